@@ -1,0 +1,54 @@
+# Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
+#
+#   make train ARGS="--help"      make test ARGS="-k pack"      make lint types bench clean
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := test
+.PHONY: train test lint types bench clean
+
+TORCH := torch==2.13.0
+BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
+ARGS :=
+
+# The first interpreter on PATH that is new enough; empty if there is none.
+SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	"$$python" -c '$(SUITABLE)' 2>/dev/null && { echo "$$python"; break; }; done)
+
+PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+NATIVE_SOURCES := $(shell find csrc -type f)
+
+train: .venv/installed
+	.venv/bin/shardgrad train $(ARGS)
+
+test: .venv/installed
+	.venv/bin/python -m pytest $(ARGS)
+
+lint: .venv/installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+
+types: .venv/installed
+	.venv/bin/python -m mypy
+
+bench: .venv/installed
+	.venv/bin/python -m benchmarks.compare $(ARGS)
+
+clean:
+	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Torch first and alone: building the ops needs it, so the project is installed without build isolation.
+.venv/torch: Makefile
+	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	"$(PYTHON)" -m venv .venv
+	$(PIP) $(BUILD_TOOLS)
+	$(PIP) $(TORCH)
+	touch .venv/torch
+
+.venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
+	$(PIP) --no-build-isolation --editable '.[plots,test,lint]' '$(TORCH)'
+	touch .venv/installed

@@ -1,0 +1,50 @@
+// The CUDA kernels' side of the dispatcher. Schemas are declared in shardgrad/ops.py.
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "../checks.h"
+#include "launch.h"
+
+namespace shardgrad::cuda {
+namespace {
+
+using torch::stable::Tensor;
+
+// Launches on the current stream of the device that `home` lives on, with that device current.
+template <class Arguments>
+void launch(int (*launcher)(const Arguments*, void*), const Arguments& arguments, const Tensor& home) {
+  const auto device = home.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  const int status = launcher(&arguments, stream);
+  STD_TORCH_CHECK(status == 0, "CUDA launch failed: ", shardgrad_cuda_error(status));
+}
+
+void pack(
+    const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel, double divisor,
+    bool accumulate) {
+  launch(&shardgrad_cuda_pack, check_pack(grads, slot, table, chunk_numel, divisor, accumulate), slot);
+}
+
+void unpack(const Tensors& chunks, const Tensor& unsharded, const Tensor& table) {
+  launch(&shardgrad_cuda_unpack, check_unpack(chunks, unsharded, table), unsharded);
+}
+
+void sum_chunks(const Tensors& chunks, const Tensor& out, double divisor, bool accumulate) {
+  STD_TORCH_CHECK(
+      chunks.size() <= shardgrad_cuda_max_summands, "sum_chunks takes at most ", shardgrad_cuda_max_summands,
+      " chunks on CUDA, got ", chunks.size());
+  launch(&shardgrad_cuda_sum_chunks, check_sum_chunks(chunks, out, divisor, accumulate), out);
+}
+
+}  // namespace
+}  // namespace shardgrad::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(shardgrad, CUDA, library) {
+  library.impl("pack", TORCH_BOX(&shardgrad::cuda::pack));
+  library.impl("unpack", TORCH_BOX(&shardgrad::cuda::unpack));
+  library.impl("sum_chunks", TORCH_BOX(&shardgrad::cuda::sum_chunks));
+}

@@ -1,0 +1,134 @@
+"""Builds `shardgrad/_C.so`, the compiled ops, against the torch that is installed.
+
+The library is optional: without a compiler (or without torch, as in an isolated build) the install still
+succeeds, says so in one sentence, and the package runs on its Python reference ops. It is a plain shared
+library on torch's stable ABI, not a Python module, so one build serves torch 2.11 to 2.15 and every Python.
+
+CUDA kernels are linked in where torch was built for CUDA and an `nvcc` of the same major version is found
+in CUDA_HOME or on PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError
+
+STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11, the oldest version served
+
+# No contraction to fused multiply-add: results must equal torch's bit for bit, on every machine.
+# No trapping math: lets the compiler evaluate both sides of a selection, and so vectorise it; same results.
+CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
+CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+CUDA_ARCHITECTURES = ("80", "90", "100")
+
+CSRC = Path("csrc")
+HEADERS = [str(path) for pattern in ("*.h", "*.cuh") for path in sorted(CSRC.rglob(pattern))]
+CPU_SOURCES = [str(CSRC / name) for name in ("checks.cpp", "cpu/combine.cpp", "cpu/ops.cpp")]
+CUDA_BINDING = str(CSRC / "cuda" / "ops.cpp")
+CUDA_SOURCES = [str(path) for path in sorted((CSRC / "cuda").glob("*.cu"))]
+
+BUILD_FAILURES = (BaseError, CCompilerError, ImportError, OSError, subprocess.SubprocessError)
+
+
+def find_nvcc(cuda_version: str | None) -> str | None:
+    """Returns an nvcc that fits torch, or None, after saying why if torch has CUDA."""
+    if cuda_version is None:
+        return None
+    home = os.environ.get("CUDA_HOME")
+    nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
+    if nvcc is None:
+        reason = "there is no nvcc"
+    else:
+        release = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+        if f"release {cuda_version.split('.')[0]}." in release:
+            return nvcc
+        reason = f"{nvcc} is of another major version"
+    print(f"shardgrad: CUDA tensors will use the reference ops: torch has CUDA {cuda_version}, but {reason}.")
+    return None
+
+
+def architecture_flags(nvcc: str) -> list[str]:
+    """Returns machine code for each architecture this nvcc knows, and PTX of the newest for later ones."""
+    listing = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    known = [arch for arch in CUDA_ARCHITECTURES if f"compute_{arch}" in listing.split()]
+    flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
+    return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
+
+
+def static_cuda_runtime(nvcc: str) -> str:
+    """Returns the runtime archive of the toolkit as nvcc sees it: the one on PATH may be a wrapper script."""
+    command = [nvcc, "--dryrun", "-c", CUDA_SOURCES[0]]
+    dryrun = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    toolkit = Path(dryrun.split("TOP=", 1)[1].splitlines()[0].strip())
+    for directory in ("lib64", "lib", "targets/*/lib"):
+        for archive in toolkit.glob(f"{directory}/libcudart_static.a"):
+            return str(archive)
+    raise FileNotFoundError(f"there is no libcudart_static.a in {toolkit}")
+
+
+class BuildOps(build_ext):
+    """Compiles the C++ with setuptools' compiler and the CUDA with nvcc; never fails the install."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            self.add_torch(ext)
+            super().build_extension(ext)
+        except BUILD_FAILURES as error:
+            # What an earlier build left in the source tree no longer matches the sources.
+            Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+            print(
+                f"shardgrad: the compiled ops were not built ({error}), so the slower Python reference ops "
+                "will be used; to build them, install torch and a C++17 compiler, then type: "
+                "pip install --no-build-isolation -e ."
+            )
+
+    def add_torch(self, ext: Extension) -> None:
+        import torch
+
+        root = Path(torch.__file__).parent
+        # As system headers: their warnings are not ours.
+        ext.extra_compile_args += ["-isystem", str(root / "include")]
+        ext.library_dirs.append(str(root / "lib"))
+        ext.libraries.append("torch_cpu")
+        nvcc = find_nvcc(torch.version.cuda)
+        if nvcc is not None:
+            self.add_cuda(ext, nvcc)
+            ext.libraries.append("torch_cuda")
+
+    def add_cuda(self, ext: Extension, nvcc: str) -> None:
+        ext.sources.append(CUDA_BINDING)
+        ext.define_macros.append(("USE_CUDA", "1"))
+        for source in CUDA_SOURCES:
+            target = Path(self.build_temp, source).with_suffix(".o")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self.spawn([nvcc, *NVCC_FLAGS, *architecture_flags(nvcc), "-c", source, "-o", str(target)])
+            ext.extra_objects.append(str(target))
+        # The static runtime: the library then depends on the driver alone, not on one runtime's file name.
+        ext.extra_objects.append(static_cuda_runtime(nvcc))
+        ext.libraries += ["rt", "pthread", "dl"]
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "shardgrad._C",
+            sources=CPU_SOURCES,
+            depends=[*HEADERS, CUDA_BINDING, *CUDA_SOURCES],
+            define_macros=[("TORCH_TARGET_VERSION", STABLE_ABI)],
+            extra_compile_args=CXX_FLAGS,
+            language="c++",
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildOps},
+)

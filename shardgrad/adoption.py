@@ -1,0 +1,87 @@
+"""Taking over parameters that a program replaced or moved.
+
+`load_state_dict(assign=True)`, `model.to(...)`, `to_empty` and plain assignment put new tensors where the
+shard's views were. A flat engine must not ignore them: what they hold is copied into the shard, and they
+become its views.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from .errors import ForeignParameterError
+from .managed_param import ManagedParam, local_of
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
+
+__all__ = ["adopt"]
+
+
+def adopt(group: ParamGroup) -> bool:
+    """Takes over what a sharded group's modules register now; cheap when nothing changed.
+
+    Called after `module._apply`, after `load_state_dict`, and before each outermost forward.
+
+    Returns:
+        True if anything was taken over. False also while part of the group is still on the meta device.
+
+    Raises:
+        ForeignParameterError: a replacement is not sharded the same way, or dtypes became mixed; nothing
+            has been changed then.
+    """
+    if all(
+        module._parameters[attribute] is p.sharded and local_of(p.sharded) is p.expected_local
+        for p in group.params
+        for module, attribute in p.owners
+    ):
+        return False
+    shown = [_shown(p, group) for p in group.params]
+    if any(param.device.type == "meta" for param in shown):
+        return False  # half-loaded; `require_data` names the rest if a forward comes too early
+    _validate(shown, group)
+    group.refill(shown, local_of(shown[0]).dtype)
+    return True
+
+
+def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
+    """Returns what the modules register now, checked to be sharded like the parameter."""
+    registered = [module._parameters[attribute] for module, attribute in p.owners]
+    # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
+    shown = next((param for param in registered if param is not p.sharded), p.sharded)
+    face: object = shown
+    placements = group.mesh.placements
+    if not (isinstance(face, DTensor) and tuple(face.shape) == p.shape and face.placements == placements):
+        raise ForeignParameterError(
+            f"parameter {p.name} was replaced by something its unit cannot take over",
+            expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
+            got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
+            where=f"unit {group.name}",
+            fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
+        )
+    return shown  # type: ignore[return-value]
+
+
+def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
+    dtypes = {local_of(param).dtype for param in shown}
+    if len(dtypes) > 1:
+        raise ForeignParameterError(
+            f"parameters of unit {group.name} no longer share a dtype",
+            expected=f"one dtype for {[p.name for p in group.params]}",
+            got=", ".join(map(str, sorted(dtypes, key=str))),
+            fix="cast the whole unit at once, for example model.to(torch.bfloat16)",
+        )
+    rank = group.mesh.shard_rank
+    for p, param, piece in zip(group.params, shown, group.layout.pieces, strict=True):
+        local = local_of(param)
+        if tuple(local.shape) != piece.local_shape(rank):
+            raise ForeignParameterError(
+                f"the local shard of {p.name} has another shape",
+                expected=str(piece.local_shape(rank)),
+                got=str(tuple(local.shape)),
+                where=f"unit {group.name}",
+                fix="distribute the full tensor with distribute_tensor",
+            )

@@ -1,0 +1,97 @@
+"""Ranks compare what they have built, before anything is trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from .errors import RankDisagreementError
+
+if TYPE_CHECKING:
+    from .unit import Unit
+
+__all__ = ["describe", "require_agreement"]
+
+
+@dataclass
+class _Channels:
+    """Channels given out so far in this process."""
+
+    reserved: int = 0
+
+
+channels = _Channels()
+
+
+def describe(units: Sequence[Unit]) -> list[str]:
+    """Returns one line for each fact that every rank must share, in construction order."""
+    lines = []
+    for unit in units:
+        policy = unit.mp_policy
+        lines.append(
+            f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, "
+            f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}"
+        )
+        for group in unit.groups:
+            lines.append(f"group of {unit.name}: {group.gradient_policy}")
+            lines.extend(
+                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}"
+                for p in group.params
+            )
+    return lines
+
+
+def require_agreement(units: Sequence[Unit]) -> None:
+    """Compares the model across the ranks of the root's mesh; a collective, once per root.
+
+    Also gives every group its channel, the number that keeps its messages apart from all others: the ranks
+    may have built different numbers of models before, so they continue from the largest count among them.
+
+    Raises:
+        RankDisagreementError: on every rank, naming the first difference.
+    """
+    mesh = units[0].mesh
+    lines = describe(units)
+    first_channel = channels.reserved
+    for group in (mesh.shard_group, mesh.replicate_group):
+        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+            first_channel = _compare(lines, first_channel, group)
+    groups = [group for unit in units for group in unit.groups]
+    for offset, param_group in enumerate(groups):
+        param_group.channel = first_channel + offset
+    channels.reserved = first_channel + len(groups)
+
+
+def _compare(lines: list[str], first_channel: int, group: dist.ProcessGroup) -> int:
+    """Returns the largest `first_channel` in the group, if all ranks have the same lines."""
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    answers: list[tuple[str, int]] = [("", 0)] * group.size()
+    dist.all_gather_object(answers, (digest, first_channel), group=group)
+    if len({answer[0] for answer in answers}) == 1:
+        return max(answer[1] for answer in answers)
+    everyone: list[list[str]] = [[]] * group.size()
+    dist.all_gather_object(everyone, lines, group=group)
+    ranks = dist.get_process_group_ranks(group)
+    first, other, theirs = _first_difference(everyone)
+    raise RankDisagreementError(
+        "ranks built different models",
+        expected=f"rank {ranks[0]}: {first}",
+        got=f"rank {ranks[other]}: {theirs}",
+        where=f"rank {dist.get_rank()}",
+        fix="build the model from the same configuration and in the same order on every rank",
+    )
+
+
+def _first_difference(everyone: Sequence[list[str]]) -> tuple[str, int, str]:
+    reference = everyone[0]
+    for other, lines in enumerate(everyone):
+        for i in range(max(len(reference), len(lines))):
+            ours = reference[i] if i < len(reference) else "nothing more"
+            theirs = lines[i] if i < len(lines) else "nothing more"
+            if ours != theirs:
+                return ours, other, theirs
+    return "", 0, ""

@@ -1,0 +1,163 @@
+"""Memory with an owner: slots that know who wrote them and when they are free, and the ring that lends them.
+
+[Note: Slots]
+Staging memory is reused from group to group, and two streams touch it: one fills it, another moves it. The
+slot itself carries the order, so nobody waits for a whole stream:
+
+* a writer waits for *that slot's* `free` mark before its first write and leaves its own `ready` mark after
+  its last;
+* the reader waits for *every* `ready` mark, whichever streams they are on, and leaves `free`.
+
+A second writer on another stream is one more entry in `ready`, not a special case; a parameter larger than
+every slot so far makes a slot larger and goes the same way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .streams import Mark, Stream, Streams
+
+__all__ = ["Chunks", "Holder", "Slot", "SlotRing"]
+
+
+class Holder(Protocol):
+    """Whoever has a slot's content in flight."""
+
+    def complete(self) -> None:
+        """Ends the use of the slot, waiting on the host if the transport needs it."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Equal 1-D pieces of one contiguous tensor.
+
+    Attributes:
+        whole: all of them, 1-D.
+        parts: one view for each.
+    """
+
+    whole: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+
+class Slot:
+    """Reusable bytes with their own order. See [Note: Slots]."""
+
+    def __init__(self, streams: Streams, device: torch.device) -> None:
+        self._streams = streams
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
+        self._allocated_on = streams.current()
+        self._ready: dict[Stream, Mark] = {}
+        self._writers: list[Stream] = []
+        self._free = streams.mark()
+        self.holder: Holder | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this slot owns."""
+        return self._bytes.numel()
+
+    def reserve(self, nbytes: int) -> None:
+        """Grows to at least `nbytes`; the content is lost. Only while nobody holds the slot."""
+        if nbytes > self.nbytes:
+            # The old bytes go back to the allocator's pool for the stream they came from: its next user
+            # must come after our last one. Dropped first, so that growing never holds both.
+            self._free.wait(self._allocated_on)
+            self._views.clear()
+            device = self._bytes.device
+            self._allocated_on = self._streams.current()
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0) -> Chunks:
+        """Returns `count` pieces of `numel` elements, behind `skip` elements; the same objects each time."""
+        key = (dtype, count, numel, skip)
+        chunks = self._views.get(key)
+        if chunks is None:
+            begin, end = skip * dtype.itemsize, (skip + count * numel) * dtype.itemsize
+            whole = self._bytes[begin:end].view(dtype)
+            parts = tuple(whole.narrow(0, i * numel, numel) for i in range(count))
+            chunks = self._views[key] = Chunks(whole, parts)
+        return chunks
+
+    def start_writing(self, stream: Stream) -> None:
+        """Makes `stream` wait until the slot is free; call it before the first write."""
+        self._free.wait(stream)
+
+    def finish_writing(self, stream: Stream) -> None:
+        """Says that `stream` has written; call it after the last write. The reader will wait for it."""
+        mark = self._ready.get(stream)
+        if mark is None:
+            mark = self._ready[stream] = self._streams.mark()
+        mark.record(stream)
+        if stream not in self._writers:
+            self._writers.append(stream)
+
+    def start_reading(self, stream: Stream) -> None:
+        """Makes `stream` wait for everyone who has written since the slot was last released."""
+        for writer in self._writers:
+            self._ready[writer].wait(stream)
+
+    def release(self, stream: Stream) -> None:
+        """Says that what `stream` has been given so far is the last use of the content."""
+        self._free.record(stream)
+        self._writers.clear()
+        self.holder = None
+
+
+class SlotRing:
+    """Lends slots in turn, so that two neighbours in time never wait for each other.
+
+    Args:
+        streams: of the device.
+        device: where slots are allocated.
+        depth: slots that take turns.
+        elastic: if all are in flight, add a slot (True) or complete the oldest holder first (False).
+    """
+
+    def __init__(self, streams: Streams, device: torch.device, *, depth: int, elastic: bool) -> None:
+        self._streams = streams
+        self._device = device
+        self._depth = depth
+        self._elastic = elastic
+        self._made: list[Slot] = []
+        self._turns: list[Slot] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.nbytes for slot in self._made)
+
+    def acquire(self, nbytes: int, holder: Holder) -> Slot:
+        """Returns a slot of at least `nbytes` for `holder`, who must release it.
+
+        Allocates only while the ring is still growing to what the model needs: the same steps get the same
+        slots afterwards.
+        """
+        slot = self._next()
+        slot.reserve(nbytes)
+        slot.holder = holder
+        self._turns.append(slot)
+        return slot
+
+    def _next(self) -> Slot:
+        idle = next((slot for slot in self._turns if slot.holder is None), None)
+        if len(self._made) < self._depth or (idle is None and self._elastic):
+            slot = Slot(self._streams, self._device)
+            self._made.append(slot)
+            return slot
+        slot = self._turns[0] if idle is None else idle
+        if slot.holder is not None:
+            slot.holder.complete()
+        self._turns.remove(slot)
+        return slot
+
+    def rewind(self) -> None:
+        """Starts the turns over, so that every step lends the same slot to the same group."""
+        if all(slot.holder is None for slot in self._made):
+            self._turns = list(self._made)

@@ -1,0 +1,151 @@
+"""Typed errors with one shape: what happened, then expected / got / where / try.
+
+Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in the same situation, so
+`except` clauses written for FSDP2 keep working.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AlreadyShardedError",
+    "CollectiveError",
+    "ContainerError",
+    "DeepcopyError",
+    "DeviceError",
+    "EmptyModuleError",
+    "ForeignParameterError",
+    "ForwardMethodError",
+    "MeshError",
+    "MeshNamesError",
+    "MetaParameterError",
+    "OptionError",
+    "ParameterClaimedError",
+    "ParticipationError",
+    "RankDisagreementError",
+    "RootError",
+    "ShardgradError",
+    "TiedParameterError",
+    "UnitBypassedError",
+    "UnsupportedError",
+    "UnsupportedParameterError",
+    "unsupported",
+]
+
+
+class ShardgradError(Exception):
+    """Base of every error this package raises on purpose.
+
+    Args:
+        what: one sentence, what happened.
+        expected: what would have been right.
+        got: what came instead.
+        where: rank, unit, fully qualified parameter or module name.
+        fix: what to type next.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        expected: str | None = None,
+        got: str | None = None,
+        where: str | None = None,
+        fix: str | None = None,
+    ) -> None:
+        self.what = what
+        self.expected = expected
+        self.got = got
+        self.where = where
+        self.fix = fix
+        rows = (("expected", expected), ("got", got), ("where", where), ("try", fix))
+        super().__init__("\n".join([what, *(f"  {label + ':':<10}{text}" for label, text in rows if text)]))
+
+
+class ContainerError(ShardgradError, ValueError):
+    """`fully_shard` was given a container that has no forward."""
+
+
+class MeshError(ShardgradError, ValueError):
+    """The device mesh has a shape the engine cannot shard over."""
+
+
+class MeshNamesError(ShardgradError, AssertionError):
+    """A two-dimensional mesh came without axis names."""
+
+
+class OptionError(ShardgradError, ValueError):
+    """An argument has a value outside its range."""
+
+
+class UnsupportedError(ShardgradError, NotImplementedError):
+    """A part of FSDP2's surface that this version does not offer yet."""
+
+
+class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError):
+    """A parameter that cannot be sharded as it is (scalar, non-contiguous, integer, sparse)."""
+
+
+class EmptyModuleError(ShardgradError, ValueError):
+    """There is nothing to shard in the module."""
+
+
+class DeviceError(ShardgradError, ValueError):
+    """Parameters of one call live on several devices, or on one the mesh does not have."""
+
+
+class ParameterClaimedError(ShardgradError, ValueError):
+    """A parameter already belongs to another unit."""
+
+
+class AlreadyShardedError(ShardgradError, AssertionError):
+    """`fully_shard` was called twice on one module."""
+
+
+class TiedParameterError(ShardgradError, ValueError):
+    """Two units share a parameter and no unit contains both."""
+
+
+class RootError(ShardgradError, RuntimeError):
+    """A call that only the root unit can answer, or a model without a single root."""
+
+
+class DeepcopyError(ShardgradError, AssertionError):
+    """A sharded module was deep-copied."""
+
+
+class MetaParameterError(ShardgradError, RuntimeError):
+    """Parameters are still on the meta device when they are needed."""
+
+
+class ForeignParameterError(ShardgradError, RuntimeError):
+    """A sharded parameter was replaced by something its unit cannot take over."""
+
+
+class UnitBypassedError(ShardgradError, RuntimeError):
+    """Sharded parameters were used outside their unit's forward."""
+
+
+class ForwardMethodError(ShardgradError, ValueError):
+    """`register_fsdp_forward_method` was given a name the module does not have."""
+
+
+class RankDisagreementError(ShardgradError, RuntimeError):
+    """Ranks built different models."""
+
+
+class CollectiveError(ShardgradError, RuntimeError):
+    """A collective failed or timed out."""
+
+
+class ParticipationError(ShardgradError, RuntimeError):
+    """`participate` was used in a way that cannot be joined by the other ranks."""
+
+
+def unsupported(name: str, *, instead: str) -> UnsupportedError:
+    """Returns the error for a name of FSDP2's surface that is not offered yet."""
+    return UnsupportedError(
+        f"shardgrad does not support {name} yet",
+        expected="a call that docs/reference/fsdp2_surface.md lists as working",
+        got=name,
+        fix=instead,
+    )

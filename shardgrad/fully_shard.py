@@ -1,0 +1,208 @@
+"""The public function, and the methods a sharded module has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Placement, Shard
+
+from .build import CLAIM, Claim, Collected, collect, validate_modules
+from .bypass import guard_owner
+from .errors import OptionError, unsupported
+from .mesh import DataParallelMesh, default_mesh
+from .module import swap_class
+from .param_group import ParamGroup
+from .policies import GradientPolicy
+from .roots import attach_unit, unit_of
+from .unit import Unit
+
+__all__ = ["fully_shard"]
+
+_ModuleT = TypeVar("_ModuleT", bound=nn.Module)
+_ModulesT = TypeVar("_ModulesT", nn.Module, list[nn.Module])
+
+
+def fully_shard(
+    module: _ModulesT,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    gradient_policy: GradientPolicy = GradientPolicy(),
+) -> _ModulesT:
+    """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in place.
+
+    Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
+    below it that no inner call owns, and they travel in one collective for each dtype.
+
+    Args:
+        module: the module, or a list of modules that form one unit.
+        mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard over
+            axis 1 (HSDP). None means 1-D over all ranks.
+        reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
+            False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
+            except for the root.
+        shard_placement_fn: per parameter, `Shard(0)` or None; other dimensions are refused.
+        mp_policy: dtypes of compute, reduction and outputs.
+        offload_policy: only the base class, which does not offload.
+        ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
+        dp_mesh_dims: refused unless None.
+        gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
+
+    Returns:
+        The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
+
+    Raises:
+        ShardgradError: a subclass for each kind of bad input; the module is left as it was.
+
+    Streams: none of its own; shards are filled on the current stream.
+    Capture: not safe; it allocates.
+    """
+    arg: Any = module
+    modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
+    validate_modules(modules)
+    _refuse_unsupported(shard_placement_fn, offload_policy, dp_mesh_dims)
+    data_mesh = DataParallelMesh.of(mesh or default_mesh())
+    ignored = ignored_params or set()
+    collected = collect(modules, ignored, data_mesh)
+    _require_dim0(shard_placement_fn, collected.params)
+    flag, post_forward_mesh = _reshard_plan(reshard_after_forward, data_mesh)
+    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
+    for param in collected.params:
+        by_dtype.setdefault(param.dtype, []).append(param)
+    groups = [
+        ParamGroup(
+            [(collected.params[p][0], p, collected.params[p][1]) for p in params],
+            data_mesh,
+            post_forward_mesh,
+            mp_policy,
+            gradient_policy,
+        )
+        for params in by_dtype.values()
+    ]
+    unit = Unit(modules, groups, data_mesh, mp_policy, flag)
+    _commit(unit, collected, by_dtype.values())
+    return module
+
+
+def _refuse_unsupported(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None, offload_policy: OffloadPolicy, dp_mesh_dims: Any
+) -> None:
+    if dp_mesh_dims is not None:
+        raise unsupported("dp_mesh_dims", instead="pass the data-parallel axes of the mesh as `mesh`")
+    if type(offload_policy) is not OffloadPolicy:
+        raise unsupported(type(offload_policy).__name__, instead="offload_policy=OffloadPolicy()")
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise OptionError(
+            "shard_placement_fn must be callable",
+            expected="a function of a parameter",
+            got=type(shard_placement_fn).__name__,
+            fix="shard_placement_fn=lambda param: Shard(0)",
+        )
+
+
+def _require_dim0(
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]],
+) -> None:
+    if shard_placement_fn is None:
+        return
+    for param, (name, _) in params.items():
+        placement = shard_placement_fn(param)
+        if placement is None:
+            continue
+        if not isinstance(placement, Placement) or not isinstance(placement, Shard):
+            raise unsupported(
+                f"placement {placement!r} of parameter {name}", instead="return Shard(0) or None"
+            )
+        if placement.dim not in (0, -param.ndim):
+            raise unsupported(f"sharding parameter {name} on dim {placement.dim}", instead="return Shard(0)")
+
+
+def _reshard_plan(
+    reshard_after_forward: bool | int | None, mesh: DataParallelMesh
+) -> tuple[bool | None, DataParallelMesh | None]:
+    """Returns the unit's flag, and the smaller mesh of an int reshard."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward, None
+    if not isinstance(reshard_after_forward, int):
+        raise OptionError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            f"not {reshard_after_forward!r}",
+            expected="None, True, False, or an int",
+            got=type(reshard_after_forward).__name__,
+            fix="reshard_after_forward=True",
+        )
+    if reshard_after_forward == mesh.shard_size:
+        return True, None
+    smaller = mesh.subdivide(reshard_after_forward)
+    # One rank holding everything is the same as not resharding at all.
+    return (False, None) if reshard_after_forward == 1 else (True, smaller)
+
+
+def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
+    """Makes the changes. Nothing here raises on user input."""
+    _take_inherited(collected.inherited)
+    for group, originals in zip(unit.groups, params, strict=True):
+        for managed, original in zip(group.params, originals, strict=True):
+            original.__dict__[CLAIM] = Claim(unit, managed)
+            managed.register(managed.sharded)
+    for module, name in collected.buffers:
+        buffer = module._buffers[name]
+        if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
+            module._buffers[name] = buffer.to(unit.mesh.device)
+    unit.guests = collected.guests
+    inner = {u for managed in collected.managed_modules for u in _units_of_children(managed)}
+    for each in inner:
+        each.guests = []
+    attach_unit(unit)
+    _install_hooks(unit, collected.managed_modules)
+    for module in unit.modules:
+        swap_class(module)
+
+
+def _units_of_children(module: nn.Module) -> list[Unit]:
+    return [u for child in module.modules() if (u := unit_of(child)) is not None]
+
+
+def _take_inherited(claims: Sequence[Claim]) -> None:
+    """Removes from inner units the parameters that their common ancestor owns now."""
+    leaving: dict[Unit, list[Any]] = {}
+    for claim in claims:
+        leaving.setdefault(claim.unit, []).append(claim.managed)
+    for inner, params in leaving.items():
+        smaller = [group.without(params) for group in inner.groups]
+        inner.set_groups([group for group in smaller if group is not None])
+
+
+def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
+    """Guards inner modules, and keeps state dicts and loading on the sharded faces."""
+
+    def to_shards(*_: Any, **__: Any) -> None:
+        unit.reshard()
+
+    def adopt(*_: Any, **__: Any) -> None:
+        for group in unit.groups:
+            group.adopt()
+
+    for module in managed_modules:
+        # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
+        module._is_fsdp_managed_module = True  # type: ignore[assignment]
+        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        if any(param is not None for param in module._parameters.values()):
+            module.register_state_dict_pre_hook(to_shards)
+            module.register_load_state_dict_pre_hook(to_shards)
+            if module not in unit.modules:
+                guard_owner(module, partial(unit.group_owning, module))
+    for module in unit.modules:
+        module.register_load_state_dict_post_hook(adopt)

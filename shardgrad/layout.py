@@ -1,0 +1,151 @@
+"""Where every element of a group lives: shapes and a world size in, integers out.
+
+A group of parameters that travel together is packed so that each rank holds one contiguous *chunk*, and a
+parameter's piece sits at the same offset in every rank's chunk. With three parameters on two ranks:
+
+      chunk of rank 0:  | A rows 0..a | pad | B rows 0..b | pad | C ... | pad | tail |
+      chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
+
+Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor; trailing
+ranks may hold short or empty ones. Every piece starts on a multiple of `alignment` elements, so that every
+pointer handed to a collective or a kernel is aligned (NCCL falls off its fast path otherwise, nccl#413).
+
+The *tail* is room for one element per parameter: see [Note: Touched flags] in `scheduler.py`.
+
+In the flat unsharded buffer parameters lie whole, one after the other, aligned the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+__all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
+
+ALIGNMENT_NBYTES = 128
+
+
+def alignment_numel(dtypes: Sequence[torch.dtype]) -> int:
+    """Returns the number of elements whose size is a multiple of 128 bytes in each of `dtypes`."""
+    return ALIGNMENT_NBYTES // min(dtype.itemsize for dtype in dtypes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place; offsets and counts in elements.
+
+    Attributes:
+        shape: global shape.
+        shard_rows: rows of dim 0 that a full piece has, `ceil(shape[0] / world_size)`.
+        shard_numel: elements of a full piece.
+        span: elements reserved in a chunk, `shard_numel` rounded up.
+        shard_offset: first element inside a chunk.
+        unsharded_offset: first element inside the flat unsharded buffer.
+    """
+
+    shape: tuple[int, ...]
+    shard_rows: int
+    shard_numel: int
+    span: int
+    shard_offset: int
+    unsharded_offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Returns the half-open range of dim 0 that `rank` holds, as `torch.chunk` cuts it."""
+        begin = min(rank * self.shard_rows, self.shape[0])
+        return begin, min(begin + self.shard_rows, self.shape[0])
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of the piece of `rank`; dim 0 may be 0."""
+        begin, end = self.rows(rank)
+        return (end - begin, *self.shape[1:])
+
+    def local_numel(self, rank: int) -> int:
+        """Returns the elements `rank` really holds, at most `shard_numel`."""
+        return math.prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`."""
+
+    world_size: int
+    alignment: int
+    pieces: tuple[Piece, ...]
+    tail_offset: int
+    chunk_numel: int
+    unsharded_numel: int
+
+    @classmethod
+    def of(
+        cls, shapes: Sequence[Sequence[int]], world_size: int, *, alignment: int, with_tail: bool
+    ) -> ShardLayout:
+        """Packs parameters in the order given.
+
+        Args:
+            shapes: global shapes, each with at least one dimension.
+            world_size: ranks the group is cut over.
+            alignment: elements; see `alignment_numel`.
+            with_tail: reserve one element per parameter behind the pieces.
+        """
+        pieces = []
+        shard_offset = unsharded_offset = 0
+        for shape in map(tuple, shapes):
+            shard_rows = -(-shape[0] // world_size)
+            shard_numel = shard_rows * math.prod(shape[1:])
+            span = _round_up(shard_numel, alignment)
+            pieces.append(Piece(shape, shard_rows, shard_numel, span, shard_offset, unsharded_offset))
+            shard_offset += span
+            unsharded_offset += _round_up(math.prod(shape), alignment)
+        tail_numel = _round_up(len(pieces), alignment) if with_tail else 0
+        return cls(
+            world_size,
+            alignment,
+            tuple(pieces),
+            tail_offset=shard_offset,
+            chunk_numel=shard_offset + tail_numel,
+            unsharded_numel=unsharded_offset,
+        )
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int64 CPU tensor [rows, 5] that the pack and unpack kernels read (`ops.py`).
+
+        One row for each parameter, and one more if there is a tail: packed like a parameter of which every
+        rank holds a piece as long as the number of parameters.
+        """
+        rows = [[p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset] for p in self.pieces]
+        tail_span = self.chunk_numel - self.tail_offset
+        if tail_span:
+            count = len(self.pieces)
+            rows.append([count * self.world_size, count, tail_span, self.tail_offset, 0])
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of a chunk that hold no parameter on a rank with full pieces."""
+        return self.chunk_numel - sum(p.shard_numel for p in self.pieces)
+
+    def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Cuts a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
+        return [
+            chunk.narrow(0, p.shard_offset, p.local_numel(rank)).view(p.local_shape(rank))
+            for p in self.pieces
+        ]
+
+    def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a flat unsharded buffer (1-D, `unsharded_numel`) into whole parameters without copying."""
+        return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]

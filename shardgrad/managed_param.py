@@ -1,0 +1,56 @@
+"""One parameter's faces, and who shows which."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+__all__ = ["ManagedParam", "Owner", "local_of"]
+
+Owner = tuple[nn.Module, str]
+
+
+@dataclass(eq=False)
+class ManagedParam:
+    """One parameter: who registers it, and its faces.
+
+    Attributes:
+        name: fully qualified from the root, or from its unit until a root is known.
+        owners: every (module, attribute) that registers it; several if it is tied.
+        sharded: the DTensor the optimizer sees.
+        unsharded: the tensor compute sees; made at the first unshard.
+        post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
+    """
+
+    name: str
+    owners: list[Owner]
+    shape: tuple[int, ...]
+    sharded: nn.Parameter
+    unsharded: nn.Parameter | None = None
+    post_forward: nn.Parameter | None = None
+    expected_local: torch.Tensor | None = field(default=None, repr=False)
+
+    def alias(self, local: torch.Tensor) -> None:
+        """Makes the sharded face show `local`, a view of the shard."""
+        self.sharded._local_tensor = local  # type: ignore[attr-defined]
+        self.expected_local = local
+
+    def register(self, face: nn.Parameter) -> None:
+        """Makes `face` what the owning modules show."""
+        for module, attribute in self.owners:
+            module._parameters[attribute] = face
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """The unsharded face, which exists once the group has been unsharded."""
+        if self.unsharded is None:
+            raise RuntimeError(f"{self.name} has no unsharded face yet")
+        return self.unsharded
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor's local tensor itself, not a view of it."""
+    local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
+    return local

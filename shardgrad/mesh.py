@@ -1,0 +1,121 @@
+"""What the engine needs of a device mesh: who shards, who replicates, and as which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from .errors import MeshError, MeshNamesError, OptionError
+
+__all__ = ["DataParallelMesh", "default_mesh"]
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """One or two mesh axes seen as a shard group and, for HSDP, a replicate group.
+
+    Attributes:
+        mesh: 1-D (FSDP), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
+        shard_group: ranks that hold different pieces; `shard_rank` of `shard_size`.
+        replicate_group: ranks that hold the same piece, or None for FSDP.
+        device: where parameters of this rank live.
+    """
+
+    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
+    shard_rank: int
+    shard_size: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
+        """Reads a mesh.
+
+        Raises:
+            MeshError: the mesh is not 1-D or 2-D.
+            MeshNamesError: a 2-D mesh has no axis names.
+        """
+        if mesh.ndim not in (1, 2):
+            raise MeshError(
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}",
+                expected="1 axis (FSDP) or 2 named axes (HSDP: replicate, shard)",
+                got=f"{mesh.ndim} axes",
+                fix="pass one axis of the mesh, for example mesh['shard']",
+            )
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise MeshNamesError(
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+                expected="names for both axes",
+                got="mesh_dim_names=None",
+                fix="init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))",
+            )
+        shard_axis = mesh.ndim - 1
+        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard_axis),
+            shard_rank=mesh.get_local_rank(shard_axis),
+            shard_size=mesh.size(shard_axis),
+            replicate_group=replicate_group,
+            replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+            device=_device_of(mesh),
+        )
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """Placements of every sharded parameter on `mesh`."""
+        return (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks a gradient is averaged over."""
+        return self.shard_size * self.replicate_size
+
+    def subdivide(self, size: int) -> DataParallelMesh:
+        """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int reshard.
+
+        Creates process groups on the first call for a mesh and size, so every rank must call it.
+
+        Raises:
+            OptionError: `size` does not divide the shard group.
+        """
+        if size < 1 or self.shard_size % size:
+            raise OptionError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {self.shard_size}, "
+                f"not {size}",
+                expected=f"a divisor of the shard group's size {self.shard_size}",
+                got=str(size),
+                fix="reshard_after_forward=True, False, or such a divisor",
+            )
+        return _subdivided(self.mesh, size)
+
+
+@lru_cache(maxsize=64)
+def _subdivided(mesh: DeviceMesh, size: int) -> DataParallelMesh:
+    grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
+    return DataParallelMesh.of(grid["shard"])
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns a 1-D mesh over all ranks, starting the default process group if nobody has."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None else accelerator.type
+    backend = dist.get_backend_config(dist.group.WORLD)
+    if device_type != "cpu" and f"{device_type}:" not in str(backend):
+        device_type = "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))

@@ -1,0 +1,311 @@
+"""The class a sharded module gets, and the methods that come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NoReturn, cast
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed.fsdp import UnshardHandle
+
+from .bypass import guarded_methods
+from .context import RootContext
+from .errors import DeepcopyError, ForwardMethodError, OptionError, RootError, UnsupportedError, unsupported
+from .roots import establish_context, unit_of
+from .unit import Unit
+
+__all__ = ["FSDPModule", "disable_fsdp_module_new_init", "register_fsdp_forward_method", "swap_class"]
+
+_sharded_classes: dict[type, type] = {}
+_original_new = True
+
+
+@contextmanager
+def disable_fsdp_module_new_init() -> Iterator[None]:
+    """Builds originals without calling `__init__` while active; Dynamo uses it to rebuild guards."""
+    global _original_new
+    previous, _original_new = _original_new, False
+    try:
+        yield
+    finally:
+        _original_new = previous
+
+
+def swap_class(module: nn.Module) -> None:
+    """Turns `module` into an `FSDP<Original>`, whose MRO is (itself, FSDPModule, Original, ...)."""
+    cls = type(module)
+    sharded = _sharded_classes.get(cls)
+    if sharded is None:
+        members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, **guarded_methods(cls)}
+        # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo expects.
+        sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls, torch_fsdp.FSDPModule), members)
+        _sharded_classes[cls] = sharded
+    module.__class__ = sharded
+
+
+def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
+    raise DeepcopyError(
+        "FSDP does not support deepcopy. Please use state dict for serialization.",
+        expected="copy.deepcopy before fully_shard, or state_dict()",
+        got=f"copy.deepcopy of {type(self).__name__}",
+        fix="build a second model and load model.state_dict() into it",
+    )
+
+
+class _UnshardHandle(UnshardHandle):
+    def __init__(self, unit: Unit, context: RootContext) -> None:
+        self._unit = unit
+        self._context = context
+
+    def wait(self) -> None:
+        """Makes the parameters whole for the current stream; once is enough."""
+        self._unit.wait_for_unshard(self._context)
+
+
+class FSDPModule:
+    """Methods of a sharded module; the same names and meanings as torch's.
+
+    A sharded module is an instance of this class, of its original class, and of
+    `torch.distributed.fsdp.FSDPModule`.
+    """
+
+    _orig_cls_mro_index = 2
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Builds the original class, so that slicing a sharded container gives a plain one."""
+        original = cls.__mro__[cls._orig_cls_mro_index]
+        self = original.__new__(original, *args, **kwargs)
+        if _original_new:
+            self.__init__(*args, **kwargs)
+        return self
+
+    # -- placing parameters -----------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Frees this unit's whole parameters and shows the shards. Not recursive."""
+        self._unit.reshard()
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers this unit's parameters. Not recursive; a collective.
+
+        Args:
+            async_op: return at once with a handle; forward waits for it by itself.
+
+        Streams: the gather starts after what the current stream has been given.
+        """
+        unit = self._unit
+        context = unit.context or establish_context(unit)
+        unit.refresh()
+        context.parameters_written()
+        unit.unshard(context)
+        handle = _UnshardHandle(unit, context)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Says whether backward needs this unit's parameters; an embedding's does not."""
+        self._unit.unshard_in_backward = unshard_in_backward
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Changes `reshard_after_forward`, for the root as well.
+
+        Raises:
+            OptionError: not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise OptionError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}",
+                expected="True or False",
+                got=repr(reshard_after_forward),
+                fix="pass an int to fully_shard itself to reshard to fewer ranks",
+            )
+        for unit in self._units(recurse):
+            unit.set_reshard_after_forward(reshard_after_forward)
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps parameters whole from one micro-batch's backward to the next forward."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Replaces the recorded prefetch of this unit's forward."""
+        self._unit.forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:
+        """Replaces the default prefetch of this unit's backward."""
+        self._unit.backward_prefetch = _units_of(modules)
+
+    # -- reducing gradients -----------------------------------------------------------------------------
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """False lets the next backward return with reductions still in flight."""
+        unit = self._unit
+        context = unit.context or establish_context(unit)
+        context.is_last_backward = is_last_backward
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """False accumulates gradients on each rank, in the reduce dtype, without communication."""
+        for unit in self._units(recurse):
+            for reducer in unit.reducers:
+                reducer.requires_sync = requires_gradient_sync
+                reducer.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """False (HSDP) reduces inside the shard group only and keeps the partial sum."""
+        for unit in self._units(recurse):
+            for reducer in unit.reducers:
+                reducer.requires_all_reduce = requires_all_reduce
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divides this unit's summed gradients by `factor` instead of the number of ranks.
+
+        Raises:
+            OptionError: zero or negative.
+        """
+        if not factor > 0:
+            raise OptionError(
+                "the gradient divide factor must be positive",
+                expected="a number above 0",
+                got=repr(factor),
+                fix="set_gradient_divide_factor(1.0) to sum instead of averaging",
+            )
+        for reducer in self._unit.reducers:
+            reducer.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: the engine only ever sums, and divides in the pass that writes the shard."""
+
+    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+        """Accepted: unused parameters always send zeros, and keep None if no rank used them."""
+
+    def reset_iter_state(self) -> None:
+        """Clears an iteration that an exception cut short; the next forward would do it by itself.
+
+        Raises:
+            RootError: not called on the root.
+        """
+        unit = self._unit
+        if unit.context is None:
+            return
+        if not unit.is_root:
+            raise RootError(
+                "reset_iter_state must be called on the root FSDP module",
+                expected=f"the root, {type(unit.context.root.modules[0]).__name__}",
+                got=f"unit {unit.name!r}",
+                fix="root.reset_iter_state()",
+            )
+        unit.context.recover()
+
+    # -- not yet ----------------------------------------------------------------------------------------
+
+    def set_custom_all_gather(self, comm: Any) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_custom_all_gather", instead="the transport chosen for the backend")
+
+    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_custom_reduce_scatter", instead="the transport chosen for the backend")
+
+    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_all_reduce_hook", instead="an HSDP mesh for a second axis of replicas")
+
+    def set_post_optim_event(self, event: torch.Event) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_post_optim_event", instead="nothing: gathers start after the current stream")
+
+    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_reduce_scatter_max_input_buffers", instead="the ring of two slots")
+
+    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_separate_reduce_scatter_group", instead="one group for both directions")
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
+        """Refused."""
+        raise unsupported("set_allocate_memory_from_process_group_for_comm", instead="the default allocator")
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Refused."""
+        raise unsupported("set_symm_mem_for_comm", instead="the default allocator")
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: gathers are always asynchronous, and slots make their order explicit."""
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    @property
+    def _unit(self) -> Unit:
+        unit = unit_of(cast(nn.Module, self))
+        if unit is None:
+            raise UnsupportedError(f"{type(self).__name__} has lost its unit", fix="call fully_shard again")
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        if not recurse:
+            return [self._unit]
+        return [u for module in cast(nn.Module, self).modules() if (u := unit_of(module)) is not None]
+
+    def _get_fsdp_state(self) -> Unit:
+        return self._unit
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """`module.to()` and its kin: moves the shards, then takes the moved storage over."""
+        self.reshard()
+        result = super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in self._unit.groups:
+            group.adopt()
+        return result
+
+
+def _units_of(modules: Sequence[Any]) -> list[Unit]:
+    units = [unit_of(module) if isinstance(module, nn.Module) else None for module in modules]
+    if any(unit is None for unit in units):
+        raise OptionError(
+            "prefetch lists hold sharded modules only",
+            expected="modules that fully_shard was called on",
+            got=", ".join(type(module).__name__ for module in modules),
+            fix="fully_shard(module) first",
+        )
+    return [unit for unit in units if unit is not None]
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain module.
+
+    Args:
+        module: the module.
+        method_name: for example "loss" or "generate".
+
+    Raises:
+        ForwardMethodError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    method = getattr(module, method_name, None)
+    if method is None or not callable(method):
+        raise ForwardMethodError(
+            f"{type(module).__name__} does not have a method {method_name}",
+            expected="the name of a method",
+            got=repr(method_name),
+            fix="check the spelling",
+        )
+    unit = module._unit
+
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = unit.pre_forward(self, args, kwargs)
+        return unit.post_forward(self, args, method(*args, **kwargs))
+
+    wrapped.__name__ = wrapped.__qualname__ = method_name
+    wrapped.__doc__ = method.__doc__
+    module.__dict__[method_name] = wrapped.__get__(module, type(module))

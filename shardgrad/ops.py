@@ -1,0 +1,342 @@
+"""Data movement between whole parameters and chunks: `pack`, `unpack`, `sum_chunks`.
+
+The vocabulary is that of `layout.py`. Three ops in the namespace `torch.ops.shardgrad` share one contract:
+
+Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel, span,
+    shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs its numbers
+    on the host, and kernels get them by value, so a captured graph depends on no table in device memory.
+
+Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic runs in float32, or in float64
+    if an operand is float64, and is rounded once, to nearest even, where it is stored.
+
+Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living parameters,
+    and autograd must not take their refilling for a modification by the user.
+
+Each op exists twice. This file holds its schema, its fake kernel and a reference in plain torch ops, which
+the dispatcher uses on every device for which `shardgrad/_C.so` (sources in `csrc/`) has brought no kernel.
+The schemas are here and not in C++, because the reference needs them when there is no library.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardgrad.errors import OptionError
+
+__all__ = ["backend", "pack", "sum_chunks", "unpack"]
+
+
+def pack(
+    grads: Sequence[Tensor],
+    slot: Tensor,
+    table: Tensor,
+    *,
+    chunk_numel: int,
+    divisor: float = 1.0,
+    accumulate: bool = False,
+) -> None:
+    """Cuts whole gradients into pieces and writes them, scaled and cast, into the chunks of all ranks.
+
+    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k * shard_numel` on
+    of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as a tail, is never touched.
+
+    Args:
+        grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with no elements
+            where the table expects some stands for "no gradient this time": its reservations become zeros.
+        slot: 1-D contiguous, `world_size * chunk_numel` elements; written.
+        table: see the module's docstring.
+        chunk_numel: elements of one rank's chunk.
+        divisor: what gradients are divided by; a true division.
+        accumulate: add to what the slot holds; padding and missing gradients then leave it as it is.
+
+    Streams:
+        Runs on the current stream of the slot's device.
+
+    Capture:
+        Safe: allocates nothing and reads nothing back. The addresses of `grads` are recorded.
+
+    Raises:
+        OptionError: `divisor` is zero, or `grads` and `table` have different lengths.
+        RuntimeError: any other disagreement between the arguments.
+    """
+    _check_divisor(divisor)
+    if len(grads) != table.shape[0]:
+        raise OptionError(
+            "pack needs one gradient per row of its table",
+            expected=f"{table.shape[0]} gradients",
+            got=f"{len(grads)}",
+            fix="pass an empty tensor for a parameter without a gradient",
+        )
+    _pack(grads, slot, table, chunk_numel, divisor, accumulate)
+
+
+def unpack(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
+    """Puts the pieces of all ranks together into whole parameters: the inverse of `pack`.
+
+    Args:
+        chunks: the chunk of each rank in order, 1-D contiguous, one dtype, one number of elements.
+        unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per parameter,
+            cast where the dtypes differ. What lies between parameters is never touched.
+        table: see the module's docstring.
+
+    Streams:
+        Runs on the current stream of the device of `unsharded`.
+
+    Capture:
+        Safe: allocates nothing and reads nothing back. The addresses of `chunks` are recorded.
+
+    Raises:
+        OptionError: `chunks` is empty.
+        RuntimeError: any other disagreement between the arguments.
+    """
+    _check_chunks(chunks)
+    _unpack(chunks, unsharded, table)
+
+
+def sum_chunks(
+    chunks: Sequence[Tensor], out: Tensor, *, divisor: float = 1.0, accumulate: bool = False
+) -> None:
+    """Computes `out = (out if accumulate else 0) + (chunks[0] + chunks[1] + ...) / divisor`.
+
+    The sum runs from left to right and the division is a true one, so the result for float32 and two chunks
+    is that of `(a + b) / 2` bit for bit.
+
+    Args:
+        chunks: contiguous tensors, one dtype, one number of elements. At most 1,024 on CUDA.
+        out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks` at exactly
+            the same address, but must not overlap one otherwise. The schema does not show such an alias, so
+            do not pass one inside `torch.compile`.
+        divisor: what the sum is divided by.
+        accumulate: add to what `out` holds.
+
+    Streams:
+        Runs on the current stream of the device of `out`.
+
+    Capture:
+        Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum. Nothing is read
+        back. The addresses of `chunks` are recorded.
+
+    Raises:
+        OptionError: `divisor` is zero, or `chunks` is empty.
+        RuntimeError: any other disagreement between the arguments.
+    """
+    _check_divisor(divisor)
+    _check_chunks(chunks)
+    _sum_chunks(chunks, out, divisor, accumulate)
+
+
+def backend() -> Literal["compiled", "reference"]:
+    """Returns whether `shardgrad/_C.so` was loaded ("compiled") or not ("reference")."""
+    return "compiled" if _IS_COMPILED else "reference"
+
+
+def _check_divisor(divisor: float) -> None:
+    if divisor == 0:
+        raise OptionError("cannot divide by zero", expected="a divisor other than 0", got=f"{divisor}")
+
+
+def _check_chunks(chunks: Sequence[Tensor]) -> None:
+    if not chunks:
+        raise OptionError(
+            "there is nothing to read from", expected="the chunk of every rank", got="no chunks"
+        )
+
+
+class _Row(NamedTuple):
+    numel: int
+    shard_numel: int
+    span: int
+    shard_offset: int
+    unsharded_offset: int
+
+
+# The checks below say what those in csrc/checks.cpp say, in fewer words where torch's own errors are good.
+
+
+def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
+    if table.device.type != "cpu":
+        raise RuntimeError("table must be on the CPU, whatever device the data is on")
+    if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 5:
+        raise RuntimeError("table must be int64 of shape [parameters, 5]")
+    rows = [_Row(*row) for row in table.tolist()]
+    for row in rows:
+        fits = row.shard_numel <= row.span and row.shard_offset + row.span <= chunk_numel
+        complete = row.numel <= row.shard_numel * world_size
+        if min(row) < 0 or not fits or not complete:
+            raise RuntimeError(f"table does not fit {world_size} chunks of {chunk_numel} elements: {row}")
+    return rows
+
+
+def _check_data(name: str, tensors: Sequence[Tensor], home: Tensor) -> None:
+    for tensor in tensors:
+        if tensor.dtype not in _DTYPES:
+            raise RuntimeError(f"{name} must be float32, bfloat16, float16 or float64")
+        if tensor.device != home.device:
+            raise RuntimeError(f"{name} must be on the device of the tensor written to")
+        if not tensor.is_contiguous():
+            raise RuntimeError(f"{name} must be contiguous")
+        end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+        if tensor.numel() > 0 and end > tensor.untyped_storage().nbytes():
+            raise RuntimeError(f"{name} lies in a storage that was freed or shrunk")
+
+
+def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
+    if len({(chunk.dtype, chunk.numel()) for chunk in chunks}) != 1:
+        raise RuntimeError("chunks must share one dtype and one number of elements")
+
+
+_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
+
+
+def _compute_dtype(a: Tensor, b: Tensor) -> torch.dtype:
+    return torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
+
+
+def _divide_(value: Tensor, divisor: float) -> None:
+    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which rounds twice.
+    if divisor != 1:
+        value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))
+
+
+# Writing through `.data`, which has a version counter of its own, keeps the caller's as it is.
+
+
+@torch.no_grad()
+def _pack_reference(
+    grads: Sequence[Tensor], slot: Tensor, table: Tensor, chunk_numel: int, divisor: float, accumulate: bool
+) -> None:
+    world_size = slot.numel() // chunk_numel if chunk_numel > 0 else 0
+    if world_size * chunk_numel != slot.numel():
+        raise RuntimeError(f"slot has {slot.numel()} elements, not a multiple of chunk_numel {chunk_numel}")
+    _check_data("slot", [slot], slot)
+    _check_data("grads", grads, slot)
+    chunks = slot.data.view(world_size, chunk_numel)
+    for i, (row, grad) in enumerate(zip(_rows(table, world_size, chunk_numel), grads, strict=True)):
+        if grad.numel() not in (0, row.numel):
+            raise RuntimeError(f"gradient {i} has {grad.numel()} elements, the table says {row.numel}")
+        reserved = chunks.narrow(1, row.shard_offset, row.span)
+        if grad.numel() > 0:
+            _pack_one(grad.view(-1), reserved, row.shard_numel, divisor, accumulate)
+        elif not accumulate:
+            reserved.zero_()
+
+
+def _pack_one(flat: Tensor, reserved: Tensor, shard_numel: int, divisor: float, accumulate: bool) -> None:
+    """Writes a 1-D gradient into its reservations, [world_size, span]: full ones, a short one, empty ones."""
+    full, rest = divmod(flat.numel(), shard_numel)
+    if divisor != 1:
+        flat = flat.to(_compute_dtype(flat, reserved), copy=True)
+        _divide_(flat, divisor)
+    pairs = [(reserved[:full, :shard_numel], flat[: full * shard_numel].view(full, shard_numel))]
+    if rest:
+        pairs.append((reserved[full, :rest], flat[full * shard_numel :]))
+    for into, value in pairs:
+        if accumulate:
+            into.copy_(into.to(_compute_dtype(flat, reserved)) + value)
+        else:
+            into.copy_(value)
+    if not accumulate:
+        reserved[:full, shard_numel:].zero_()
+        reserved[full : full + 1, rest:].zero_()
+        reserved[full + 1 :].zero_()
+
+
+@torch.no_grad()
+def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
+    _check_equal_chunks(chunks)
+    _check_data("unsharded", [unsharded], unsharded)
+    _check_data("chunks", chunks, unsharded)
+    into, pieces = [], []
+    for i, row in enumerate(_rows(table, len(chunks), chunks[0].numel())):
+        if row.unsharded_offset + row.numel > unsharded.numel():
+            raise RuntimeError(
+                f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded buffer"
+            )
+        if row.numel > 0:
+            whole = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)
+            into += whole
+            pieces += [
+                chunk.narrow(0, row.shard_offset, part.numel())
+                for chunk, part in zip(chunks, whole, strict=False)
+            ]
+    if into:
+        torch._foreach_copy_(into, pieces)
+
+
+@torch.no_grad()
+def _sum_chunks_reference(chunks: Sequence[Tensor], out: Tensor, divisor: float, accumulate: bool) -> None:
+    _check_equal_chunks(chunks)
+    if out.numel() != chunks[0].numel():
+        raise RuntimeError(f"out has {out.numel()} elements, the chunks have {chunks[0].numel()}")
+    _check_data("out", [out], out)
+    _check_data("chunks", chunks, out)
+    total = chunks[0].view(-1).to(_compute_dtype(chunks[0], out), copy=True)
+    for chunk in chunks[1:]:
+        total.add_(chunk.view(-1))
+    _divide_(total, divisor)
+    into = out.data.view(-1)
+    if accumulate:
+        total.add_(into)
+    into.copy_(total)
+
+
+def _fake(*_: object) -> None:
+    """Nothing to infer: the ops return nothing and change no shape."""
+
+
+def _register() -> torch.library.Library:
+    library = torch.library.Library("shardgrad", "DEF")
+    library.define(
+        "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool accumulate)"
+        " -> ()"
+    )
+    library.define("unpack(Tensor[] chunks, Tensor(a!) unsharded, Tensor table) -> ()")
+    library.define("sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate) -> ()")
+    for name, reference in (
+        ("pack", _pack_reference),
+        ("unpack", _unpack_reference),
+        ("sum_chunks", _sum_chunks_reference),
+    ):
+        # An alias of every device; a kernel registered for one device, as in csrc/, goes before it.
+        library.impl(name, reference, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"shardgrad::{name}", _fake, lib=library)
+    return library
+
+
+def _load_compiled() -> bool:
+    """Loads the library next to this file, or warns once and leaves the reference in place."""
+    path = Path(__file__).with_name("_C.so")
+    if path.is_file():
+        try:
+            torch.ops.load_library(path)
+        except OSError as error:
+            what = (
+                f"{path} could not be loaded by torch {torch.__version__}, perhaps because it was built for "
+                f"an incompatible one ({error.__cause__ or error})"
+            )
+        else:
+            return True
+    else:
+        what = f"there is no compiled library {path}"
+    warnings.warn(
+        f"shardgrad: {what}; the slower Python reference ops are used. "
+        "To build it, type in the source tree: pip install --no-build-isolation -e .",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    return False
+
+
+_LIBRARY = _register()  # the registrations live as long as this object
+_IS_COMPILED = _load_compiled()
+
+# Resolved once: looking an overload up costs more than a small op.
+_pack = torch.ops.shardgrad.pack.default
+_unpack = torch.ops.shardgrad.unpack.default
+_sum_chunks = torch.ops.shardgrad.sum_chunks.default

@@ -1,0 +1,468 @@
+"""Parameters that travel together, and the two faces of each.
+
+What a program sees, by state of the group:
+
+| state                  | `module.weight`                                | memory besides the shards  |
+|------------------------|------------------------------------------------|----------------------------|
+| `SHARDED`              | `nn.Parameter(DTensor)`, local = view of shard | none                       |
+| `SHARDED_POST_FORWARD` | the same, cut over fewer, neighbouring ranks   | 1/n of the group           |
+| `UNSHARDED`            | plain `nn.Parameter`, view of the flat buffer  | the group, in gather dtype |
+
+The unsharded parameter is one tensor object for the life of the model: resharding frees its storage and
+unsharding fills it again, so what autograd saved in forward is valid in backward. The objects are detached
+from the flat buffer's version counter, therefore a refill does not look like an in-place change to autograd.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from . import ops
+from .adoption import adopt
+from .buffers import Slot
+from .collectives import Flight
+from .errors import MetaParameterError
+from .gradient_shard import GradientShard
+from .layout import ShardLayout, alignment_numel
+from .managed_param import ManagedParam, Owner, local_of
+from .mesh import DataParallelMesh
+from .policies import GradientPolicy
+from .runtime import Runtime
+from .streams import Mark
+from .trace import span
+
+__all__ = ["ParamGroup", "ShardState"]
+
+
+class ShardState(Enum):
+    """Where the parameters of a group are."""
+
+    SHARDED = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDED = auto()
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where an all-gather starts from: the shard, or the post-forward shard."""
+
+    layout: ShardLayout
+    chunk: torch.Tensor
+    mesh: DataParallelMesh
+    channel: int
+    ready: Mark | None
+
+
+class _Gathering:
+    """An all-gather under way; holds its slot until the group has copied it out."""
+
+    def __init__(self, group: ParamGroup, source: _Source) -> None:
+        self.group = group
+        self.source = source
+        self.slot: Slot
+        self.flight: Flight
+
+    def complete(self) -> None:
+        self.group.wait_for_unshard()
+
+
+class ParamGroup:
+    """Parameters of one unit with one dtype on one mesh.
+
+    Args:
+        params: (name, original parameter, owners), in an order all ranks share; not moved or changed yet.
+        mesh: the data-parallel mesh.
+        post_forward_mesh: fewer, neighbouring ranks to reshard to after forward; None to reshard fully.
+        mp_policy: torch's policy.
+        gradient_policy: ours.
+
+    Attributes:
+        name: of the unit, for errors and traces.
+        state: see the module docstring.
+        shard: 1-D, this rank's chunk in the parameters' dtype.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter, list[Owner]]],
+        mesh: DataParallelMesh,
+        post_forward_mesh: DataParallelMesh | None,
+        mp_policy: MixedPrecisionPolicy,
+        gradient_policy: GradientPolicy,
+    ) -> None:
+        self.name = ""
+        self.mesh = mesh
+        self.post_forward_mesh = post_forward_mesh
+        self.gradient_policy = gradient_policy
+        self.mp_policy = mp_policy
+        self.state = ShardState.SHARDED
+        self.channel = 0  # given out by `agreement.py`
+        # Called once the unsharded parameters exist; the reducer puts its hooks on them.
+        self.on_new_unsharded: Callable[[], None] = lambda: None
+        self._gathering: _Gathering | None = None
+        self._set_dtypes(params[0][1].dtype)
+        # Until `_build` has made the shard, a parameter's sharded face is the original itself.
+        self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
+        with torch.no_grad():
+            self._build([p.detach() for _, p, _ in params])
+
+    # -- facts ------------------------------------------------------------------------------------------
+
+    def _set_dtypes(self, dtype: torch.dtype) -> None:
+        """Fixes the dtypes that follow from the parameters' own."""
+        policy = self.mp_policy
+        self.dtype = dtype
+        self.gather_dtype = policy.param_dtype or dtype
+        self.reduce_dtype = policy.reduce_dtype or self.gather_dtype
+        self.gradient_dtype = self.gradient_policy.dtype or dtype
+        self.alignment = alignment_numel([dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype])
+
+    def _build(self, wholes: Sequence[torch.Tensor]) -> None:
+        """Fills the shard from whole parameters and makes the sharded faces show it."""
+        device = wholes[0].device
+        self._allocate(device if device.type == "meta" else self.mesh.device)
+        rank = self.mesh.shard_rank
+        views = self.layout.local_views(self.shard, rank)
+        for p, whole, view, piece in zip(self.params, wholes, views, self.layout.pieces, strict=True):
+            begin, end = piece.rows(rank)
+            if device.type != "meta":
+                view.copy_(whole[begin:end])
+            face = self._face(view, self.mesh, piece.shape)
+            attributes, p.sharded = (
+                p.sharded.__dict__,
+                nn.Parameter(face, requires_grad=p.sharded.requires_grad),
+            )
+            p.sharded.__dict__.update(attributes)
+            p.expected_local = local_of(p.sharded)
+
+    def _allocate(self, device: torch.device) -> None:
+        """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
+        self.layout = ShardLayout.of(
+            [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_tail=False
+        )
+        self.shard = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=device)
+        self._forget_derived()
+
+    @staticmethod
+    def _face(local: torch.Tensor, mesh: DataParallelMesh, shape: tuple[int, ...]) -> DTensor:
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(
+            local, mesh.mesh, mesh.placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
+
+    def _forget_derived(self) -> None:
+        """Drops what is made on demand from layout, dtypes and trainability."""
+        self._tables: dict[int, torch.Tensor] = {}
+        self._unsharded_flat: torch.Tensor | None = None
+        self._post_forward: tuple[ShardLayout, torch.Tensor] | None = None
+        self._post_forward_ready: Mark | None = None
+        self._trainable: tuple[bool, ...] | None = None
+        self.gradient_layout: ShardLayout | None = None
+        self._gradient_shard: GradientShard | None = None
+
+    def _table(self, layout: ShardLayout) -> torch.Tensor:
+        table = self._tables.get(id(layout))
+        if table is None:
+            table = self._tables[id(layout)] = layout.table.to(self.mesh.device)
+        return table
+
+    # -- trainability and gradients ---------------------------------------------------------------------
+
+    def trainable(self) -> list[ManagedParam]:
+        """Returns the parameters that require grad now, in order."""
+        return [p for p in self.params if p.sharded.requires_grad]
+
+    def refresh_trainable(self) -> bool:
+        """Takes note of which parameters require grad; True if that changed since the last call."""
+        now = tuple(p.sharded.requires_grad for p in self.params)
+        if now == self._trainable:
+            return False
+        self._trainable = now
+        self._gradient_shard = None
+        self.gradient_layout = ShardLayout.of(
+            [p.shape for p in self.trainable()],
+            self.mesh.shard_size,
+            alignment=self.alignment,
+            with_tail=True,
+        )
+        for p in self.params:
+            if p.unsharded is not None:
+                p.unsharded.requires_grad_(p.sharded.requires_grad)
+        return True
+
+    def gradient_table(self) -> torch.Tensor:
+        """Returns the pack table of the trainable parameters, on the group's device."""
+        layout = self.gradient_layout
+        if layout is None:
+            raise RuntimeError("gradient_table() before refresh_trainable(): the group was never unsharded")
+        return self._table(layout)
+
+    def gradients(self) -> GradientShard:
+        """Returns the persistent gradient shard, allocating it at the first call."""
+        if self._gradient_shard is None:
+            layout = self.gradient_layout
+            if layout is None:
+                raise RuntimeError("gradients() before refresh_trainable(): the group was never unsharded")
+            self._gradient_shard = GradientShard(
+                [p.sharded for p in self.trainable()],
+                layout,
+                self.mesh,
+                self.gradient_dtype,
+                self.gradient_policy,
+            )
+        return self._gradient_shard
+
+    # -- unshard ----------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """True if the parameters are neither whole nor on their way."""
+        return self._gathering is None and self.state is not ShardState.UNSHARDED
+
+    def unshard(self, runtime: Runtime) -> None:
+        """Starts the all-gather, unless the parameters are whole or on their way.
+
+        Streams: cast and collective go to the gather stream, after the parameters were last written.
+        Capture: safe after the first call.
+        """
+        if not self.is_sharded:
+            return
+        source = self._source()
+        transport = runtime.transport(source.mesh.shard_group)
+        cast = self.gather_dtype != self.dtype and source.chunk.dtype != self.gather_dtype
+        apart = cast and not transport.gathers_in_place  # the cast chunk needs room of its own
+        count = transport.gather_chunks
+        n = source.layout.chunk_numel
+        gathering = _Gathering(self, source)
+        stream = runtime.streams.gather
+        with span("all_gather", self.name), runtime.streams.on(stream):
+            runtime.parameters_ready.wait(stream)
+            if source.ready is not None:
+                source.ready.wait(stream)
+            slot = runtime.gather_ring.acquire((count + apart) * n * self.gather_dtype.itemsize, gathering)
+            slot.start_writing(stream)
+            staging = slot.chunks(self.gather_dtype, count, n)
+            chunk = source.chunk
+            if cast:
+                room = slot.chunks(self.gather_dtype, 1, n, skip=count * n) if apart else staging
+                chunk = room.parts[0 if apart else transport.rank]
+                chunk.copy_(source.chunk)
+            gathering.slot = slot
+            gathering.flight = transport.all_gather(
+                chunk, staging, what=f"all-gather of {self.name}", channel=source.channel
+            )
+            slot.finish_writing(stream)
+        self._runtime = runtime
+        self._gathering = gathering
+        self._gathered_version = self.shard._version
+
+    def _source(self) -> _Source:
+        if self.state is ShardState.SHARDED_POST_FORWARD:
+            if self._post_forward is None or self.post_forward_mesh is None:
+                raise RuntimeError("the post-forward shard is gone")
+            layout, chunk = self._post_forward
+            ready = self._post_forward_ready
+            return _Source(layout, chunk, self.post_forward_mesh, 4 * self.channel + 2, ready)
+        return _Source(self.layout, self.shard, self.mesh, 4 * self.channel, None)
+
+    def wait_for_unshard(self) -> None:
+        """Ends the all-gather: parameters are whole and registered afterwards.
+
+        Streams: the copy-out goes to the current stream, after the gather stream's chunk.
+
+        Raises:
+            CollectiveError: the gather failed.
+        """
+        gathering = self._gathering
+        if gathering is None:
+            return
+        self._gathering = None
+        stream = self._runtime.streams.current()
+        with span("all_gather_copy_out", self.name):
+            try:
+                chunks = gathering.flight.wait()
+                gathering.slot.start_reading(stream)
+                flat = self._unsharded_storage()
+                # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
+                ops.unpack(chunks, flat, self._table(gathering.source.layout))
+            finally:
+                gathering.slot.release(stream)
+        self.state = ShardState.UNSHARDED
+        self._free_post_forward()
+        for p in self.params:
+            p.register(p.whole)
+
+    def _unsharded_storage(self) -> torch.Tensor:
+        """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
+        flat = self._unsharded_flat
+        if flat is None:
+            # Made for training even if the first forward is an evaluation in inference mode.
+            with torch.inference_mode(mode=False):
+                numel = self.layout.unsharded_numel
+                flat = torch.empty(numel, dtype=self.gather_dtype, device=self.mesh.device)
+                self._unsharded_flat = flat
+                for p, view in zip(self.params, self.layout.unsharded_views(flat), strict=True):
+                    # `.data` gives the view a version counter of its own: see the module docstring.
+                    p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
+            self.on_new_unsharded()
+        else:
+            flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+        return flat
+
+    def cancel_unshard(self) -> None:
+        """Drops an all-gather nobody will use; waits until its memory is ours again."""
+        gathering = self._gathering
+        if gathering is None:
+            return
+        self._gathering = None
+        gathering.flight.wait()
+        gathering.slot.release(self._runtime.streams.gather)
+
+    # -- reshard ----------------------------------------------------------------------------------------
+
+    def reshard(self) -> None:
+        """Frees the whole parameters and shows the shards. A pending all-gather is dropped.
+
+        Streams: storage returns to the allocator on the stream it was allocated on.
+        """
+        self.cancel_unshard()
+        if self.state is ShardState.SHARDED:
+            return
+        self._free_unsharded()
+        self._free_post_forward()
+        self.state = ShardState.SHARDED
+        for p in self.params:
+            p.register(p.sharded)
+
+    def reshard_after_forward(self) -> None:
+        """Reshards as the group was asked to after forward: fully, or to fewer ranks."""
+        if self.post_forward_mesh is None:
+            self.reshard()
+            return
+        if self.state is not ShardState.UNSHARDED:
+            return
+        layout, chunk = self._post_forward_storage(self.post_forward_mesh)
+        rank = self.post_forward_mesh.shard_rank
+        views = layout.local_views(chunk, rank)
+        with torch.no_grad():
+            for p, view, piece in zip(self.params, views, layout.pieces, strict=True):
+                begin, end = piece.rows(rank)
+                view.copy_(p.whole.detach()[begin:end])
+        if self._post_forward_ready is None:
+            self._post_forward_ready = self._runtime.streams.mark()
+        self._post_forward_ready.record(self._runtime.streams.current())
+        self._free_unsharded()
+        self.state = ShardState.SHARDED_POST_FORWARD
+        for p, view, piece in zip(self.params, views, layout.pieces, strict=True):
+            if p.post_forward is None:
+                face = self._face(view, self.post_forward_mesh, piece.shape)
+                p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
+            p.register(p.post_forward)
+
+    def _post_forward_storage(self, mesh: DataParallelMesh) -> tuple[ShardLayout, torch.Tensor]:
+        if self._post_forward is None:
+            layout = ShardLayout.of(
+                [p.shape for p in self.params], mesh.shard_size, alignment=self.alignment, with_tail=False
+            )
+            chunk = torch.zeros(layout.chunk_numel, dtype=self.gather_dtype, device=mesh.device)
+            self._post_forward = (layout, chunk)
+        else:
+            chunk = self._post_forward[1]
+            chunk.untyped_storage().resize_(chunk.numel() * chunk.itemsize)
+        return self._post_forward
+
+    def _free_post_forward(self) -> None:
+        if self._post_forward is not None:
+            self._post_forward[1].untyped_storage().resize_(0)
+
+    def _free_unsharded(self) -> None:
+        if self._unsharded_flat is not None:
+            self._unsharded_flat.untyped_storage().resize_(0)
+
+    def reshard_if_stale(self) -> None:
+        """Reshards whole parameters whose shard was written since they were gathered.
+
+        Every in-place write through a sharded parameter, an optimizer step for instance, moves the shard's
+        version counter, so nobody computes with old weights because parameters were kept whole.
+        """
+        whole = self.state is not ShardState.SHARDED or self._gathering is not None
+        if whole and self.shard._version != self._gathered_version:
+            self.reshard()
+
+    # -- foreign storage --------------------------------------------------------------------------------
+
+    def meta_names(self) -> list[str]:
+        """Returns the parameters that have no data yet."""
+        return [p.name for p in self.params if p.sharded.device.type == "meta"]
+
+    def require_data(self) -> None:
+        """Refuses parameters on the meta device.
+
+        Raises:
+            MetaParameterError: naming them.
+        """
+        names = self.meta_names()
+        if names:
+            raise MetaParameterError(
+                "FSDP parameters should be materialized from meta device before training, but the following "
+                f"were still on meta device: {names}",
+                expected=f"parameters on {self.mesh.device}",
+                got=f"{len(names)} on meta",
+                where=f"unit {self.name}",
+                fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+            )
+
+    def adopt(self) -> bool:
+        """Takes over parameters that the program replaced or moved; see `adoption.py`.
+
+        Returns:
+            True if anything was taken over: addresses may have changed.
+        """
+        return self.state is ShardState.SHARDED and adopt(self)
+
+    def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        """Copies replacements into the shard, a new one if dtype or device changed, and shows it in them."""
+        locals_ = [local_of(p) for p in shown]
+        if dtype != self.dtype or self.shard.device != self.mesh.device:
+            self._set_dtypes(dtype)
+            for p in self.params:
+                p.unsharded = p.post_forward = None
+            self._allocate(self.mesh.device)
+        views = self.layout.local_views(self.shard, self.mesh.shard_rank)
+        with torch.no_grad():
+            for p, new, local, view in zip(self.params, shown, locals_, views, strict=True):
+                if local.data_ptr() != view.data_ptr() or local.numel() == 0:
+                    view.copy_(local)
+                p.sharded = new
+                p.alias(view)
+                p.register(new)
+        # A gradient that moved along with its parameter is in foreign memory now, and one of a replaced
+        # parameter belongs to an object nobody holds: the next reduction makes a new shard.
+        self._gradient_shard = None
+
+    def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
+        """Returns the group of the parameters that stay when others move to a common ancestor.
+
+        Only while building: the group has never been unsharded. None if nothing stays.
+        """
+        rank = self.mesh.shard_rank
+        views = self.layout.local_views(self.shard, rank)
+        staying = [(p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving]
+        if not staying:
+            return None
+        smaller = copy.copy(self)
+        smaller.params = [p for p, _ in staying]
+        smaller._allocate(self.shard.device)
+        for (p, old), view in zip(staying, smaller.layout.local_views(smaller.shard, rank), strict=True):
+            with torch.no_grad():
+                view.copy_(old)
+            p.alias(view)
+        return smaller

@@ -1,0 +1,29 @@
+"""Policies: torch's own, re-exported so one import serves both engines, and ours beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+__all__ = ["CPUOffloadPolicy", "GradientPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class GradientPolicy:
+    """Where reduced gradients live and in which dtype.
+
+    Attributes:
+        dtype: dtype of the persistent gradient shard; None means the dtype of the sharded parameter.
+        decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for optimizers that
+            read a gradient whose dtype differs from the parameter's.
+    """
+
+    dtype: torch.dtype | None = None
+    decoupled: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """Name of the parameter attribute that holds the gradient."""
+        return "decoupled_grad" if self.decoupled else "grad"

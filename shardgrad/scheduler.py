@@ -1,0 +1,490 @@
+"""Reductions: when a group's gradients are complete, whom to wait for, where they go, and in which order.
+
+[Note: Order of reductions]
+The sequence of collectives must not depend on the data, or ranks that use different parameters would pair
+up the wrong ones. Groups are therefore reduced in the reverse of the order in which their units entered
+forward, each exactly once, whether or not it got gradients: a group that is complete early waits for its
+predecessors, one that got nothing sends zeros. Sizes are fixed by the layout.
+
+[Note: Touched flags]
+Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
+else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
+parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
+optimizer with weight decay would notice.
+
+[Note: Producer streams]
+Autograd runs a parameter's hook on the stream its AccumulateGrad node was created on, which is whatever
+stream was current when the parameter was first used. A gradient that arrives on another stream than the one
+the unit was unsharded on (its *home*) leaves a mark there; the home stream waits for exactly these marks
+before it packs, and those streams wait for the pack before their gradient's memory is handed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from . import ops
+from .buffers import Chunks, Slot
+from .collectives import Flight
+from .errors import ParticipationError
+from .layout import ShardLayout
+from .param_group import ParamGroup
+from .runtime import Runtime
+from .streams import Mark, Stream
+from .trace import span
+
+__all__ = ["GroupReducer", "ReductionScheduler"]
+
+_OVERFLOWING = (torch.float16,)
+
+
+class GroupReducer:
+    """Collects one group's gradients and turns them into its gradient shard.
+
+    Attributes:
+        requires_sync: False keeps gradients on this rank, summed in a buffer of the reduce dtype.
+        requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
+        divide_factor: what the sum over ranks is divided by; None for their number.
+        deferred: a backward without synchronisation came by; its gradients, if any, are still due.
+        last_touched: per trainable parameter, whether this rank had a gradient in the last reduction.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self.requires_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.last_touched: tuple[bool, ...] = ()
+        self.bound_in_this_backward = False
+        self._hooked: set[int] = set()
+        self._flag_tensors: dict[tuple[bool, ...], torch.Tensor] = {}
+        self._accumulator: Slot | None = None
+        self._accumulating = False
+        self.deferred = False
+        self._partial: torch.Tensor | None = None
+        self._partial_live = False
+        self._foreign: dict[Stream, Mark] = {}
+        self.home: Stream = None
+        self.scheduler: ReductionScheduler
+        group.on_new_unsharded = self.attach
+        self.reset_fill()
+
+    def reset_fill(self) -> None:
+        """Forgets gradients that have arrived and not been reduced."""
+        n = len(self.group.trainable())
+        self._grads: list[torch.Tensor | None] = [None] * n
+        self._touched = [False] * n
+        self._arrived = 0
+        self._foreign.clear()
+        self._accumulating = False
+        self.deferred = False
+        self._partial_live = False
+
+    # -- arrival ----------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Puts the arrival hook on every trainable unsharded parameter that has none."""
+        trainable = self.group.trainable()
+        if len(trainable) != len(self._grads):
+            self.reset_fill()
+        self._index = {id(p.unsharded): i for i, p in enumerate(trainable)}
+        for p in trainable:
+            if p.unsharded is not None and id(p.unsharded) not in self._hooked:
+                self._hooked.add(id(p.unsharded))
+                p.unsharded.register_post_accumulate_grad_hook(self._arrive)
+        self._empty = torch.empty(0, dtype=self.group.gather_dtype, device=self.group.mesh.device)
+
+    def _arrive(self, unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grad = unsharded.grad
+        if grad is None:
+            return
+        unsharded.grad = None
+        index = self._index[id(unsharded)]
+        earlier = self._grads[index]
+        if earlier is None:
+            self._grads[index] = grad
+            self._arrived += 1
+        else:
+            self._grads[index] = earlier + grad
+        self._touched[index] = True
+        runtime = self.scheduler.runtime
+        stream = runtime.streams.current()
+        if stream != self.home:  # [Note: Producer streams]
+            mark = self._foreign.get(stream)
+            if mark is None:
+                mark = self._foreign[stream] = runtime.streams.mark()
+            mark.record(stream)
+        self.scheduler.arrived(self)
+
+    @property
+    def complete(self) -> bool:
+        """True if every trainable parameter has a gradient waiting."""
+        return self._arrived == len(self._grads)
+
+    @property
+    def due(self) -> bool:
+        """True if something waits that a backward with the present settings has to deal with."""
+        return self._arrived > 0 or (self.deferred and self.requires_sync)
+
+    # -- packing ----------------------------------------------------------------------------------------
+
+    @property
+    def _factors(self) -> tuple[float, float]:
+        """Returns (divisor before the reduction, divisor after it).
+
+        Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
+        powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
+        """
+        factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
+        if self.group.reduce_dtype not in _OVERFLOWING:
+            return 1.0, factor
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return before, factor / before
+
+    def _pack(self, target: torch.Tensor, *, accumulate: bool) -> None:
+        """Writes what has arrived, and the flags, into the chunks of all ranks, on the home stream."""
+        home = self.home
+        for mark in self._foreign.values():
+            mark.wait(home)
+        grads = [self._empty if g is None else g.contiguous() for g in self._grads]
+        grads.append(self._flags())
+        with self.scheduler.runtime.streams.on(home), torch.no_grad():
+            ops.pack(
+                grads,
+                target,
+                self.group.gradient_table(),
+                chunk_numel=self._layout.chunk_numel,
+                divisor=self._factors[0],
+                accumulate=accumulate,
+            )
+
+    def _flags(self) -> torch.Tensor:
+        """Returns this rank's flags, once for each rank's chunk. See [Note: Touched flags]."""
+        mask = tuple(g is not None for g in self._grads)
+        flags = self._flag_tensors.get(mask)
+        if flags is None:
+            flags = torch.tensor(mask, dtype=torch.float32).repeat(self.group.mesh.shard_size)
+            flags = self._flag_tensors[mask] = flags.to(self.group.mesh.device)
+        return flags
+
+    @property
+    def _layout(self) -> ShardLayout:
+        layout = self.group.gradient_layout
+        if layout is None:
+            raise RuntimeError(f"unit {self.group.name} was never unsharded")
+        return layout
+
+    def _finish_pack(self) -> None:
+        """Lets go of the gradients, once their streams are ordered after the pack that reads them."""
+        if self._foreign:
+            packed = self.scheduler.runtime.streams.mark()
+            packed.record(self.home)
+            for stream in self._foreign:
+                packed.wait(stream)
+            self._foreign.clear()
+        self._grads = [None] * len(self._grads)
+        self._arrived = 0
+
+    def accumulate(self) -> None:
+        """Adds the waiting gradients to this rank's unsharded sum, without communication."""
+        self.deferred = True
+        if self._arrived:
+            slot, chunks = self._accumulator_chunks()
+            slot.start_writing(self.home)
+            self._pack(chunks.whole, accumulate=self._accumulating)
+            slot.finish_writing(self.home)
+            self._accumulating = True
+            self._finish_pack()
+
+    def _accumulator_chunks(self) -> tuple[Slot, Chunks]:
+        dtype, n, count = self.group.reduce_dtype, self._layout.chunk_numel, self.group.mesh.shard_size
+        if self._accumulator is None:
+            self._accumulator = Slot(self.scheduler.runtime.streams, self.group.mesh.device)
+            self._accumulator.reserve(count * n * dtype.itemsize)
+        return self._accumulator, self._accumulator.chunks(dtype, count, n)
+
+    # -- reducing ---------------------------------------------------------------------------------------
+
+    def launch(self) -> _Ticket:
+        """Packs what has arrived and starts the reduce-scatter.
+
+        Streams: the pack runs on the home stream, after the slot is free and after every foreign producer;
+        the collective runs on the reduce stream, after every writer of the slot.
+        """
+        group, runtime = self.group, self.scheduler.runtime
+        transport = runtime.transport(group.mesh.shard_group)
+        n, dtype = self._layout.chunk_numel, group.reduce_dtype
+        ticket = _Ticket(self, tuple(self._touched))
+        if self._accumulating:
+            self.accumulate()
+            self._accumulating = False
+            send_slot, send = self._accumulator_chunks()
+            slot = runtime.reduce_ring.acquire(transport.receive_chunks * n * dtype.itemsize, ticket)
+            slot.start_writing(runtime.streams.reduce)
+            receive = slot.chunks(dtype, transport.receive_chunks, n)
+            ticket.slots = [slot, send_slot]
+        else:
+            count = transport.size + transport.receive_chunks
+            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize, ticket)
+            send = slot.chunks(dtype, transport.size, n)
+            receive = slot.chunks(dtype, transport.receive_chunks, n, skip=transport.size * n)
+            ticket.slots = [slot]
+            slot.start_writing(self.home)
+            self._pack(send.whole, accumulate=False)
+            slot.finish_writing(self.home)
+            self._finish_pack()
+        reduce_stream = runtime.streams.reduce
+        with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
+            for used in ticket.slots:
+                used.start_reading(reduce_stream)
+            ticket.own = send.parts[transport.rank]
+            ticket.flight = transport.reduce_scatter(
+                send, receive, what=f"reduce-scatter of {group.name}", channel=4 * group.channel + 1
+            )
+            if transport.stream_ordered:
+                ticket.complete()
+        self._touched = [False] * len(self._touched)
+        self.deferred = False
+        return ticket
+
+    def _land(self, ticket: _Ticket) -> None:
+        """Takes the reduce-scatter's result; for HSDP adds earlier partial sums and starts the all-reduce."""
+        group = self.group
+        ticket.chunks = ticket.flight.wait()
+        if group.mesh.replicate_group is None:
+            return
+        own = ticket.own
+        if self._partial_live and self._partial is not None:
+            ticket.chunks.append(self._partial)
+        if not self.requires_all_reduce:
+            if self._partial is None:
+                self._partial = torch.empty_like(own)
+            ops.sum_chunks(ticket.chunks, self._partial)
+            self._partial_live = True
+            ticket.chunks = []
+            return
+        ops.sum_chunks(ticket.chunks, own)
+        self._partial_live = False
+        transport = self.scheduler.runtime.transport(group.mesh.replicate_group)
+        ticket.chunks = [own]
+        ticket.flight = transport.all_reduce(own, what=f"all-reduce of {group.name}")
+        ticket.reducing_replicas = True
+
+    def _finish(self, ticket: _Ticket) -> None:
+        """Writes the average into the gradient shard and binds it."""
+        if ticket.reducing_replicas:
+            ticket.chunks = ticket.flight.wait()
+        if not ticket.chunks:
+            return  # HSDP with the all-reduce deferred: the gradients stay None
+        gradients = self.group.gradients()
+        accumulate = gradients.prepare()
+        ops.sum_chunks(ticket.chunks, gradients.flat, divisor=self._factors[1], accumulate=accumulate)
+        gradients.bind(ticket.touched)
+        self.bound_in_this_backward = True
+        self.last_touched = ticket.touched
+
+    def abandon(self) -> None:
+        """Drops everything of an iteration that failed; gradients it wrote become None."""
+        self.reset_fill()
+        if self.bound_in_this_backward:
+            self.group.gradients().unbind()
+            self.bound_in_this_backward = False
+
+
+class _Ticket:
+    """A launched reduction: its slots, and how to end it."""
+
+    def __init__(self, reducer: GroupReducer, touched: tuple[bool, ...]) -> None:
+        self._reducer = reducer
+        self.touched = touched
+        self._done = reducer.scheduler.runtime.streams.mark()
+        self._landed = False
+        self._completed = False
+        self.slots: list[Slot] = []
+        self.chunks: list[torch.Tensor] = []
+        self.reducing_replicas = False
+        self.own: torch.Tensor
+        self.flight: Flight
+
+    def land(self) -> None:
+        """Ends the reduce-scatter; the host waits only if the transport is not stream-ordered."""
+        if not self._landed:
+            self._landed = True
+            self._reducer._land(self)
+
+    def complete(self) -> None:
+        """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
+        if self._completed:
+            return
+        streams = self._reducer.scheduler.runtime.streams
+        with torch.no_grad():
+            self.land()
+            self._reducer._finish(self)
+        self._completed = True
+        self._release(streams.reduce)
+        self._done.record(streams.reduce)
+
+    def join(self, stream: Stream) -> None:
+        """Completes, and makes `stream` wait for the gradients."""
+        self.complete()
+        self._done.wait(stream)
+
+    def abandon(self) -> None:
+        """Waits for the transport and drops the result."""
+        if self._completed:
+            return
+        self._completed = True
+        try:
+            self.flight.wait()
+        finally:
+            self._release(self._reducer.scheduler.runtime.streams.reduce)
+
+    def _release(self, stream: Stream) -> None:
+        for slot in self.slots:
+            slot.release(stream)
+
+
+class ReductionScheduler:
+    """Decides the order of reductions under one root. See [Note: Order of reductions].
+
+    Args:
+        runtime: shared with the units.
+        end_backward: called once when autograd has finished a backward that this scheduler saw begin.
+    """
+
+    def __init__(self, runtime: Runtime, end_backward: Callable[[], None]) -> None:
+        self.runtime = runtime
+        self._end_backward = end_backward
+        self.backward_running = False
+        self._entered: dict[GroupReducer, None] = {}
+        self._queue: list[GroupReducer] = []
+        self._closed: set[GroupReducer] = set()
+        self._tickets: list[_Ticket] = []
+        self._enrolled: list[GroupReducer] | None = None
+        self._enrolment_used = False
+
+    def enter(self, reducer: GroupReducer) -> None:
+        """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
+        if not self.backward_running:
+            self._entered[reducer] = None
+        elif reducer not in self._queue:
+            # Reentrant checkpointing first runs a unit inside backward: it is the next to finish.
+            self._queue.append(reducer)
+
+    def enroll(self, everyone: Iterable[GroupReducer] | None) -> None:
+        """Makes the next backward, and no further one, reduce exactly these groups, entered or not.
+
+        None ends the enrolment. See [Note: Participation].
+        """
+        self._enrolled = None if everyone is None else [r for r in everyone if r.group.trainable()]
+        self._enrolment_used = False
+
+    @property
+    def has_enrolled(self) -> bool:
+        """True if an enrolled backward is still to come."""
+        return bool(self._enrolled) and not self._enrolment_used
+
+    def begin_backward(self, *, in_autograd: bool) -> None:
+        """Fixes the order of this backward's reductions; does nothing if it has begun already.
+
+        Args:
+            in_autograd: called from a hook, so that autograd can be asked to call back at its end.
+        """
+        if self.backward_running:
+            return
+        self.backward_running = True
+        if in_autograd:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._queue = list(self._entered)
+        self._closed.clear()
+        if self._enrolled is not None:
+            if self._enrolment_used:
+                raise ParticipationError(
+                    "a second backward inside one participate()",
+                    expected="at most one forward and one backward",
+                    got="another backward, which the other ranks would not join",
+                    fix="one `with shardgrad.participate(model):` for each micro-batch",
+                )
+            self._enrolment_used = True
+            self._queue = list(self._enrolled)
+            self._closed.update(r for r in self._queue if r not in self._entered)
+        self._entered.clear()
+        for reducer in self._queue:
+            reducer.bound_in_this_backward = False
+
+    def arrived(self, reducer: GroupReducer) -> None:
+        """A gradient came in; reduces what has become possible."""
+        self.begin_backward(in_autograd=True)
+        if reducer.complete:
+            self.close(reducer)
+
+    def close(self, reducer: GroupReducer) -> None:
+        """Says that no more gradients are expected for this group; reduces what has become possible."""
+        self._closed.add(reducer)
+        self.close_absent()
+
+    def close_absent(self) -> None:
+        """Reduces, in order, every group at the head of the queue that expects nothing more."""
+        while self._queue and self._queue[-1] in self._closed:
+            self._reduce(self._queue.pop())
+
+    def _reduce(self, reducer: GroupReducer) -> None:
+        self._closed.discard(reducer)
+        if reducer.requires_sync:
+            self._tickets.append(reducer.launch())
+        else:
+            reducer.accumulate()
+
+    def drain(self, everyone: Iterable[GroupReducer], *, wait: bool) -> None:
+        """Ends a backward: reduces all that is left, then makes the current stream wait for the gradients.
+
+        Args:
+            everyone: all reducers under the root, in construction order.
+            wait: False leaves reductions in flight, for a backward that is not the last one.
+        """
+        while self._queue:
+            self._reduce(self._queue.pop())
+        # Gradients that came without the unit entering forward, for example through unshard() by hand.
+        for reducer in everyone:
+            if reducer.due:
+                self._reduce(reducer)
+        self._closed.clear()
+        self.backward_running = False
+        if wait:
+            self.join()
+
+    def join(self) -> None:
+        """Completes every reduction in flight; the current stream waits for the gradients."""
+        for ticket in self._tickets:
+            ticket.land()
+        stream = self.runtime.streams.current()
+        for ticket in self._tickets:
+            ticket.join(stream)
+        self._tickets.clear()
+        self.runtime.reduce_ring.rewind()
+        self.runtime.gather_ring.rewind()
+
+    def inherit(self, other: ReductionScheduler) -> None:
+        """Takes over the groups that entered under an inner unit before its root first ran."""
+        for reducer in other._entered:
+            reducer.scheduler = self
+            self._entered[reducer] = None
+        self._tickets.extend(other._tickets)
+
+    def abandon(self, everyone: Iterable[GroupReducer]) -> None:
+        """Forgets a failed iteration; waits for what is in flight, drops what it brought."""
+        self._queue.clear()
+        self._entered.clear()
+        self._closed.clear()
+        self._enrolled = None
+        self.backward_running = False
+        tickets, self._tickets = self._tickets, []
+        for ticket in tickets:
+            ticket.abandon()
+        for reducer in everyone:
+            reducer.abandon()

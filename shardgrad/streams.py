@@ -1,0 +1,139 @@
+"""Streams and the order between them; the only file that records events and waits for them.
+
+Order is made of *marks*. A mark is a point in one stream's work; another stream waits for it. Nobody waits
+for a whole stream. On devices without streams (the CPU) every operation here is free and does nothing, so
+the engine's code is the same.
+
+The engine uses three streams: the caller's *compute* stream (whatever is current), one for all-gathers and
+one for reductions.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+__all__ = ["AcceleratorStreams", "Mark", "NoStreams", "Stream", "Streams", "streams_for"]
+
+# A stream is opaque to the engine: torch.Stream, or None where the device has none.
+Stream = torch.Stream | None
+
+
+class Mark(Protocol):
+    """A point in the work of the stream it was last recorded on."""
+
+    def record(self, stream: Stream) -> None:
+        """Moves the mark to the end of what `stream` has been given so far."""
+
+    def wait(self, stream: Stream) -> None:
+        """Makes later work of `stream` start after the mark; nothing if it was never recorded.
+
+        The host does not block. Free when `stream` is the stream the mark lies on.
+        """
+
+
+class Streams(Protocol):
+    """What the engine asks of a device. Replaced by a recorder in tests."""
+
+    gather: Stream
+    reduce: Stream
+
+    def current(self) -> Stream:
+        """Returns the stream that the calling thread's work goes to."""
+
+    def mark(self) -> Mark:
+        """Returns a new mark, not recorded yet."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Returns a context in which work goes to `stream`."""
+
+
+class _FreeMark:
+    """A mark on a device that runs everything in order."""
+
+    __slots__ = ()
+
+    def record(self, stream: Stream) -> None:
+        pass
+
+    def wait(self, stream: Stream) -> None:
+        pass
+
+
+class NoStreams:
+    """The CPU: work is done when the call returns."""
+
+    gather: Stream = None
+    reduce: Stream = None
+    _mark = _FreeMark()
+    _context: AbstractContextManager[None] = nullcontext()
+
+    def current(self) -> Stream:
+        """Returns None, the only stream there is."""
+        return None
+
+    def mark(self) -> Mark:
+        """Returns a mark that costs nothing."""
+        return self._mark
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Returns an empty context."""
+        return self._context
+
+
+class _EventMark:
+    """A mark kept by one reusable event."""
+
+    __slots__ = ("_event", "_stream")
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._stream: Stream = None
+
+    def record(self, stream: Stream) -> None:
+        _require(stream)
+        self._event.record(stream)
+        self._stream = stream
+
+    def wait(self, stream: Stream) -> None:
+        # Work of one stream is in order already; a wait there would only lengthen a captured graph.
+        if self._stream is not None and self._stream != stream:
+            _require(stream)
+            self._event.wait(stream)
+
+
+def _require(stream: Stream) -> torch.Stream:
+    """Returns `stream`, refusing None: a mark of an accelerator was used with the CPU's non-stream."""
+    if stream is None:
+        raise TypeError("expected a torch.Stream of the mark's device, got None (the CPU has no streams)")
+    return stream
+
+
+class AcceleratorStreams:
+    """Streams of one accelerator; two side streams of high priority, made once."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.gather: Stream = torch.Stream(device, priority=-1)
+        self.reduce: Stream = torch.Stream(device, priority=-1)
+
+    def current(self) -> Stream:
+        """Returns the calling thread's current stream on this device."""
+        return torch.accelerator.current_stream(self._device)
+
+    def mark(self) -> Mark:
+        """Returns a mark kept by one `torch.Event`."""
+        return _EventMark(self._device)
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
+        return _require(stream)
+
+
+def streams_for(device: torch.device) -> Streams:
+    """Returns the streams of `device`: free ones for the CPU and meta, real ones for an accelerator."""
+    if device.type in ("cpu", "meta"):
+        return NoStreams()
+    return AcceleratorStreams(device)

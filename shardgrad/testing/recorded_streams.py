@@ -1,0 +1,136 @@
+"""Streams that only exist on paper: they run nothing in parallel, and know what is ordered after what.
+
+`RecordedStreams` stands in for a device's streams on a CPU. Work still runs at once, so results are right
+whatever the order would have been on a device; but every stream has a vector clock (Lamport 1978; Mattern
+1988), marks carry clocks from one stream to another, and each access to memory is checked against the
+earlier ones: two accesses to the same bytes, one of them a write, must be ordered by marks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..streams import Mark
+
+__all__ = ["Hazard", "RecordedStreams"]
+
+_Clock = dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Access:
+    what: str
+    stream: str
+    time: int
+    begin: int
+    end: int
+    writes: bool
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two accesses to the same bytes that no mark orders.
+
+    Attributes:
+        kind: "read after write", "write after read" or "write after write".
+        first: what accessed the bytes first, and on which stream.
+        second: what accessed them then.
+    """
+
+    kind: str
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.second} is not ordered after {self.first}"
+
+
+class _RecordedMark:
+    def __init__(self, streams: RecordedStreams) -> None:
+        self._streams = streams
+        self._clock: _Clock | None = None
+
+    def record(self, stream: Any) -> None:
+        self._clock = dict(self._streams.tick(stream))
+
+    def wait(self, stream: Any) -> None:
+        if self._clock is None:
+            return
+        clock = self._streams.tick(stream)
+        for name, time in self._clock.items():
+            clock[name] = max(clock.get(name, 0), time)
+
+
+class RecordedStreams:
+    """A stand-in for a device's streams; pass it to `Runtime`, or patch `shardgrad.runtime.streams_for`.
+
+    Attributes:
+        hazards: what was found, in order.
+        gather, reduce: names of the engine's side streams.
+    """
+
+    gather: Any = "gather"
+    reduce: Any = "reduce"
+
+    def __init__(self) -> None:
+        self.hazards: list[Hazard] = []
+        self._current: list[str] = ["compute"]
+        self._clocks: dict[str, _Clock] = {}
+        self._accesses: list[_Access] = []
+
+    def current(self) -> Any:
+        """Returns the name of the current stream; "compute" at first."""
+        return self._current[-1]
+
+    def mark(self) -> Mark:
+        """Returns a mark that carries a vector clock."""
+        return _RecordedMark(self)
+
+    @contextmanager
+    def _switch(self, stream: str) -> Iterator[None]:
+        self._current.append(stream)
+        try:
+            yield
+        finally:
+            self._current.pop()
+
+    def on(self, stream: Any) -> AbstractContextManager[object]:
+        """Returns a context in which `stream` is current."""
+        return self._switch(stream)
+
+    def tick(self, stream: str) -> _Clock:
+        """Advances a stream's own time and returns its clock."""
+        clock = self._clocks.setdefault(stream, {})
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock
+
+    def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
+        """Returns whether what `second_stream` does now is ordered after that moment of `first_stream`."""
+        return self._clocks.get(second_stream, {}).get(first_stream, 0) >= first_time
+
+    def access(self, what: str, tensor: torch.Tensor, *, writes: bool) -> None:
+        """Notes that the current stream touches a tensor's bytes, and checks it against what came before."""
+        if not tensor.numel():
+            return
+        begin = tensor.data_ptr()
+        end = begin + tensor.numel() * tensor.element_size()
+        stream = self.current()
+        time = self.tick(stream)[stream]
+        now = _Access(f"{what} on {stream}", stream, time, begin, end, writes)
+        for earlier in self._accesses:
+            overlaps = earlier.begin < end and begin < earlier.end
+            if not overlaps or not (earlier.writes or writes):
+                continue
+            if not self.happens_before(earlier.stream, earlier.time, stream):
+                kind = {
+                    (True, False): "read after write",
+                    (False, True): "write after read",
+                    (True, True): "write after write",
+                }[(earlier.writes, writes)]
+                self.hazards.append(Hazard(kind, earlier.what, now.what))
+        self._accesses.append(now)

@@ -1,0 +1,30 @@
+"""Fixtures shared by every test that needs ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[dict[int, Ranks]]:
+    """Worlds of 1, 2 and 4 ranks; each starts when first used."""
+    made = {world_size: Ranks(world_size) for world_size in (1, 2, 4)}
+    yield made
+    for ranks in made.values():
+        ranks.stop()
+
+
+@pytest.fixture
+def two_ranks(worlds: dict[int, Ranks]) -> Ranks:
+    """A world of two ranks."""
+    return worlds[2]
+
+
+@pytest.fixture
+def four_ranks(worlds: dict[int, Ranks]) -> Ranks:
+    """A world of four ranks."""
+    return worlds[4]

@@ -1,0 +1,36 @@
+"""Every error has one shape, and is also what FSDP2 raises."""
+
+from __future__ import annotations
+
+import shardgrad.errors as errors
+from shardgrad.errors import OptionError, ShardgradError
+
+
+def test_a_message_has_its_rows_in_order() -> None:
+    error = OptionError("it broke", expected="a", got="b", where="rank 0", fix="c")
+    assert str(error).splitlines() == [
+        "it broke",
+        "  expected: a",
+        "  got:      b",
+        "  where:    rank 0",
+        "  try:      c",
+    ]
+
+
+def test_rows_that_say_nothing_are_left_out() -> None:
+    assert str(OptionError("it broke", fix="c")) == "it broke\n  try:      c"
+
+
+def test_every_exported_error_is_one_of_ours_and_a_builtin() -> None:
+    classes = [getattr(errors, name) for name in errors.__all__ if name.endswith("Error")]
+    assert len(classes) > 15
+    for cls in classes:
+        assert issubclass(cls, ShardgradError)
+        if cls is not ShardgradError:
+            builtins = {base for base in cls.__mro__ if base.__module__ == "builtins"}
+            assert builtins & {ValueError, RuntimeError, NotImplementedError, AssertionError}, cls
+
+
+def test_all_errors_are_exported() -> None:
+    defined = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert defined == {name for name in errors.__all__ if name.endswith("Error")}

@@ -1,0 +1,89 @@
+"""Where elements live: properties of shard layouts, for any shapes and any world size."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardgrad.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+
+SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+WORLD_SIZES = st.integers(1, 64)
+
+
+def layout_of(shapes: list[tuple[int, ...]], world_size: int, *, with_tail: bool = False) -> ShardLayout:
+    return ShardLayout.of(shapes, world_size, alignment=32, with_tail=with_tail)
+
+
+@given(SHAPES, WORLD_SIZES)
+def test_every_rank_holds_what_torch_chunk_gives_it(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = layout_of(shapes, world_size)
+    for shape, piece in zip(shapes, layout.pieces, strict=True):
+        whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+        chunks = list(torch.chunk(whole, world_size)) if shape[0] else []
+        for rank in range(world_size):
+            begin, end = piece.rows(rank)
+            expected = chunks[rank] if rank < len(chunks) else whole[:0]
+            assert torch.equal(whole[begin:end], expected)
+            assert piece.local_shape(rank) == tuple(expected.shape)
+
+
+@given(SHAPES, WORLD_SIZES, st.booleans())
+def test_pieces_do_not_overlap_and_fit(shapes: list[tuple[int, ...]], world_size: int, tail: bool) -> None:
+    layout = layout_of(shapes, world_size, with_tail=tail)
+    end = 0
+    for piece in layout.pieces:
+        assert piece.shard_offset == end
+        assert piece.span >= piece.shard_numel
+        end = piece.shard_offset + piece.span
+    assert layout.tail_offset == end
+    assert layout.chunk_numel - end >= (len(shapes) if tail else 0)
+
+
+@given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
+def test_every_pointer_is_aligned_on_every_rank(
+    shapes: list[tuple[int, ...]], world_size: int, dtype: torch.dtype
+) -> None:
+    layout = ShardLayout.of(shapes, world_size, alignment=alignment_numel([dtype]), with_tail=True)
+    offsets = [offset for p in layout.pieces for offset in (p.shard_offset, p.unsharded_offset)]
+    offsets += [layout.tail_offset, layout.chunk_numel]
+    assert all(offset * dtype.itemsize % ALIGNMENT_NBYTES == 0 for offset in offsets)
+
+
+@given(SHAPES, st.sampled_from([(4, 2), (6, 3), (8, 4), (12, 2)]))
+def test_unsharded_offsets_do_not_depend_on_the_world_size(
+    shapes: list[tuple[int, ...]], sizes: tuple[int, int]
+) -> None:
+    """An int reshard gathers from fewer ranks into the same buffer."""
+    large, small = (layout_of(shapes, size) for size in sizes)
+    assert [p.unsharded_offset for p in large.pieces] == [p.unsharded_offset for p in small.pieces]
+
+
+@given(SHAPES, WORLD_SIZES)
+def test_views_alias_the_buffer_they_come_from(shapes: list[tuple[int, ...]], world_size: int) -> None:
+    layout = layout_of(shapes, world_size)
+    chunk = torch.zeros(layout.chunk_numel)
+    for view, piece in zip(layout.local_views(chunk, 0), layout.pieces, strict=True):
+        view.fill_(1)
+        assert view.shape == piece.local_shape(0)
+    assert chunk.sum() == sum(piece.local_numel(0) for piece in layout.pieces)
+    flat = torch.zeros(layout.unsharded_numel)
+    for view in layout.unsharded_views(flat):
+        view.fill_(1)
+    assert flat.sum() == sum(piece.numel for piece in layout.pieces)
+
+
+def test_the_tail_is_packed_like_one_more_parameter() -> None:
+    layout = layout_of([(4, 3), (5,)], 2, with_tail=True)
+    assert layout.table.tolist()[-1] == [4, 2, 32, layout.tail_offset, 0]
+    assert layout_of([(4, 3)], 2).table.shape == (1, 5)
+
+
+def test_layouts_are_values() -> None:
+    assert layout_of([(4, 3)], 2) == layout_of([(4, 3)], 2) != layout_of([(4, 3)], 4)
+
+
+def test_alignment_serves_the_narrowest_dtype() -> None:
+    assert alignment_numel([torch.float32, torch.bfloat16]) == 64
+    assert alignment_numel([torch.float32]) == 32
