@@ -31,10 +31,8 @@ def describe(units: Sequence[Unit]) -> list[str]:
     """Returns one line for each fact that every rank must share, in construction order."""
     lines = []
     for unit in units:
-        policy = unit.mp_policy
         lines.append(
-            f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, "
-            f"param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}"
+            f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, {unit.mp_policy}"
         )
         for group in unit.groups:
             lines.append(f"group of {unit.name}: {group.gradient_policy}")
@@ -60,9 +58,9 @@ def require_agreement(units: Sequence[Unit]) -> None:
     for group in (mesh.shard_group, mesh.replicate_group):
         if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
             first_channel = _compare(lines, first_channel, group)
-    groups = [group for unit in units for group in unit.groups]
-    for offset, param_group in enumerate(groups):
-        param_group.channel = first_channel + offset
+    groups = [(unit.name, group) for unit in units for group in unit.groups]
+    for offset, (name, param_group) in enumerate(groups):
+        param_group.set_channel(name, first_channel + offset)
     channels.reserved = first_channel + len(groups)
 
 

@@ -71,8 +71,10 @@ class Slot:
             self._views.clear()
             device = self._bytes.device
             self._allocated_on = self._streams.current()
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            # For training, even if an evaluation in inference mode comes first; the same for views below.
+            with torch.inference_mode(mode=False):
+                self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+                self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0) -> Chunks:
         """Returns `count` pieces of `numel` elements, behind `skip` elements; the same objects each time."""
@@ -80,8 +82,9 @@ class Slot:
         chunks = self._views.get(key)
         if chunks is None:
             begin, end = skip * dtype.itemsize, (skip + count * numel) * dtype.itemsize
-            whole = self._bytes[begin:end].view(dtype)
-            parts = tuple(whole.narrow(0, i * numel, numel) for i in range(count))
+            with torch.inference_mode(mode=False):
+                whole = self._bytes[begin:end].view(dtype)
+                parts = tuple(whole.narrow(0, i * numel, numel) for i in range(count))
             chunks = self._views[key] = Chunks(whole, parts)
         return chunks
 

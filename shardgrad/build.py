@@ -24,7 +24,7 @@ from .errors import (
     UnsupportedParameterError,
     unsupported,
 )
-from .managed_param import ManagedParam, Owner
+from .managed_param import ManagedParam, Owner, is_sharded_by_us
 from .mesh import DataParallelMesh
 from .roots import unit_of, units_under
 
@@ -35,6 +35,8 @@ __all__ = ["Collected", "Guest", "collect", "validate_modules"]
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
 CLAIM = "_shardgrad_claim"
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def _take_guests(found: Collected, inner_units: set[Unit]) -> None:
 def _validate_param(name: str, param: nn.Parameter) -> None:
     where = f"parameter {name}"
     if isinstance(param, DTensor):
-        if hasattr(param, "_shardgrad_sharded"):
+        if is_sharded_by_us(param):
             raise ParameterClaimedError(
                 f"parameter {name} is already sharded by another unit",
                 expected="a parameter that no unit owns yet",
@@ -228,10 +230,10 @@ def _validate_param(name: str, param: nn.Parameter) -> None:
             where=where,
             fix="param.data = param.data.contiguous() before fully_shard",
         )
-    if not param.is_floating_point():
+    if param.dtype not in _DTYPES:
         raise UnsupportedParameterError(
             f"fully_shard shards floating-point parameters, and {name} is {param.dtype}",
-            expected="a floating-point dtype",
+            expected=", ".join(map(str, _DTYPES)),
             got=str(param.dtype),
             where=where,
             fix="register it as a buffer, or pass it in ignored_params",

@@ -1,9 +1,9 @@
 """Moving chunks between ranks: one seam, two ways.
 
 `StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams.
-`PairwiseTransport` sends each peer its chunk directly. gloo's own collectives cost two to three times as much
-for the same result: its reduce-scatter is an all-reduce inside, and its all-gather makes `world_size - 1`
-hops (docs/design/collectives.md has the measurement). The bytes sent are those of a perfect reduce-scatter.
+`ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: an
+all-to-all brings every rank its chunks, and the engine adds them up in the pass that writes the gradients
+(docs/design/collectives.md has the measurement).
 
 Both return a *flight*; waiting for it gives the chunks that have to be copied out, or summed.
 """
@@ -11,23 +11,23 @@ Both return a *flight*; waiting for it gives the chunks that have to be copied o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from .buffers import Chunks
-from .errors import CollectiveError
+from .errors import CollectiveError, DesyncError, unsupported
+from .labels import LABEL_NUMEL, Label, words_for
 
-__all__ = ["Flight", "PairwiseTransport", "StreamTransport", "Transport", "transport_for"]
-
-# gloo matches messages by (peer, tag). Tags of our own keep the engine's traffic apart from the user's, and
-# give every group and purpose its own channel: a rank that runs another unit can delay us until the
-# time-out, but can never hand us that unit's bytes.
-_FIRST_TAG = 0x5347 << 12
+__all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "transport_for"]
 
 _T = TypeVar("_T")
+
+# torch 2.13 gave these two new names; the old ones warn from then on.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class Flight(Protocol):
@@ -36,11 +36,12 @@ class Flight(Protocol):
     def wait(self) -> list[torch.Tensor]:
         """Returns the chunks, one per source (1-D, equal sizes); call it once.
 
-        Streams: stream transports are ordered by the stream they were launched on; pairwise ones block the
-        host until the data has arrived.
+        Streams: stream transports are ordered by the stream they were launched on; exchanges block the host
+        until the data has arrived.
 
         Raises:
             CollectiveError: the backend reported a failure or a time-out.
+            DesyncError: another rank sent something else.
         """
 
 
@@ -65,25 +66,23 @@ class Transport(ABC):
         self.size = group.size()
 
     @abstractmethod
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, *, what: str, channel: int) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """Gathers everybody's chunk.
 
         Args:
-            chunk: this rank's, 1-D; must stay unchanged until the flight was waited for.
+            chunk: this rank's, 1-D, ending in the label; must stay unchanged until the flight was waited for.
             staging: `gather_chunks` chunks like it.
-            what: named in errors, for example "all-gather of layers.3".
-            channel: the same number on every rank for the same group and purpose.
+            label: what every rank is expected to send.
         """
 
     @abstractmethod
-    def reduce_scatter(self, send: Chunks, receive: Chunks, *, what: str, channel: int) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """Brings together everybody's chunk for this rank.
 
         Args:
-            send: `size` chunks, the k-th for rank k.
+            send: `size` chunks, the k-th for rank k, each ending in the label.
             receive: room for `receive_chunks` more.
-            what: named in errors.
-            channel: as in `all_gather`.
+            label: what every rank is expected to send.
 
         Returns:
             A flight whose chunks add up to the sum over ranks; possibly already added up into one chunk
@@ -95,7 +94,7 @@ class Transport(ABC):
         if self.size == 1:
             return _Arrived([chunk])
         work = _checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Works([] if work is None else [work], [chunk], what, self.group)
+        return _Waiting(work, [chunk], what, self.group)
 
 
 class _Arrived:
@@ -108,21 +107,57 @@ class _Arrived:
         return self._chunks
 
 
-class _Works:
-    """A flight made of backend works."""
+class _Waiting:
+    """A flight that a backend's work ends."""
 
     def __init__(
-        self, works: list[dist.Work], chunks: list[torch.Tensor], what: str, group: dist.ProcessGroup
+        self, work: dist.Work | None, chunks: list[torch.Tensor], what: str, group: dist.ProcessGroup
     ) -> None:
-        self._works = works
+        self._work = work
         self._chunks = chunks
         self._what = what
         self._group = group
 
     def wait(self) -> list[torch.Tensor]:
-        for work in self._works:
-            _checked(self._what, self._group, work.wait)
+        if self._work is not None:
+            _checked(self._what, self._group, self._work.wait)
         return self._chunks
+
+
+class _Exchange(_Waiting):
+    """A flight whose chunks carry labels that the host can read."""
+
+    def __init__(
+        self, work: dist.Work | None, chunks: list[torch.Tensor], label: Label, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(work, chunks, label.what, group)
+        self._label = label
+
+    def wait(self) -> list[torch.Tensor]:
+        chunks = super().wait()
+        expected = list(self._label.digits)
+        for source, chunk in enumerate(chunks):
+            digits = _end(chunk).tolist()
+            if digits != expected:
+                members = dist.get_process_group_ranks(self._group)
+                raise DesyncError(
+                    f"rank {members[source]} is somewhere else: it sent the {words_for(digits)}",
+                    expected=f"the {self._what} from every rank of {members}",
+                    got=f"the {words_for(digits)}",
+                    where=f"rank {dist.get_rank()}",
+                    fix=_FIX,
+                )
+        return chunks
+
+
+_FIX = (
+    "if ranks legitimately run different units or have no batch, wrap the step in "
+    "`with shardgrad.participate(model):`; else look for the first error among the ranks"
+)
+
+
+def _end(chunk: torch.Tensor) -> torch.Tensor:
+    return chunk.narrow(0, chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
 
 
 def _checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
@@ -130,19 +165,21 @@ def _checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
     try:
         return call()
     except RuntimeError as error:
-        members = dist.get_process_group_ranks(group)
         raise CollectiveError(
             f"the {what} failed: another rank is late, gone, or running something else",
-            expected=f"every rank of {members} to join it",
+            expected=f"every rank of {dist.get_process_group_ranks(group)} to join it",
             got=str(error).splitlines()[0],
             where=f"rank {dist.get_rank()}",
-            fix="look for the first error among the ranks; if ranks legitimately run different units or "
-            "have no batch, wrap the step in `with shardgrad.participate(model):`",
+            fix=_FIX,
         ) from error
 
 
 class StreamTransport(Transport):
-    """The backend's own collectives, issued on the current stream."""
+    """The backend's own collectives, issued on the current stream.
+
+    Labels travel along and are not read, since that would make the host wait; the backend's own time-out
+    and flight recorder have to tell.
+    """
 
     stream_ordered = True
     gathers_in_place = True
@@ -152,73 +189,86 @@ class StreamTransport(Transport):
         super().__init__(group)
         self.gather_chunks = self.size
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, *, what: str, channel: int) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        _checked(
-            what, self.group, lambda: dist.all_gather_into_tensor(staging.whole, chunk, group=self.group)
-        )
+        _checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, *, what: str, channel: int) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """See `Transport.reduce_scatter`. In place: the sum lands in this rank's chunk of `send`."""
         own = send.parts[self.rank]
-        _checked(what, self.group, lambda: dist.reduce_scatter_tensor(own, send.whole, group=self.group))
+        _checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
 
 
-class PairwiseTransport(Transport):
-    """Direct messages between every two ranks; also the transport of a group of one."""
+class ExchangeTransport(Transport):
+    """Chunks go straight to the rank that needs them; also the transport of a group of one.
+
+    Between two ranks only what the other needs is sent, without a copy of one's own chunk on either side.
+    """
 
     gathers_in_place = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
         self.stream_ordered = self.size == 1
-        self.gather_chunks = self.receive_chunks = self.size - 1
-        self._peers = [rank for rank in range(self.size) if rank != self.rank]
+        self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, *, what: str, channel: int) -> Flight:
-        """See `Transport.all_gather`. This rank's chunk is returned as it is, never copied."""
-        if not self._peers:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+        """See `Transport.all_gather`."""
+        if self.size == 1:
             return _Arrived([chunk])
-        chunks = [*staging.parts[: self.rank], chunk, *staging.parts[self.rank :]]
-        receives = [(peer, chunks[peer]) for peer in self._peers]
-        return self._exchange(receives, [(peer, chunk) for peer in self._peers], chunks, what, channel)
-
-    def reduce_scatter(self, send: Chunks, receive: Chunks, *, what: str, channel: int) -> Flight:
-        """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
-        outgoing, incoming = send.parts, receive.parts
-        if not self._peers:
-            return _Arrived([outgoing[0]])
-        chunks = [*incoming[: self.rank], outgoing[self.rank], *incoming[self.rank :]]
-        receives = [(peer, chunks[peer]) for peer in self._peers]
-        return self._exchange(
-            receives, [(peer, outgoing[peer]) for peer in self._peers], chunks, what, channel
+        self._forget_labels(staging.parts)
+        if self.size == 2:
+            return self._swap(chunk, chunk, staging.parts[0], label)
+        work = _checked(
+            label.what,
+            self.group,
+            lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
+        return _Exchange(work, list(staging.parts), label, self.group)
 
-    def _exchange(
-        self,
-        receives: list[tuple[int, torch.Tensor]],
-        sends: list[tuple[int, torch.Tensor]],
-        chunks: list[torch.Tensor],
-        what: str,
-        channel: int,
-    ) -> Flight:
-        tag = _FIRST_TAG + channel
-        group = self.group
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+        """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
+        if self.size == 1:
+            return _Arrived([send.parts[0]])
+        self._forget_labels(receive.parts)
+        if self.size == 2:
+            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label)
+        work = _checked(
+            label.what,
+            self.group,
+            lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
+        )
+        return _Exchange(work, list(receive.parts), label, self.group)
 
-        def post() -> list[dist.Work]:
-            # Receives first: a message that finds its buffer posted is not announced twice.
-            works = [group.recv([buffer], peer, tag) for peer, buffer in receives]
-            return works + [group.send([buffer], peer, tag) for peer, buffer in sends]
+    def _swap(self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: Label) -> Flight:
+        """Gives the other of two ranks one chunk and takes one."""
+        splits = [0, 0]
+        splits[1 - self.rank] = given.numel()
 
-        return _Works(_checked(what, group, post), chunks, what, group)
+        def swap() -> dist.Work | None:
+            work: dist.Work | None = dist.all_to_all_single(
+                taken, given, splits, splits, group=self.group, async_op=True
+            )
+            return work
+
+        chunks = [kept, taken] if self.rank == 0 else [taken, kept]
+        return _Exchange(_checked(label.what, self.group, swap), chunks, label, self.group)
+
+    @staticmethod
+    def _forget_labels(chunks: Sequence[torch.Tensor]) -> None:
+        """Wipes labels of earlier messages, so that a message too short to have one is not taken for them."""
+        for chunk in chunks:
+            _end(chunk).fill_(-1)
 
 
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
     if group.size() == 1:
-        return PairwiseTransport(group)
+        return ExchangeTransport(group)
     backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
     gloo = backends.get(device.type) == "gloo"
-    return PairwiseTransport(group) if gloo else StreamTransport(group)
+    if gloo and device.type != "cpu":
+        raise unsupported(f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl")
+    return ExchangeTransport(group) if gloo else StreamTransport(group)

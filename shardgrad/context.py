@@ -170,10 +170,12 @@ class RootContext:
         self._forward_root = None
         if self._gathered == 0:
             self.parameters_written()
+            for unit in self.units:
+                unit.refresh()
         self.gather_through(None)
         if self.scheduler.has_enrolled:
             self.scheduler.begin_backward(in_autograd=False)
-            self.scheduler.close_absent()
+            self.scheduler.reduce_ready()
             self.end_backward()
         self.keep_gathered = False
         self.scheduler.enroll(None)

@@ -11,6 +11,7 @@ __all__ = [
     "CollectiveError",
     "ContainerError",
     "DeepcopyError",
+    "DesyncError",
     "DeviceError",
     "EmptyModuleError",
     "ForeignParameterError",
@@ -135,6 +136,10 @@ class RankDisagreementError(ShardgradError, RuntimeError):
 
 class CollectiveError(ShardgradError, RuntimeError):
     """A collective failed or timed out."""
+
+
+class DesyncError(CollectiveError):
+    """Another rank sent a message that belongs to another unit or another phase."""
 
 
 class ParticipationError(ShardgradError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The public function, and the methods a sharded module has."""
+"""The public function: checks, builds, commits."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import Placement, Shard
 from .build import CLAIM, Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
 from .errors import OptionError, unsupported
+from .managed_param import mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
 from .param_group import ParamGroup
@@ -71,7 +72,7 @@ def fully_shard(
     arg: Any = module
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
-    _refuse_unsupported(shard_placement_fn, offload_policy, dp_mesh_dims)
+    _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
     data_mesh = DataParallelMesh.of(mesh or default_mesh())
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
@@ -96,8 +97,18 @@ def fully_shard(
 
 
 def _refuse_unsupported(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None, offload_policy: OffloadPolicy, dp_mesh_dims: Any
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    dp_mesh_dims: Any,
 ) -> None:
+    if not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise OptionError(
+            "mp_policy must be a MixedPrecisionPolicy",
+            expected="torch.distributed.fsdp.MixedPrecisionPolicy",
+            got=repr(mp_policy),
+            fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+        )
     if dp_mesh_dims is not None:
         raise unsupported("dp_mesh_dims", instead="pass the data-parallel axes of the mesh as `mesh`")
     if type(offload_policy) is not OffloadPolicy:
@@ -156,6 +167,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     for group, originals in zip(unit.groups, params, strict=True):
         for managed, original in zip(group.params, originals, strict=True):
             original.__dict__[CLAIM] = Claim(unit, managed)
+            mark_sharded(managed.sharded)
             managed.register(managed.sharded)
     for module, name in collected.buffers:
         buffer = module._buffers[name]

@@ -10,7 +10,8 @@ Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `
 ranks may hold short or empty ones. Every piece starts on a multiple of `alignment` elements, so that every
 pointer handed to a collective or a kernel is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
-The *tail* is room for one element per parameter: see [Note: Touched flags] in `scheduler.py`.
+The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
+`scheduler.py`), and ends in the chunk's label ([Note: Labels] in `labels.py`).
 
 In the flat unsharded buffer parameters lie whole, one after the other, aligned the same way.
 """
@@ -23,6 +24,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from .labels import LABEL_NUMEL
 
 __all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
 
@@ -91,7 +94,7 @@ class ShardLayout:
 
     @classmethod
     def of(
-        cls, shapes: Sequence[Sequence[int]], world_size: int, *, alignment: int, with_tail: bool
+        cls, shapes: Sequence[Sequence[int]], world_size: int, *, alignment: int, with_flags: bool
     ) -> ShardLayout:
         """Packs parameters in the order given.
 
@@ -99,7 +102,7 @@ class ShardLayout:
             shapes: global shapes, each with at least one dimension.
             world_size: ranks the group is cut over.
             alignment: elements; see `alignment_numel`.
-            with_tail: reserve one element per parameter behind the pieces.
+            with_flags: reserve one element per parameter behind the pieces.
         """
         pieces = []
         shard_offset = unsharded_offset = 0
@@ -110,7 +113,7 @@ class ShardLayout:
             pieces.append(Piece(shape, shard_rows, shard_numel, span, shard_offset, unsharded_offset))
             shard_offset += span
             unsharded_offset += _round_up(math.prod(shape), alignment)
-        tail_numel = _round_up(len(pieces), alignment) if with_tail else 0
+        tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
@@ -122,17 +125,20 @@ class ShardLayout:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 CPU tensor [rows, 5] that the pack and unpack kernels read (`ops.py`).
-
-        One row for each parameter, and one more if there is a tail: packed like a parameter of which every
-        rank holds a piece as long as the number of parameters.
-        """
+        """int64 CPU tensor [parameters, 5] that the pack and unpack kernels read (`ops.py`)."""
         rows = [[p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset] for p in self.pieces]
-        tail_span = self.chunk_numel - self.tail_offset
-        if tail_span:
-            count = len(self.pieces)
-            rows.append([count * self.world_size, count, tail_span, self.tail_offset, 0])
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+
+    @cached_property
+    def table_with_tail(self) -> torch.Tensor:
+        """`table` and a row for the tail, which is packed like a parameter with `tail_numel` rows a rank."""
+        tail = [self.tail_numel * self.world_size, self.tail_numel, self.tail_numel, self.tail_offset, 0]
+        return torch.cat([self.table, torch.tensor([tail], dtype=torch.int64, device="cpu")])
+
+    @property
+    def tail_numel(self) -> int:
+        """Elements of the tail; the last `LABEL_NUMEL` are the label."""
+        return self.chunk_numel - self.tail_offset
 
     @property
     def padding_numel(self) -> int:

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-__all__ = ["ManagedParam", "Owner", "local_of"]
+__all__ = ["ManagedParam", "Owner", "is_sharded_by_us", "local_of", "mark_sharded"]
+
+_SHARDED = "_shardgrad_sharded"
 
 Owner = tuple[nn.Module, str]
 
@@ -48,6 +50,16 @@ class ManagedParam:
         if self.unsharded is None:
             raise RuntimeError(f"{self.name} has no unsharded face yet")
         return self.unsharded
+
+
+def mark_sharded(param: torch.Tensor) -> None:
+    """Notes on a sharded parameter that it is ours."""
+    param.__dict__[_SHARDED] = True
+
+
+def is_sharded_by_us(param: torch.Tensor) -> bool:
+    """Returns whether a parameter is a sharded face, and not a plain tensor or another library's DTensor."""
+    return _SHARDED in param.__dict__
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, cast
@@ -184,7 +185,9 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: the engine only ever sums, and divides in the pass that writes the shard."""
 
-    def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Accepted: unused parameters always send zeros, and keep None if no rank used them."""
 
     def reset_iter_state(self) -> None:
@@ -221,7 +224,7 @@ class FSDPModule:
 
     def set_post_optim_event(self, event: torch.Event) -> NoReturn:
         """Refused."""
-        raise unsupported("set_post_optim_event", instead="nothing: gathers start after the current stream")
+        raise unsupported("set_post_optim_event", instead="no call: gathers follow the current stream")
 
     def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused."""
@@ -298,7 +301,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} does not have a method {method_name}",
             expected="the name of a method",
             got=repr(method_name),
-            fix="check the spelling",
+            fix=f"one of {difflib.get_close_matches(method_name, dir(module), n=3, cutoff=0.3)}",
         )
     unit = module._unit
 

@@ -31,9 +31,11 @@ from .buffers import Slot
 from .collectives import Flight
 from .errors import MetaParameterError
 from .gradient_shard import GradientShard
+from .labels import LABEL_NUMEL, Label
 from .layout import ShardLayout, alignment_numel
 from .managed_param import ManagedParam, Owner, local_of
 from .mesh import DataParallelMesh
+from .optimizer_steps import steps_taken
 from .policies import GradientPolicy
 from .runtime import Runtime
 from .streams import Mark
@@ -57,8 +59,13 @@ class _Source:
     layout: ShardLayout
     chunk: torch.Tensor
     mesh: DataParallelMesh
-    channel: int
+    label: Label
     ready: Mark | None
+
+    def write_label(self) -> None:
+        """Puts the label at the end of the chunk, if it is not there yet."""
+        end = self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL)
+        end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
 
 
 class _Gathering:
@@ -98,13 +105,12 @@ class ParamGroup:
         mp_policy: MixedPrecisionPolicy,
         gradient_policy: GradientPolicy,
     ) -> None:
-        self.name = ""
         self.mesh = mesh
         self.post_forward_mesh = post_forward_mesh
         self.gradient_policy = gradient_policy
         self.mp_policy = mp_policy
         self.state = ShardState.SHARDED
-        self.channel = 0  # given out by `agreement.py`
+        self.set_channel("", 0)
         # Called once the unsharded parameters exist; the reducer puts its hooks on them.
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: _Gathering | None = None
@@ -113,6 +119,14 @@ class ParamGroup:
         self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
         with torch.no_grad():
             self._build([p.detach() for _, p, _ in params])
+
+    def set_channel(self, name: str, channel: int) -> None:
+        """Names the group's messages; `channel` comes from `agreement.py`, the same on every rank."""
+        self.name = name
+        self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
+        self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
+        self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
+        self._labelled: torch.Tensor | None = None  # the chunk that ends in its label already
 
     # -- facts ------------------------------------------------------------------------------------------
 
@@ -146,7 +160,7 @@ class ParamGroup:
     def _allocate(self, device: torch.device) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
         self.layout = ShardLayout.of(
-            [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_tail=False
+            [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_flags=False
         )
         self.shard = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=device)
         self._forget_derived()
@@ -160,25 +174,24 @@ class ParamGroup:
 
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
-        self._tables: dict[int, torch.Tensor] = {}
         self._unsharded_flat: torch.Tensor | None = None
         self._post_forward: tuple[ShardLayout, torch.Tensor] | None = None
         self._post_forward_ready: Mark | None = None
+        self._labelled = None
         self._trainable: tuple[bool, ...] | None = None
         self.gradient_layout: ShardLayout | None = None
         self._gradient_shard: GradientShard | None = None
-
-    def _table(self, layout: ShardLayout) -> torch.Tensor:
-        table = self._tables.get(id(layout))
-        if table is None:
-            table = self._tables[id(layout)] = layout.table.to(self.mesh.device)
-        return table
 
     # -- trainability and gradients ---------------------------------------------------------------------
 
     def trainable(self) -> list[ManagedParam]:
         """Returns the parameters that require grad now, in order."""
         return [p for p in self.params if p.sharded.requires_grad]
+
+    @property
+    def has_trainable(self) -> bool:
+        """True if some parameter required grad when `refresh_trainable` last looked."""
+        return self.gradient_layout is not None and bool(self.gradient_layout.pieces)
 
     def refresh_trainable(self) -> bool:
         """Takes note of which parameters require grad; True if that changed since the last call."""
@@ -191,19 +204,12 @@ class ParamGroup:
             [p.shape for p in self.trainable()],
             self.mesh.shard_size,
             alignment=self.alignment,
-            with_tail=True,
+            with_flags=True,
         )
         for p in self.params:
             if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         return True
-
-    def gradient_table(self) -> torch.Tensor:
-        """Returns the pack table of the trainable parameters, on the group's device."""
-        layout = self.gradient_layout
-        if layout is None:
-            raise RuntimeError("gradient_table() before refresh_trainable(): the group was never unsharded")
-        return self._table(layout)
 
     def gradients(self) -> GradientShard:
         """Returns the persistent gradient shard, allocating it at the first call."""
@@ -243,6 +249,9 @@ class ParamGroup:
         n = source.layout.chunk_numel
         gathering = _Gathering(self, source)
         stream = runtime.streams.gather
+        if self._labelled is not source.chunk:
+            source.write_label()
+            self._labelled = source.chunk
         with span("all_gather", self.name), runtime.streams.on(stream):
             runtime.parameters_ready.wait(stream)
             if source.ready is not None:
@@ -256,13 +265,11 @@ class ParamGroup:
                 chunk = room.parts[0 if apart else transport.rank]
                 chunk.copy_(source.chunk)
             gathering.slot = slot
-            gathering.flight = transport.all_gather(
-                chunk, staging, what=f"all-gather of {self.name}", channel=source.channel
-            )
+            gathering.flight = transport.all_gather(chunk, staging, source.label)
             slot.finish_writing(stream)
         self._runtime = runtime
         self._gathering = gathering
-        self._gathered_version = self.shard._version
+        self._gathered_version = self._version
 
     def _source(self) -> _Source:
         if self.state is ShardState.SHARDED_POST_FORWARD:
@@ -270,8 +277,8 @@ class ParamGroup:
                 raise RuntimeError("the post-forward shard is gone")
             layout, chunk = self._post_forward
             ready = self._post_forward_ready
-            return _Source(layout, chunk, self.post_forward_mesh, 4 * self.channel + 2, ready)
-        return _Source(self.layout, self.shard, self.mesh, 4 * self.channel, None)
+            return _Source(layout, chunk, self.post_forward_mesh, self._regather_label, ready)
+        return _Source(self.layout, self.shard, self.mesh, self._gather_label, None)
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are whole and registered afterwards.
@@ -292,7 +299,7 @@ class ParamGroup:
                 gathering.slot.start_reading(stream)
                 flat = self._unsharded_storage()
                 # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
-                ops.unpack(chunks, flat, self._table(gathering.source.layout))
+                ops.unpack(chunks, flat, gathering.source.layout.table)
             finally:
                 gathering.slot.release(stream)
         self.state = ShardState.UNSHARDED
@@ -370,7 +377,7 @@ class ParamGroup:
     def _post_forward_storage(self, mesh: DataParallelMesh) -> tuple[ShardLayout, torch.Tensor]:
         if self._post_forward is None:
             layout = ShardLayout.of(
-                [p.shape for p in self.params], mesh.shard_size, alignment=self.alignment, with_tail=False
+                [p.shape for p in self.params], mesh.shard_size, alignment=self.alignment, with_flags=False
             )
             chunk = torch.zeros(layout.chunk_numel, dtype=self.gather_dtype, device=mesh.device)
             self._post_forward = (layout, chunk)
@@ -390,12 +397,17 @@ class ParamGroup:
     def reshard_if_stale(self) -> None:
         """Reshards whole parameters whose shard was written since they were gathered.
 
-        Every in-place write through a sharded parameter, an optimizer step for instance, moves the shard's
-        version counter, so nobody computes with old weights because parameters were kept whole.
+        An optimizer step and an in-place operation on a sharded parameter are noticed, so nobody computes
+        with old weights because parameters were kept whole.
         """
         whole = self.state is not ShardState.SHARDED or self._gathering is not None
-        if whole and self.shard._version != self._gathered_version:
+        if whole and self._version != self._gathered_version:
             self.reshard()
+
+    @property
+    def _version(self) -> int:
+        """Moves with every optimizer step and every in-place operation on a sharded parameter."""
+        return steps_taken() + self.shard._version + sum(p.sharded._version for p in self.params)
 
     # -- foreign storage --------------------------------------------------------------------------------
 

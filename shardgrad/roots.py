@@ -83,7 +83,6 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
         own = [names.get(module) or type(module).__name__ for module in unit.modules]
         unit.name = ", ".join(own)
         for group in unit.groups:
-            group.name = unit.name
             for p in group.params:
                 module, attribute = p.owners[0]
                 prefix = names.get(module, "")

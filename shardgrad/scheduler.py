@@ -11,12 +11,6 @@ Behind the parameters each chunk has one element per parameter: 1 from a rank th
 else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
 parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
 optimizer with weight decay would notice.
-
-[Note: Producer streams]
-Autograd runs a parameter's hook on the stream its AccumulateGrad node was created on, which is whatever
-stream was current when the parameter was first used. A gradient that arrives on another stream than the one
-the unit was unsharded on (its *home*) leaves a mark there; the home stream waits for exactly these marks
-before it packs, and those streams wait for the pack before their gradient's memory is handed back.
 """
 
 from __future__ import annotations
@@ -26,13 +20,15 @@ from collections.abc import Callable, Iterable
 import torch
 
 from . import ops
+from .arrivals import Arrivals
 from .buffers import Chunks, Slot
 from .collectives import Flight
 from .errors import ParticipationError
+from .labels import LABEL_NUMEL
 from .layout import ShardLayout
 from .param_group import ParamGroup
 from .runtime import Runtime
-from .streams import Mark, Stream
+from .streams import Stream
 from .trace import span
 
 __all__ = ["GroupReducer", "ReductionScheduler"]
@@ -58,76 +54,41 @@ class GroupReducer:
         self.divide_factor: float | None = None
         self.last_touched: tuple[bool, ...] = ()
         self.bound_in_this_backward = False
-        self._hooked: set[int] = set()
-        self._flag_tensors: dict[tuple[bool, ...], torch.Tensor] = {}
+        self.arrivals = Arrivals()
+        self._tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
         self._accumulator: Slot | None = None
         self._accumulating = False
         self.deferred = False
         self._partial: torch.Tensor | None = None
         self._partial_live = False
-        self._foreign: dict[Stream, Mark] = {}
-        self.home: Stream = None
         self.scheduler: ReductionScheduler
         group.on_new_unsharded = self.attach
-        self.reset_fill()
+        self.forget()
 
-    def reset_fill(self) -> None:
-        """Forgets gradients that have arrived and not been reduced."""
-        n = len(self.group.trainable())
-        self._grads: list[torch.Tensor | None] = [None] * n
-        self._touched = [False] * n
-        self._arrived = 0
-        self._foreign.clear()
+    def forget(self) -> None:
+        """Drops everything that has arrived and not been reduced."""
+        self.arrivals.forget()
+        self._touched = [False] * len(self.group.trainable())
         self._accumulating = False
         self.deferred = False
         self._partial_live = False
 
-    # -- arrival ----------------------------------------------------------------------------------------
-
     def attach(self) -> None:
-        """Puts the arrival hook on every trainable unsharded parameter that has none."""
-        trainable = self.group.trainable()
-        if len(trainable) != len(self._grads):
-            self.reset_fill()
-        self._index = {id(p.unsharded): i for i, p in enumerate(trainable)}
-        for p in trainable:
-            if p.unsharded is not None and id(p.unsharded) not in self._hooked:
-                self._hooked.add(id(p.unsharded))
-                p.unsharded.register_post_accumulate_grad_hook(self._arrive)
-        self._empty = torch.empty(0, dtype=self.group.gather_dtype, device=self.group.mesh.device)
+        """Starts over with the group's trainable parameters and hooks those that are new."""
+        self.forget()
+        self._tails.clear()
+        self.arrivals.expect(self.group.trainable(), self._arrive)
+        self._nothing = torch.empty(0, dtype=self.group.gather_dtype, device=self.group.mesh.device)
 
     def _arrive(self, unsharded: torch.Tensor) -> None:
         """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grad = unsharded.grad
-        if grad is None:
-            return
-        unsharded.grad = None
-        index = self._index[id(unsharded)]
-        earlier = self._grads[index]
-        if earlier is None:
-            self._grads[index] = grad
-            self._arrived += 1
-        else:
-            self._grads[index] = earlier + grad
-        self._touched[index] = True
-        runtime = self.scheduler.runtime
-        stream = runtime.streams.current()
-        if stream != self.home:  # [Note: Producer streams]
-            mark = self._foreign.get(stream)
-            if mark is None:
-                mark = self._foreign[stream] = runtime.streams.mark()
-            mark.record(stream)
-        self.scheduler.arrived(self)
-
-    @property
-    def complete(self) -> bool:
-        """True if every trainable parameter has a gradient waiting."""
-        return self._arrived == len(self._grads)
+        if self.arrivals.take(unsharded, self.scheduler.runtime.streams):
+            self.scheduler.arrived(self)
 
     @property
     def due(self) -> bool:
         """True if something waits that a backward with the present settings has to deal with."""
-        return self._arrived > 0 or (self.deferred and self.requires_sync)
+        return self.arrivals.count > 0 or (self.deferred and self.requires_sync)
 
     # -- packing ----------------------------------------------------------------------------------------
 
@@ -146,31 +107,48 @@ class GroupReducer:
             before *= 2
         return before, factor / before
 
-    def _pack(self, target: torch.Tensor, *, accumulate: bool) -> None:
-        """Writes what has arrived, and the flags, into the chunks of all ranks, on the home stream."""
-        home = self.home
-        for mark in self._foreign.values():
-            mark.wait(home)
-        grads = [self._empty if g is None else g.contiguous() for g in self._grads]
-        grads.append(self._flags())
-        with self.scheduler.runtime.streams.on(home), torch.no_grad():
+    def _pack(self, slot: Slot, target: torch.Tensor, *, accumulate: bool) -> None:
+        """Writes what has arrived, and the tail, into the chunks of all ranks, and lets it go.
+
+        Streams: the home stream, after the slot is free and after every producer; see `arrivals.py`.
+        """
+        arrivals, streams = self.arrivals, self.scheduler.runtime.streams
+        slot.start_writing(arrivals.home)
+        arrivals.wait_for_producers()
+        grads = [self._nothing if g is None else g.contiguous() for g in arrivals.gradients]
+        grads.append(self._tail(labelled=not accumulate))
+        with streams.on(arrivals.home), torch.no_grad():
             ops.pack(
                 grads,
                 target,
-                self.group.gradient_table(),
+                self._layout.table_with_tail,
                 chunk_numel=self._layout.chunk_numel,
                 divisor=self._factors[0],
                 accumulate=accumulate,
             )
+        slot.finish_writing(arrivals.home)
+        self._touched = [
+            old or g is not None for old, g in zip(self._touched, arrivals.gradients, strict=True)
+        ]
+        arrivals.let_go(streams)
 
-    def _flags(self) -> torch.Tensor:
-        """Returns this rank's flags, once for each rank's chunk. See [Note: Touched flags]."""
-        mask = tuple(g is not None for g in self._grads)
-        flags = self._flag_tensors.get(mask)
-        if flags is None:
-            flags = torch.tensor(mask, dtype=torch.float32).repeat(self.group.mesh.shard_size)
-            flags = self._flag_tensors[mask] = flags.to(self.group.mesh.device)
-        return flags
+    def _tail(self, *, labelled: bool) -> torch.Tensor:
+        """Returns this rank's flags and the label, once for each rank's chunk, in float32.
+
+        See [Note: Touched flags] and [Note: Labels]. A tail that is added to one that has the label already
+        brings none.
+        """
+        label = self.group.reduce_label.digits if labelled else (0.0,) * LABEL_NUMEL
+        flags = tuple(grad is not None for grad in self.arrivals.gradients)
+        tail = self._tails.get((flags, label))
+        if tail is None:
+            chunk = torch.zeros(self._layout.tail_numel, dtype=torch.float32)
+            chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
+            # The pack divides what it writes, and a label must arrive as it is.
+            chunk[-LABEL_NUMEL:] = torch.tensor(label) * self._factors[0]
+            tail = chunk.repeat(self.group.mesh.shard_size).to(self.group.mesh.device)
+            self._tails[flags, label] = tail
+        return tail
 
     @property
     def _layout(self) -> ShardLayout:
@@ -179,33 +157,21 @@ class GroupReducer:
             raise RuntimeError(f"unit {self.group.name} was never unsharded")
         return layout
 
-    def _finish_pack(self) -> None:
-        """Lets go of the gradients, once their streams are ordered after the pack that reads them."""
-        if self._foreign:
-            packed = self.scheduler.runtime.streams.mark()
-            packed.record(self.home)
-            for stream in self._foreign:
-                packed.wait(stream)
-            self._foreign.clear()
-        self._grads = [None] * len(self._grads)
-        self._arrived = 0
-
     def accumulate(self) -> None:
         """Adds the waiting gradients to this rank's unsharded sum, without communication."""
         self.deferred = True
-        if self._arrived:
+        if self.arrivals.count:
             slot, chunks = self._accumulator_chunks()
-            slot.start_writing(self.home)
-            self._pack(chunks.whole, accumulate=self._accumulating)
-            slot.finish_writing(self.home)
+            if slot.holder is not None:
+                slot.holder.complete()  # an earlier reduction of the accumulator is still in flight
+            self._pack(slot, chunks.whole, accumulate=self._accumulating)
             self._accumulating = True
-            self._finish_pack()
 
     def _accumulator_chunks(self) -> tuple[Slot, Chunks]:
         dtype, n, count = self.group.reduce_dtype, self._layout.chunk_numel, self.group.mesh.shard_size
         if self._accumulator is None:
             self._accumulator = Slot(self.scheduler.runtime.streams, self.group.mesh.device)
-            self._accumulator.reserve(count * n * dtype.itemsize)
+        self._accumulator.reserve(count * n * dtype.itemsize)
         return self._accumulator, self._accumulator.chunks(dtype, count, n)
 
     # -- reducing ---------------------------------------------------------------------------------------
@@ -219,7 +185,7 @@ class GroupReducer:
         group, runtime = self.group, self.scheduler.runtime
         transport = runtime.transport(group.mesh.shard_group)
         n, dtype = self._layout.chunk_numel, group.reduce_dtype
-        ticket = _Ticket(self, tuple(self._touched))
+        ticket = _Ticket(self)
         if self._accumulating:
             self.accumulate()
             self._accumulating = False
@@ -227,6 +193,7 @@ class GroupReducer:
             slot = runtime.reduce_ring.acquire(transport.receive_chunks * n * dtype.itemsize, ticket)
             slot.start_writing(runtime.streams.reduce)
             receive = slot.chunks(dtype, transport.receive_chunks, n)
+            send_slot.holder = ticket
             ticket.slots = [slot, send_slot]
         else:
             count = transport.size + transport.receive_chunks
@@ -234,18 +201,14 @@ class GroupReducer:
             send = slot.chunks(dtype, transport.size, n)
             receive = slot.chunks(dtype, transport.receive_chunks, n, skip=transport.size * n)
             ticket.slots = [slot]
-            slot.start_writing(self.home)
-            self._pack(send.whole, accumulate=False)
-            slot.finish_writing(self.home)
-            self._finish_pack()
+            self._pack(slot, send.whole, accumulate=False)
+        ticket.touched = tuple(self._touched)
         reduce_stream = runtime.streams.reduce
         with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
             for used in ticket.slots:
                 used.start_reading(reduce_stream)
             ticket.own = send.parts[transport.rank]
-            ticket.flight = transport.reduce_scatter(
-                send, receive, what=f"reduce-scatter of {group.name}", channel=4 * group.channel + 1
-            )
+            ticket.flight = transport.reduce_scatter(send, receive, group.reduce_label)
             if transport.stream_ordered:
                 ticket.complete()
         self._touched = [False] * len(self._touched)
@@ -261,7 +224,7 @@ class GroupReducer:
         own = ticket.own
         if self._partial_live and self._partial is not None:
             ticket.chunks.append(self._partial)
-        if not self.requires_all_reduce:
+        if not ticket.all_reduces:
             if self._partial is None:
                 self._partial = torch.empty_like(own)
             ops.sum_chunks(ticket.chunks, self._partial)
@@ -290,7 +253,7 @@ class GroupReducer:
 
     def abandon(self) -> None:
         """Drops everything of an iteration that failed; gradients it wrote become None."""
-        self.reset_fill()
+        self.forget()
         if self.bound_in_this_backward:
             self.group.gradients().unbind()
             self.bound_in_this_backward = False
@@ -299,9 +262,10 @@ class GroupReducer:
 class _Ticket:
     """A launched reduction: its slots, and how to end it."""
 
-    def __init__(self, reducer: GroupReducer, touched: tuple[bool, ...]) -> None:
+    def __init__(self, reducer: GroupReducer) -> None:
         self._reducer = reducer
-        self.touched = touched
+        self.touched: tuple[bool, ...] = ()
+        self.all_reduces = reducer.requires_all_reduce
         self._done = reducer.scheduler.runtime.streams.mark()
         self._landed = False
         self._completed = False
@@ -363,6 +327,7 @@ class ReductionScheduler:
         self.backward_running = False
         self._entered: dict[GroupReducer, None] = {}
         self._queue: list[GroupReducer] = []
+        self._expected: set[GroupReducer] = set()
         self._closed: set[GroupReducer] = set()
         self._tickets: list[_Ticket] = []
         self._enrolled: list[GroupReducer] | None = None
@@ -370,10 +335,19 @@ class ReductionScheduler:
 
     def enter(self, reducer: GroupReducer) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
-        if not self.backward_running:
+        if self.backward_running:
+            self.expect(reducer)
+        else:
             self._entered[reducer] = None
-        elif reducer not in self._queue:
-            # Reentrant checkpointing first runs a unit inside backward: it is the next to finish.
+
+    def expect(self, reducer: GroupReducer) -> None:
+        """Adds a group that backward has come to although it was not queued: it is the next to finish.
+
+        Reentrant checkpointing runs a unit's forward inside backward; a second backward through a kept
+        graph comes without a forward.
+        """
+        if reducer not in self._expected:
+            self._expected.add(reducer)
             self._queue.append(reducer)
 
     def enroll(self, everyone: Iterable[GroupReducer] | None) -> None:
@@ -414,22 +388,23 @@ class ReductionScheduler:
             self._queue = list(self._enrolled)
             self._closed.update(r for r in self._queue if r not in self._entered)
         self._entered.clear()
+        self._expected = set(self._queue)
         for reducer in self._queue:
             reducer.bound_in_this_backward = False
 
     def arrived(self, reducer: GroupReducer) -> None:
         """A gradient came in; reduces what has become possible."""
         self.begin_backward(in_autograd=True)
-        if reducer.complete:
+        if reducer.arrivals.complete:
             self.close(reducer)
 
     def close(self, reducer: GroupReducer) -> None:
         """Says that no more gradients are expected for this group; reduces what has become possible."""
         self._closed.add(reducer)
-        self.close_absent()
+        self.reduce_ready()
 
-    def close_absent(self) -> None:
-        """Reduces, in order, every group at the head of the queue that expects nothing more."""
+    def reduce_ready(self) -> None:
+        """Reduces, in order, the groups at the head of the queue that expect no more gradients."""
         while self._queue and self._queue[-1] in self._closed:
             self._reduce(self._queue.pop())
 

@@ -124,7 +124,7 @@ class Unit:
         stream = context.runtime.streams.current()
         for group, reducer in zip(self.groups, self.reducers, strict=True):
             group.wait_for_unshard()
-            reducer.home = stream
+            reducer.arrivals.home = stream
 
     def reshard(self) -> None:
         """Frees whole parameters and shows the shards."""
@@ -190,7 +190,7 @@ class Unit:
     ) -> _Arguments:
         """Puts a node under the inputs that need gradients, to learn when their gradients are all there."""
         for reducer in self.reducers:
-            if reducer.group.gradient_layout is not None and reducer.group.gradient_layout.pieces:
+            if reducer.group.has_trainable:
                 context.scheduler.enter(reducer)
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return tuple(self._watch(args, counted=counted)), kwargs  # the common case, without a tree
@@ -255,6 +255,9 @@ class Unit:
             raise RuntimeError(f"backward of {self.name} before forward")
         context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
+        for reducer in self.reducers:
+            if reducer.group.has_trainable:
+                context.scheduler.expect(reducer)
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name):

@@ -7,6 +7,7 @@ broken ones behind, which are replaced.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing as mp
 import os
@@ -32,7 +33,9 @@ def _free_port() -> int:
         return port
 
 
-def _serve(rank: int, world_size: int, port: int, timeout_s: float, pipe: Connection, path: list[str]) -> None:
+def _serve(
+    rank: int, world_size: int, port: int, timeout_s: float, pipe: Connection, path: list[str]
+) -> None:
     sys.path[:] = path
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
@@ -41,9 +44,7 @@ def _serve(rank: int, world_size: int, port: int, timeout_s: float, pipe: Connec
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     while True:
         task = pipe.recv()
         if task is None:
@@ -88,10 +89,8 @@ class Ranks:
     def stop(self) -> None:
         """Ends the workers, by force after a second."""
         for pipe in self._pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
         for process in self._processes:
             process.join(1)
             if process.is_alive():
@@ -99,7 +98,9 @@ class Ranks:
                 process.join()
         self._processes, self._pipes = [], []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
         """Returns what `function` returned on each rank.
 
         Raises:

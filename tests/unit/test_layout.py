@@ -6,14 +6,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardgrad.labels import LABEL_NUMEL
 from shardgrad.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 64)
 
 
-def layout_of(shapes: list[tuple[int, ...]], world_size: int, *, with_tail: bool = False) -> ShardLayout:
-    return ShardLayout.of(shapes, world_size, alignment=32, with_tail=with_tail)
+def layout_of(shapes: list[tuple[int, ...]], world_size: int, *, with_flags: bool = False) -> ShardLayout:
+    return ShardLayout.of(shapes, world_size, alignment=32, with_flags=with_flags)
 
 
 @given(SHAPES, WORLD_SIZES)
@@ -31,21 +32,21 @@ def test_every_rank_holds_what_torch_chunk_gives_it(shapes: list[tuple[int, ...]
 
 @given(SHAPES, WORLD_SIZES, st.booleans())
 def test_pieces_do_not_overlap_and_fit(shapes: list[tuple[int, ...]], world_size: int, tail: bool) -> None:
-    layout = layout_of(shapes, world_size, with_tail=tail)
+    layout = layout_of(shapes, world_size, with_flags=tail)
     end = 0
     for piece in layout.pieces:
         assert piece.shard_offset == end
         assert piece.span >= piece.shard_numel
         end = piece.shard_offset + piece.span
     assert layout.tail_offset == end
-    assert layout.chunk_numel - end >= (len(shapes) if tail else 0)
+    assert layout.tail_numel >= (len(shapes) if tail else 0) + LABEL_NUMEL
 
 
 @given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
 def test_every_pointer_is_aligned_on_every_rank(
     shapes: list[tuple[int, ...]], world_size: int, dtype: torch.dtype
 ) -> None:
-    layout = ShardLayout.of(shapes, world_size, alignment=alignment_numel([dtype]), with_tail=True)
+    layout = ShardLayout.of(shapes, world_size, alignment=alignment_numel([dtype]), with_flags=True)
     offsets = [offset for p in layout.pieces for offset in (p.shard_offset, p.unsharded_offset)]
     offsets += [layout.tail_offset, layout.chunk_numel]
     assert all(offset * dtype.itemsize % ALIGNMENT_NBYTES == 0 for offset in offsets)
@@ -75,9 +76,9 @@ def test_views_alias_the_buffer_they_come_from(shapes: list[tuple[int, ...]], wo
 
 
 def test_the_tail_is_packed_like_one_more_parameter() -> None:
-    layout = layout_of([(4, 3), (5,)], 2, with_tail=True)
-    assert layout.table.tolist()[-1] == [4, 2, 32, layout.tail_offset, 0]
-    assert layout_of([(4, 3)], 2).table.shape == (1, 5)
+    layout = layout_of([(4, 3), (5,)], 2, with_flags=True)
+    assert layout.table_with_tail.tolist()[-1] == [64, 32, 32, layout.tail_offset, 0]
+    assert torch.equal(layout.table_with_tail[:-1], layout.table)
 
 
 def test_layouts_are_values() -> None:

@@ -16,8 +16,9 @@ import shardgrad.param_group
 import shardgrad.roots
 import shardgrad.scheduler
 from shardgrad import fully_shard, ops
+from shardgrad.arrivals import Arrivals
 from shardgrad.buffers import Slot, SlotRing
-from shardgrad.collectives import PairwiseTransport
+from shardgrad.collectives import ExchangeTransport
 from shardgrad.scheduler import GroupReducer
 from shardgrad.testing import RecordedStreams
 
@@ -50,13 +51,13 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     monkeypatch.setattr(shardgrad.scheduler, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.param_group, "ops", recording_ops)
 
-    scatter = PairwiseTransport.reduce_scatter
+    scatter = ExchangeTransport.reduce_scatter
 
-    def reduce_scatter(self: Any, send: Any, receive: Any, **kwargs: Any) -> Any:
+    def reduce_scatter(self: Any, send: Any, receive: Any, label: Any) -> Any:
         recorded.access("reduce-scatter reads slot", send.whole, writes=False)
-        return scatter(self, send, receive, **kwargs)
+        return scatter(self, send, receive, label)
 
-    monkeypatch.setattr(PairwiseTransport, "reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(ExchangeTransport, "reduce_scatter", reduce_scatter)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield recorded
     dist.destroy_process_group()
@@ -142,7 +143,7 @@ def test_a_missing_wait_is_found(
 
         def forget(self: GroupReducer, unsharded: torch.Tensor) -> None:
             arrive(self, unsharded)
-            self._foreign.clear()
+            self.arrivals._foreign.clear()
 
         monkeypatch.setattr(GroupReducer, "_arrive", forget)
     elif broken == "ready of the slot":
@@ -166,16 +167,18 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
 ) -> None:
     """The producer's stream, which gets the gradient's memory back, waits for the pack that reads it."""
     arriving_on(monkeypatch, streams, lambda param: "side")
-    finish = GroupReducer._finish_pack
+    let_go = Arrivals.let_go
+    kept_from_the_host_allocator: list[torch.Tensor] = []
 
-    def reuse(self: GroupReducer) -> None:
-        freed = [grad for grad in self._grads if grad is not None]
-        finish(self)
+    def reuse(self: Arrivals, *args: Any) -> None:
+        freed = [grad for grad in self.gradients if grad is not None]
+        kept_from_the_host_allocator.extend(freed)
+        let_go(self, *args)
         with streams.on("side"):
             for grad in freed:
                 streams.access("side stream reuses the memory", grad, writes=True)
 
-    monkeypatch.setattr(GroupReducer, "_finish_pack", reuse)
+    monkeypatch.setattr(Arrivals, "let_go", reuse)
     train(two_layers())
     assert streams.hazards == []
 

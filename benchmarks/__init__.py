@@ -1,0 +1,1 @@
+"""Measured claims about shardgrad, runnable: `python -m benchmarks.<name> --help`."""

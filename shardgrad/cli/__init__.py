@@ -1,0 +1,15 @@
+"""The command line. Each subcommand imports what it needs when it runs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import click
+
+from shardgrad.cli.train import train
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Fully-sharded data-parallel training with PyTorch."""
+
+
+main.add_command(train)

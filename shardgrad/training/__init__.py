@@ -1,0 +1,1 @@
+"""`shardgrad train`: a complete, resumable training program on top of the engine."""

@@ -1,0 +1,106 @@
+"""Any causal language model of the `transformers` package, built from a configuration, in our clothes."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardgrad.training.failure import UsageError
+from shardgrad.training.model import next_token_loss
+from shardgrad.training.presets import BYTE_VALUES, Scalar
+
+
+class CausalLM(nn.Module):
+    """A `transformers` model that takes tokens and gives logits.
+
+    Args:
+        model: what `AutoModelForCausalLM.from_config` returned.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._layers_path = _longest_module_list(model)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder's blocks, wherever this architecture keeps them."""
+        # Looked up, not registered a second time: a parameter must not have two names.
+        found = self.model.get_submodule(self._layers_path)
+        if not isinstance(found, nn.ModuleList):
+            raise TypeError(f"{self._layers_path} is no longer a ModuleList but {type(found).__name__}")
+        return found
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token."""
+        return next_token_loss(self(tokens), targets)
+
+
+def build_causal_lm(
+    source: str, overrides: Mapping[str, Scalar], *, device: torch.device, seed: int
+) -> CausalLM:
+    """A model with random weights, whole on `device`; the same on every rank.
+
+    Args:
+        source: path of a `config.json`, or a model type such as `gpt2`.
+        overrides: fields of the configuration to replace.
+        device: where to build it.
+        seed: of the weights.
+    """
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ImportError as error:
+        raise UsageError(
+            "--hf needs the package transformers: install it, or train a built-in model with --preset."
+        ) from error
+    settings = _read_config(source) | dict(overrides)
+    kind = settings.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        with torch.random.fork_rng(), device:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError) as error:
+        reason = textwrap.shorten(str(error), 120)  # it may list every architecture there is
+        raise UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}") from error
+    if model.config.vocab_size < BYTE_VALUES:
+        raise UsageError(f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}.")
+    return CausalLM(model.float())
+
+
+def _read_config(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if not path.suffix:
+        return {"model_type": source}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--hf {source} cannot be read as JSON ({error}): correct the path or file."
+        ) from error
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise UsageError(f"--hf {source} names no model_type: use the config.json of a transformers model.")
+    return settings
+
+
+def _longest_module_list(model: nn.Module) -> str:
+    """The path of the module list with most parameters: the decoder's blocks, in every architecture."""
+    sizes: dict[str, int] = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList)
+    }
+    if not sizes:
+        raise UsageError(f"{type(model).__name__} keeps no list of blocks to shard: choose another model.")
+    return max(sizes, key=lambda name: sizes[name])

@@ -1,0 +1,100 @@
+"""From what somebody asked for to a run: new or resumed, in ranks of our own or as one of torchrun's.
+
+Nothing here imports PyTorch, so that mistakes on the command line are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.training.failure import UsageError
+from shardgrad.training.rank import Order, Report, run_rank
+from shardgrad.training.spawn import spawn
+
+RUNS = Path("runs")
+
+
+def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Report:
+    """Train, and tell how it ended.
+
+    Args:
+        given: the settings that somebody chose; all others keep their defaults, or what was saved.
+        resume: the run folder to go on with.
+        debug: print tracebacks.
+
+    Raises:
+        UsageError: the settings make no sense; nothing was started or written.
+    """
+    world_size = torchrun_world_size()
+    if resume is None:
+        config, folder = _new_run(given, world_size)
+    else:
+        config, folder = resumed(_saved_config(resume), given, world_size=world_size), resume
+    config = dataclasses.replace(config, run_dir=str(folder))
+    if config.data is not None and not Path(config.data).exists():
+        raise UsageError(
+            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to train "
+            "on the source of Python's standard library."
+        )
+    order = Order(config, folder, resume is not None, debug)
+    if world_size is not None:
+        return run_rank(order, init_method="env://")
+    return spawn(order, config.ranks or 1)
+
+
+def torchrun_world_size() -> int | None:
+    """Ranks that torchrun, or another launcher with its variables, has started; None without one."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return int(os.environ["WORLD_SIZE"])
+    return None
+
+
+def newest_run() -> Path:
+    """The folder in `runs/` that was begun last."""
+    configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise UsageError(f"There is no run in {RUNS}/ to resume: give its folder, --resume FOLDER.")
+    return configs[-1].parent
+
+
+def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
+    config = TrainConfig(**given)
+    if world_size is not None and config.ranks not in (None, world_size):
+        raise UsageError(
+            f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
+        )
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
+    folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
+    # Under torchrun only rank 0 looks: another rank may come when rank 0 has begun to write.
+    if os.environ.get("RANK", "0") == "0" and (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} already holds a run: go on with --resume {folder}, or choose another --run-dir."
+        )
+    return dataclasses.replace(config, ranks=world_size or config.ranks or _fitting_ranks(config)), folder
+
+
+def _fitting_ranks(config: TrainConfig) -> int:
+    if config.mesh is not None:
+        return math.prod(mesh_shape(config.mesh))
+    if config.engine == "none":
+        return 1
+    from shardgrad.training.parallel import default_ranks
+
+    return default_ranks(config.device)
+
+
+def _saved_config(folder: Path) -> TrainConfig:
+    if not (folder / "config.json").exists():
+        raise UsageError(
+            f"There is no run in {folder} (no config.json): correct the folder given to --resume."
+        )
+    if not (folder / "checkpoints" / "latest").exists():
+        raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
+    return TrainConfig(**read_settings(folder / "config.json"))

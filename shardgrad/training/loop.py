@@ -1,0 +1,220 @@
+"""A training run from its first to its last step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardgrad.training.checkpoint import Checkpoints, TrainState
+from shardgrad.training.config import TrainConfig
+from shardgrad.training.corpus import Corpus, Sampler, load_corpus
+from shardgrad.training.display import SilentDisplay, choose_display, nice_seconds
+from shardgrad.training.failure import Interrupted, TrainingError, UsageError
+from shardgrad.training.model import count_parameters
+from shardgrad.training.optimizer import build_optimizer, build_schedule
+from shardgrad.training.parallel import Place, build_mesh, memory_nbytes
+from shardgrad.training.record import RunRecord, StepMetrics
+from shardgrad.training.sharding import build_model
+from shardgrad.training.step import Health, StepResult, train_step, validation_loss
+from shardgrad.training.stop import StopRequest
+
+
+def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *, resume: bool) -> None:
+    """Train as one of the ranks, until the last step or a request to stop.
+
+    Args:
+        config: the same on every rank.
+        place: which rank this is.
+        folder: of the run, on a disk that all ranks see.
+        stop: asked after every step.
+        resume: go on from the newest checkpoint in `folder`.
+
+    Raises:
+        Interrupted: `stop` was requested; the state is saved.
+        TrainingError: the run cannot go on.
+    """
+    corpus = load_corpus(
+        config.data,
+        limit_nbytes=config.data_limit_mib * 2**20,
+        validation_fraction=config.validation_fraction,
+        seq_len=config.seq_len,
+    )
+    model = build_model(config, build_mesh(place, config.mesh), place.device)
+    optimizer = build_optimizer(model, config)
+    state = TrainState(model, optimizer, build_schedule(optimizer, config))
+    # Weights are the same everywhere; what is drawn from here on (dropout) must differ between ranks.
+    torch.manual_seed(config.seed + place.rank)
+    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
+    if resume:
+        checkpoints.load(state, place)
+    if state.step >= config.steps:
+        raise UsageError(f"The run has already made {state.step} steps: give a larger --steps to go on.")
+    title = f"{config.hf or config.preset} on {place.world_size} x {place.device.type}"
+    with choose_display(leads=place.leads, steps=config.steps, title=title) as display:
+        run = Run(config, place, folder, state, corpus, checkpoints, display)
+        run.open()
+        run.until_done(stop)
+
+
+class Run:
+    """The moving parts of a run on this rank.
+
+    Args:
+        config: resolved settings.
+        place: this rank.
+        folder: of the run.
+        state: what the steps change.
+        corpus: the text.
+        checkpoints: where the state is saved.
+        display: where progress is shown.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        place: Place,
+        folder: Path,
+        state: TrainState,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        display: SilentDisplay,
+    ) -> None:
+        self._config = config
+        self._place = place
+        self._folder = folder
+        self._state = state
+        self._corpus = corpus
+        self._checkpoints = checkpoints
+        self._display = display
+        self._record = RunRecord(folder) if place.leads else None
+        self._sampler = Sampler(corpus.train, config.seq_len, config.seed)
+        self._health = Health(place.device)
+        self._first_step = state.step
+        self._entropy = corpus.unigram_entropy()
+        self._validation_loss = float("nan")
+        self._began_s = self._reported_s = time.perf_counter()
+        self._unreported_steps = 0
+
+    def open(self) -> None:
+        """Write what is known before the first step, and say it."""
+        config, corpus, parameters = self._config, self._corpus, count_parameters(self._state.model)
+        if self._record is None:
+            return
+        self._checkpoints.discard_unfinished()
+        known = {event["digest"] for event in self._record.events() if event["event"] == "start"}
+        self._record.begin(
+            config,
+            self._place,
+            step=self._state.step,
+            facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
+        )
+        self._display.note(
+            f"{parameters:,} parameters, {self._place.world_size} ranks on {self._place.device.type}, "
+            f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
+            f"{corpus.source}; run folder {self._folder}"
+        )
+        if self._state.step:
+            self._display.note(f"Resumed after step {self._state.step}.")
+        if known and corpus.digest not in known:
+            self._display.note("The text is not the one this run began with: it goes on with the new one.")
+
+    def until_done(self, stop: StopRequest) -> None:
+        """Step, report, validate and save, each when it is due."""
+        config, state = self._config, self._state
+        while state.step < config.steps:
+            result = train_step(state, self._sampler, config, self._place)
+            self._health.watch(state.step, result)
+            self._unreported_steps += 1
+            if self._is_due(config.log_every):
+                self._report(result)
+            if self._is_due(config.eval_every):
+                self._validate()
+            is_stopping = self._place.any(stop.requested) and state.step < config.steps
+            if is_stopping or self._is_due(config.checkpoint_every):
+                self._save()
+            if is_stopping:
+                raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
+        self._close()
+
+    def _is_due(self, every: int) -> bool:
+        return self._state.step % every == 0 or self._state.step == self._config.steps
+
+    def _report(self, result: StepResult) -> None:
+        """Bring every rank's numbers together: the one time that a step waits for the device."""
+        norm = result.grad_norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        rows = self._place.gather(
+            [
+                float(result.loss),
+                float(memory_nbytes(self._place.device)),
+                float(self._health.first_bad_step()),
+            ]
+        )
+        _refuse_bad_step([row[2] for row in rows])
+        now_s = time.perf_counter()
+        state, config = self._state, self._config
+        tokens = self._unreported_steps * config.global_batch(self._place.world_size) * config.seq_len
+        elapsed_s = now_s - self._began_s
+        metrics = StepMetrics(
+            step=state.step,
+            loss=sum(row[0] for row in rows) / len(rows),
+            lr=result.lr,
+            grad_norm=float(norm),
+            tokens_per_s=tokens / (now_s - self._reported_s),
+            memory_nbytes=tuple(int(row[1]) for row in rows),
+            elapsed_s=elapsed_s,
+            remaining_s=elapsed_s / (state.step - self._first_step) * (config.steps - state.step),
+        )
+        self._reported_s, self._unreported_steps = now_s, 0
+        self._display.progress(metrics)
+        if self._record is not None:
+            self._record.step(metrics)
+
+    def _validate(self) -> None:
+        began_s = time.perf_counter()
+        loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._place)
+        self._validation_loss = loss
+        self._display.note(
+            f"step {self._state.step}: validation loss {loss:.4f} nats per byte "
+            f"(byte-unigram entropy {self._entropy:.4f})"
+        )
+        if self._record is not None:
+            self._record.write("validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy)
+        self._reported_s += time.perf_counter() - began_s  # no part of the training speed
+
+    def _save(self) -> None:
+        began_s = time.perf_counter()
+        rows = self._place.gather([float(self._health.first_bad_step())])
+        _refuse_bad_step([row[0] for row in rows])
+        path = self._checkpoints.save(self._state, self._place)
+        seconds = time.perf_counter() - began_s
+        if self._record is not None:
+            self._record.write("checkpoint", step=self._state.step, path=str(path), seconds=seconds)
+        self._reported_s += seconds
+
+    def _close(self) -> None:
+        """Say how it ended."""
+        if self._record is None:
+            return
+        elapsed_s = time.perf_counter() - self._began_s
+        if self._config.plot:
+            picture = self._record.draw(unigram_entropy=self._entropy)
+            if picture is None:
+                self._display.note("No loss curve was drawn: install matplotlib for one.")
+        self._display.note(
+            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} in "
+            f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per byte; "
+            f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
+        )
+
+
+def _refuse_bad_step(first_bad_steps: list[float]) -> None:
+    bad = [int(step) for step in first_bad_steps if step >= 0]
+    if bad:
+        raise TrainingError(
+            f"The loss or the gradients stopped being finite at step {min(bad)}: lower --lr or --clip, or "
+            "use --precision fp32."
+        )

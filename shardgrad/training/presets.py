@@ -1,0 +1,113 @@
+"""Shapes of the built-in models, as plain numbers that need no PyTorch."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shardgrad.training.failure import UsageError
+
+Scalar = bool | int | float | str
+BYTE_VALUES = 256
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """A decoder-only transformer.
+
+    Args:
+        width: numbers per token between blocks.
+        layers: blocks.
+        heads: query heads; `width` is divisible by it and each head's width is even, as RoPE turns pairs.
+        kv_heads: key and value heads; divides `heads` (grouped-query attention where smaller).
+        hidden: inner width of the SwiGLU feed-forward.
+        vocab_size: rows of the embedding. Bytes use the first 256; presets named after a known model keep
+            that model's vocabulary, so that their memory and traffic are those of the name.
+        tied: the output head is the embedding, transposed.
+        rope_theta: base of RoPE's wavelengths.
+        norm_eps: added to the mean square in RMSNorm.
+        init_std: standard deviation of initial weights; projections into the residual stream are divided by
+            sqrt(2 * layers) besides.
+    """
+
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab_size: int = BYTE_VALUES
+    tied: bool = True
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        sizes = ("width", "layers", "heads", "kv_heads", "hidden")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise UsageError(f"The model's {name} is {getattr(self, name)}: give a positive number.")
+        if self.vocab_size < BYTE_VALUES:
+            raise UsageError(
+                f"The model's vocab_size is {self.vocab_size}: bytes need at least {BYTE_VALUES}."
+            )
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise UsageError(
+                f"The model's width {self.width} does not split into {self.heads} heads of even width: "
+                "choose a width that is a multiple of twice the heads."
+            )
+        if self.heads % self.kv_heads:
+            raise UsageError(f"The model's {self.heads} heads do not share {self.kv_heads} kv_heads evenly.")
+
+    @property
+    def head_width(self) -> int:
+        """Numbers per head."""
+        return self.width // self.heads
+
+
+PRESETS: Mapping[str, TransformerConfig] = {
+    "tiny": TransformerConfig(width=192, layers=2, heads=3, kv_heads=3, hidden=576),
+    "small": TransformerConfig(width=384, layers=6, heads=6, kv_heads=6, hidden=1024),
+    "medium": TransformerConfig(width=640, layers=10, heads=10, kv_heads=10, hidden=1728, tied=False),
+    "gpt2": TransformerConfig(width=768, layers=12, heads=12, kv_heads=12, hidden=2048, vocab_size=50_257),
+    "1b": TransformerConfig(
+        width=2048, layers=16, heads=32, kv_heads=8, hidden=8192, vocab_size=128_256, rope_theta=500_000.0
+    ),
+    "8b": TransformerConfig(
+        width=4096,
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        hidden=14_336,
+        vocab_size=128_256,
+        tied=False,
+        rope_theta=500_000.0,
+    ),
+}
+
+
+def transformer_config(preset: str, overrides: Mapping[str, Scalar]) -> TransformerConfig:
+    """The preset's shape with single fields replaced; a field it lacks or of another type is refused."""
+    base = PRESETS[preset]
+    fields = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(base)}
+    changes: dict[str, Scalar] = {}
+    for name, value in overrides.items():
+        if name not in fields:
+            raise UsageError(f"The model has no field {name!r}: {suggestion(name, list(fields))}")
+        kind = fields[name]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise UsageError(f"The model's {name} needs {_KIND_WORDS[kind]}, not {value!r}.")
+        changes[name] = value
+    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]  # checked above, field by field
+
+
+_KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def suggestion(name: str, known: list[str]) -> str:
+    """`did you mean 'width'?` where something is close, else all that is known."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}."

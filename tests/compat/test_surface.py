@@ -1,0 +1,61 @@
+"""Every name of the installed torch's FSDP2 surface is answered here, none inherited by accident."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from torch.distributed import fsdp
+
+import shardgrad
+
+# What torch has under a leading underscore and other programs call: pipelines, frameworks, nn.Module itself.
+PRIVATE_BUT_USED = {"_apply", "_get_fsdp_state", "_set_unshard_async_op"}
+
+METHODS = sorted(
+    name
+    for name, value in vars(fsdp.FSDPModule).items()
+    if inspect.isfunction(value) and (not name.startswith("_") or name in PRIVATE_BUT_USED)
+)
+
+
+def parameters(function: Any) -> dict[str, tuple[Any, Any]]:
+    """Returns kind and default by name, defaults compared by their text."""
+    return {p.name: (p.kind, repr(p.default)) for p in inspect.signature(function).parameters.values()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_of_torchs_fsdp_module_is_overridden(name: str) -> None:
+    ours = vars(shardgrad.FSDPModule).get(name)
+    assert ours is not None, f"torch's {name} would run on our module"
+    assert ours is not vars(fsdp.FSDPModule)[name]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_each_method_takes_what_torchs_takes(name: str) -> None:
+    ours, theirs = vars(shardgrad.FSDPModule)[name], vars(fsdp.FSDPModule)[name]
+    if inspect.signature(ours).return_annotation == "NoReturn":
+        # Refused by name: it must accept the call in order to refuse it.
+        names = [p for p in inspect.signature(theirs).parameters if p != "self"]
+        inspect.signature(ours).bind(None, **{name: None for name in names if name not in ("args", "kwargs")})
+    elif name != "_apply":
+        assert parameters(ours) == parameters(theirs)
+
+
+def test_fully_shard_takes_what_torchs_takes_and_one_thing_more() -> None:
+    ours, theirs = parameters(shardgrad.fully_shard), parameters(fsdp.fully_shard)
+    assert list(ours)[: len(theirs)] == list(theirs)
+    assert {name: ours[name] for name in theirs} == theirs
+    assert set(ours) - set(theirs) == {"gradient_policy"}
+
+
+def test_names_that_programs_import_are_here() -> None:
+    for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method"):
+        assert hasattr(shardgrad, name), name
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert getattr(shardgrad, name) is getattr(fsdp, name), name
+
+
+def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:
+    assert parameters(shardgrad.register_fsdp_forward_method) == parameters(fsdp.register_fsdp_forward_method)

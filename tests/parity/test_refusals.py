@@ -1,0 +1,333 @@
+"""Bad input: a typed error of the builtin type FSDP2 raises, a way out, and an untouched module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import shardgrad
+from shardgrad import errors
+from tests.parity.programs import SHARDGRAD, stack, tower
+from tests.ranks import Ranks
+
+
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@dataclass
+class Case:
+    """Something that must be refused.
+
+    Attributes:
+        build: makes the module.
+        error: ours.
+        builtin: what FSDP2 raises in its place.
+        says: part of the message.
+        options: makes the keyword arguments of fully_shard from the module.
+    """
+
+    build: Callable[[], Any]
+    error: type[Exception]
+    builtin: type[Exception]
+    says: str
+    options: Callable[[Any], dict[str, Any]] = field(default=lambda module: {})
+
+
+def with_param(param: nn.Parameter) -> nn.Module:
+    module = stack(5, 7)
+    module.extra = param
+    return module
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, device="meta"))
+
+
+def sharded_before() -> nn.Module:
+    return SHARDGRAD.fully_shard(stack(5, 7, 3))
+
+
+def child_of_a_root() -> nn.Module:
+    return SHARDGRAD.fully_shard(stack(5, 7, 3))[0]
+
+
+def plain() -> nn.Module:
+    return stack(5, 7, 3)
+
+
+class OtherOffload(shardgrad.OffloadPolicy):
+    pass
+
+
+CASES = {
+    "scalar": Case(
+        lambda: with_param(nn.Parameter(torch.tensor(1.0))),
+        errors.UnsupportedParameterError,
+        ValueError,
+        "Change extra to a 1D tensor with numel equal to 1",
+    ),
+    "non_contiguous": Case(
+        lambda: with_param(nn.Parameter(torch.randn(3, 5).t())),
+        errors.UnsupportedParameterError,
+        NotImplementedError,
+        "FSDP does not support non-contiguous parameters",
+    ),
+    "integer": Case(
+        lambda: with_param(nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)),
+        errors.UnsupportedParameterError,
+        ValueError,
+        "extra is torch.int64",
+    ),
+    "container": Case(
+        lambda: nn.ModuleList([nn.Linear(3, 3)]),
+        errors.ContainerError,
+        ValueError,
+        "fully_shard does not support containers that do not implement forward",
+    ),
+    "dict_container": Case(
+        lambda: nn.ModuleDict({"a": nn.Linear(3, 3)}),
+        errors.ContainerError,
+        ValueError,
+        "fully_shard does not support containers that do not implement forward",
+    ),
+    "devices": Case(on_two_devices, errors.DeviceError, ValueError, "1.weight on meta"),
+    "mesh_3d": Case(
+        plain,
+        errors.MeshError,
+        ValueError,
+        "fully_shard expects a 1D or 2D DeviceMesh but got",
+        lambda _: {"mesh": mesh_of(1, 1, 2, names=("a", "b", "c"))},
+    ),
+    "mesh_without_names": Case(
+        plain,
+        errors.MeshNamesError,
+        AssertionError,
+        "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+        lambda _: {"mesh": mesh_of(1, 2)},
+    ),
+    "twice": Case(
+        sharded_before,
+        errors.AlreadyShardedError,
+        AssertionError,
+        "can only be applied to a module once",
+    ),
+    "claimed": Case(child_of_a_root, errors.ParameterClaimedError, ValueError, "weight"),
+    "indivisible": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "it should be a factor of 2, not 3",
+        lambda _: {"reshard_after_forward": 3},
+    ),
+    "reshard_type": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "reshard_after_forward should be a bool or an int",
+        lambda _: {"reshard_after_forward": "yes"},
+    ),
+    "empty": Case(nn.ReLU, errors.EmptyModuleError, ValueError, "no parameters"),
+    "all_ignored": Case(
+        plain,
+        errors.EmptyModuleError,
+        ValueError,
+        "all of them in ignored_params",
+        lambda module: {"ignored_params": set(module.parameters())},
+    ),
+    "dp_mesh_dims": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "dp_mesh_dims",
+        lambda _: {"dp_mesh_dims": object()},
+    ),
+    "cpu_offload": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "CPUOffloadPolicy",
+        lambda _: {"offload_policy": shardgrad.CPUOffloadPolicy()},
+    ),
+    "other_offload": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "OtherOffload",
+        lambda _: {"offload_policy": OtherOffload()},
+    ),
+    "other_dim": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "dim 1",
+        lambda _: {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
+    ),
+    "replicated": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "Replicate()",
+        lambda _: {"shard_placement_fn": lambda param: Replicate()},
+    ),
+    "not_a_module": Case(lambda: "model", errors.OptionError, ValueError, "str"),
+    "no_modules": Case(list, errors.OptionError, ValueError, "an empty list"),
+    "not_a_policy": Case(
+        plain, errors.OptionError, ValueError, "mp_policy", lambda _: {"mp_policy": torch.bfloat16}
+    ),
+    "not_a_mesh": Case(plain, errors.OptionError, ValueError, "mesh", lambda _: {"mesh": 2}),
+}
+
+
+def fingerprint(module: Any) -> Any:
+    """Returns everything that sharding changes, in a comparable form."""
+    if not isinstance(module, nn.Module):
+        return None
+    modules = []
+    for name, each in module.named_modules():
+        params = [
+            (key, id(p), p.data_ptr(), sorted(p.__dict__))
+            for key, p in each._parameters.items()
+            if p is not None
+        ]
+        hooks = {
+            key: len(value)
+            for key, value in each.__dict__.items()
+            if key.endswith("_hooks") and value is not None
+        }
+        modules.append((name, id(each), type(each), params, hooks, sorted(each.__dict__)))
+    return modules
+
+
+def is_refused(name: str) -> None:
+    case = CASES[name]
+    module = case.build()
+    options = case.options(module)
+    before = fingerprint(module)
+    with pytest.raises(case.error) as caught:
+        shardgrad.fully_shard(module, **options)
+    assert isinstance(caught.value, shardgrad.ShardgradError)
+    assert isinstance(caught.value, case.builtin)
+    text = str(caught.value)
+    assert case.says in text, text
+    for label in ("expected:", "got:", "try:"):
+        assert label in text, text
+    assert fingerprint(module) == before
+
+
+def a_refused_module_can_be_sharded_afterwards() -> None:
+    model = stack(5, 7, 3)
+    with pytest.raises(errors.OptionError):
+        shardgrad.fully_shard(model, reshard_after_forward=3)
+    x = SHARDGRAD.inputs(0, 5)
+    assert torch.equal(shardgrad.fully_shard(model)(x), stack(5, 7, 3)(x))
+
+
+def meta_parameters_are_named() -> None:
+    with torch.device("meta"):
+        model = tower()
+    SHARDGRAD.shard_tower(model)
+    with pytest.raises(errors.MetaParameterError, match=r"head\.weight") as caught:
+        model(SHARDGRAD.tokens(0)[0])
+    assert isinstance(caught.value, RuntimeError)
+    assert "try:" in str(caught.value)
+
+
+METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]] = {
+    "reshard_flag": (lambda m: m.set_reshard_after_forward(2), errors.OptionError, ValueError),
+    "divide_factor": (lambda m: m.set_gradient_divide_factor(0.0), errors.OptionError, ValueError),
+    "forward_prefetch": (
+        lambda m: m.set_modules_to_forward_prefetch([m.norm]),
+        errors.OptionError,
+        ValueError,
+    ),
+    "backward_prefetch": (
+        lambda m: m.set_modules_to_backward_prefetch([nn.ReLU()]),
+        errors.OptionError,
+        ValueError,
+    ),
+    "method_name": (
+        lambda m: shardgrad.register_fsdp_forward_method(m, "lose"),
+        errors.ForwardMethodError,
+        ValueError,
+    ),
+    "child_reset": (lambda m: m.layers[0].reset_iter_state(), errors.RootError, RuntimeError),
+    "all_gather": (lambda m: m.set_custom_all_gather(object()), errors.UnsupportedError, NotImplementedError),
+    "reduce_scatter": (
+        lambda m: m.set_custom_reduce_scatter(object()),
+        errors.UnsupportedError,
+        NotImplementedError,
+    ),
+    "hook": (lambda m: m.set_all_reduce_hook(print), errors.UnsupportedError, NotImplementedError),
+    "memory": (
+        lambda m: m.set_allocate_memory_from_process_group_for_comm(True),
+        errors.UnsupportedError,
+        NotImplementedError,
+    ),
+}
+
+
+def methods_refuse() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    model(SHARDGRAD.tokens(0)[0])
+    for name, (call, error, builtin) in METHODS.items():
+        with pytest.raises(error) as caught:
+            call(model)
+        assert isinstance(caught.value, builtin), name
+        assert "expected:" in str(caught.value), name
+        assert "try:" in str(caught.value), name
+
+
+def wrong_replacements_are_named() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7, 3))
+    model[0].weight = nn.Parameter(torch.randn(7, 5))
+    with pytest.raises(errors.ForeignParameterError, match=r"0\.weight") as caught:
+        model(SHARDGRAD.inputs(0, 5))
+    assert "distribute_tensor" in str(caught.value)
+
+
+def wrong_gradients_are_refused() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    grad = model[0].weight.grad.full_tensor()
+
+    def replace_and_go_on() -> None:
+        model[0].weight.grad = grad  # torch itself may refuse here
+        model(SHARDGRAD.inputs(0, 5)).sum().backward()
+
+    with pytest.raises(RuntimeError):
+        replace_and_go_on()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(is_refused, name)
+
+
+def test_a_refused_module_can_be_sharded_afterwards(two_ranks: Ranks) -> None:
+    two_ranks.run(a_refused_module_can_be_sharded_afterwards)
+
+
+def test_a_forward_with_meta_parameters_names_them(two_ranks: Ranks) -> None:
+    two_ranks.run(meta_parameters_are_named)
+
+
+def test_methods_refuse_bad_values_and_what_is_not_offered(two_ranks: Ranks) -> None:
+    two_ranks.run(methods_refuse)
+
+
+def test_a_parameter_replaced_by_a_plain_one_is_named(two_ranks: Ranks) -> None:
+    two_ranks.run(wrong_replacements_are_named)
+
+
+def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(wrong_gradients_are_refused)

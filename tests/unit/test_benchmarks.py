@@ -1,0 +1,121 @@
+"""Every benchmark runs, and leaves the record that benchmarks/README.md promises."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100  # several times what a smoke run takes: others may be using the machine
+
+
+def smoke(benchmark: str, out: Path, *options: str) -> dict[str, Any]:
+    """Runs a benchmark and returns its one record."""
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--smoke", "--out", str(out), *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    (line,) = (out / f"{benchmark}.jsonl").read_text(encoding="utf-8").splitlines()
+    record: dict[str, Any] = json.loads(line)
+    assert set(record) == {"benchmark", "environment", "config", "samples", "summary"}
+    assert record["benchmark"] == benchmark
+    assert record["config"]["smoke"] is True
+    assert {"git", "torch", "python", "cpu", "cores", "ops_backend"} <= set(record["environment"])
+    return record
+
+
+def assert_spread(spread: dict[str, Any]) -> None:
+    low, high = spread["quartiles"]
+    assert low <= spread["median"] <= high
+
+
+def test_compare(tmp_path: Path) -> None:
+    record = smoke("compare", tmp_path)
+    assert {"preset", "precision", "accumulate", "reshard", "ranks", "keep_heap"} <= set(record["config"])
+    measured = {
+        "wall_s",
+        "cpu_s",
+        "minor_faults",
+        "loopback_nbytes",
+        "wall_ratio_to_fsdp2",
+        "cpu_ratio_to_fsdp2",
+    }
+    for name in ("fsdp2", "shardgrad", "compute", "collectives"):
+        assert set(record["samples"][name]) == measured
+        for field in measured:
+            assert len(record["samples"][name][field]) == record["config"]["rounds"]
+            assert_spread(record["summary"][name][field])
+    for name in ("fsdp2", "shardgrad"):
+        assert record["summary"][name]["dtensors_per_step"] >= 0
+    assert record["summary"]["shardgrad"]["loss_difference_to_fsdp2"] == 0
+
+
+def test_compare_draws_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks.picture import draw
+
+    names = ("shardgrad", "compute", "collectives")
+    record = {
+        "config": {"preset": "tiny", "precision": "fp32", "ranks": 2, "accumulate": 1, "reshard": None},
+        "samples": {name: {"wall_ratio_to_fsdp2": [0.5, 0.75]} for name in names},
+        "summary": {name: {"wall_ratio_to_fsdp2": {"median": 0.6}} for name in names},
+    }
+    path = draw([record, record], tmp_path / "compare.png")
+    assert path is not None
+    assert path.stat().st_size > 0
+
+
+def test_host_overhead(tmp_path: Path) -> None:
+    record = smoke("host_overhead", tmp_path)
+    for by_engine in record["summary"].values():
+        for count in map(str, record["config"]["units"]):
+            for name in ("fsdp2", "shardgrad", "ratio_to_fsdp2"):
+                assert_spread(by_engine[name][count])
+        assert set(by_engine["growth_exponent"]) == {"fsdp2", "shardgrad"}
+
+
+def test_collectives(tmp_path: Path) -> None:
+    record = smoke("collectives", tmp_path)
+    for operation in ("all_gather", "reduce_scatter"):
+        assert list(record["summary"][operation]) == [
+            str(nbytes) for nbytes in record["config"]["shard_nbytes"]
+        ]
+        for by_transport in record["summary"][operation].values():
+            for field in ("wall_s", "cpu_s", "loopback_nbytes"):
+                assert_spread(by_transport["gloo"][field])
+                assert_spread(by_transport["pairwise"][field])
+            assert_spread(by_transport["pairwise"]["wall_ratio_to_gloo"])
+
+
+def test_kernels(tmp_path: Path) -> None:
+    record = smoke("kernels", tmp_path)
+    names = {"copy", "reference"}
+    if record["environment"]["ops_backend"] == "compiled":
+        names.add("compiled")
+    assert {case.split()[0] for case in record["summary"]} == {"pack", "unpack", "sum"}
+    for by_name in record["summary"].values():
+        assert set(by_name) == names
+        for of in by_name.values():
+            assert_spread(of["gb_per_s"])
+            assert_spread(of["ratio_to_copy"])
+
+
+def test_construction(tmp_path: Path) -> None:
+    record = smoke("construction", tmp_path)
+    for name in ("fsdp2", "shardgrad"):
+        assert len(record["samples"][name]) == record["config"]["rounds"]
+        assert_spread(record["summary"][name]["wall_s"])
+    assert_spread(record["summary"]["shardgrad"]["ratio_to_fsdp2"])
+
+
+def test_smoke_runs_write_nothing_unasked(tmp_path: Path) -> None:
+    from benchmarks.construction import main
+
+    context = main.make_context("construction", ["--smoke"])
+    assert context.params["out"] is None
+    context = main.make_context("construction", [])
+    assert context.params["out"] == ROOT / "benchmarks" / "results"

@@ -1,0 +1,522 @@
+"""pack, unpack and sum_chunks, in both backends, against plain torch written out here."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from shardgrad import ops
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WORLD_SIZES = (1, 2, 3, 4, 7)
+UNTOUCHED = -77.0
+
+# Even, uneven, fewer rows than ranks, one row, nothing at all.
+SHAPES = ((8, 3), (7, 5), (2, 3), (1,), (0, 4), (13,))
+
+
+@dataclass(frozen=True)
+class Backend:
+    pack: Callable[..., None]
+    unpack: Callable[..., None]
+    sum_chunks: Callable[..., None]
+
+
+REFERENCE = Backend(ops._pack_reference, ops._unpack_reference, ops._sum_chunks_reference)
+COMPILED = Backend(torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks)
+needs_library = pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
+
+
+@pytest.fixture(params=["reference", pytest.param("compiled", marks=needs_library)])
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return {"reference": REFERENCE, "compiled": COMPILED}[request.param]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A layout written out independently of `layout.py`, with odd gaps so that nothing is aligned."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    world_size: int
+    lead: int = 3  # elements before the first reservation
+    pad: int = 2  # reserved behind each piece
+    gap: int = 1  # between reservations, and between whole parameters
+    tail: int = 5
+
+    @property
+    def rows(self) -> list[tuple[int, int, int, int, int]]:
+        rows, at, whole_at = [], self.lead, self.lead
+        for shape in self.shapes:
+            shard_numel = math.ceil(shape[0] / self.world_size) * math.prod(shape[1:])
+            rows.append((math.prod(shape), shard_numel, shard_numel + self.pad, at, whole_at))
+            at += shard_numel + self.pad + self.gap
+            whole_at += math.prod(shape) + self.gap
+        return rows
+
+    @property
+    def table(self) -> Tensor:
+        return torch.tensor(self.rows, dtype=torch.int64).reshape(-1, 5)
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.lead + sum(span + self.gap for _, _, span, _, _ in self.rows) + self.tail
+
+    @property
+    def unsharded_numel(self) -> int:
+        return self.lead + sum(row[0] + self.gap for row in self.rows) + self.tail
+
+    def slot(self, dtype: torch.dtype, fill: float = UNTOUCHED) -> Tensor:
+        return torch.full((self.world_size * self.chunk_numel,), fill, dtype=dtype)
+
+    def pieces(self, whole: Tensor) -> list[Tensor]:
+        """One flat tensor per rank, cut as `torch.chunk` cuts; ranks past the last chunk get nothing."""
+        parts = [part.reshape(-1) for part in whole.chunk(self.world_size)] if whole.numel() else []
+        return parts + [whole.new_empty(0)] * (self.world_size - len(parts))
+
+
+def gradients(shapes: Sequence[tuple[int, ...]], *dtypes: torch.dtype, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    cycle = itertools.cycle(dtypes)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(next(cycle)) for shape in shapes]
+
+
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+def expected_pack(
+    group: Group, grads: Sequence[Tensor], before: Tensor, divisor: float, accumulate: bool
+) -> Tensor:
+    after = before.clone()
+    chunks = after.view(group.world_size, group.chunk_numel)
+    for grad, (numel, _, span, offset, _) in zip(grads, group.rows, strict=True):
+        missing = grad.numel() != numel
+        if not accumulate:
+            chunks[:, offset : offset + span] = 0
+        if missing:
+            continue
+        for chunk, piece in zip(chunks, group.pieces(grad), strict=True):
+            to = chunk[offset : offset + piece.numel()]
+            compute = compute_dtype(grad.dtype, before.dtype)
+            value = piece.to(compute) / divisor
+            to.copy_(to.to(compute) + value if accumulate else value)
+    return after
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal bit for bit, signed zeros included; any NaN equals any NaN."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[actual.itemsize]
+    nan = actual.isnan()
+    assert actual.dtype == expected.dtype
+    assert torch.equal(nan, expected.isnan())
+    different = (actual.view(integers) != expected.view(integers)) & ~nan
+    assert not different.any(), f"differ at {different.nonzero().flatten()[:8].tolist()}"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
+@pytest.mark.parametrize("slot_dtype", DTYPES, ids=str)
+def test_pack_puts_every_piece_where_torch_chunk_cuts_it(
+    backend: Backend, slot_dtype: torch.dtype, accumulate: bool, world_size: int
+) -> None:
+    group = Group(SHAPES, world_size)
+    for grad_dtype, divisor in itertools.product(DTYPES, (1.0, 3.0)):
+        grads = gradients(SHAPES, grad_dtype)
+        slot = group.slot(slot_dtype)
+        expected = expected_pack(group, grads, slot, divisor, accumulate)
+        backend.pack(grads, slot, group.table, group.chunk_numel, divisor, accumulate)
+        assert_same_bits(slot, expected)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_pack_takes_gradients_of_several_dtypes_at_once(backend: Backend, world_size: int) -> None:
+    group = Group(SHAPES, world_size)
+    grads = gradients(SHAPES, *DTYPES)
+    slot = group.slot(torch.float32)
+    expected = expected_pack(group, grads, slot, 2.0, False)
+    backend.pack(grads, slot, group.table, group.chunk_numel, 2.0, False)
+    assert_same_bits(slot, expected)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_missing_gradient_leaves_zeros_in_its_own_reservations_only(
+    backend: Backend, world_size: int
+) -> None:
+    group = Group(SHAPES, world_size)
+    grads = gradients(SHAPES, torch.float32)
+    grads[1] = torch.empty(0)
+    slot = group.slot(torch.float32)
+    backend.pack(grads, slot, group.table, group.chunk_numel, 1.0, False)
+    _, _, span, offset, _ = group.rows[1]
+    chunks = slot.view(world_size, -1)
+    assert (chunks[:, offset : offset + span] == 0).all()
+    assert_same_bits(slot, expected_pack(group, grads, group.slot(torch.float32), 1.0, False))
+
+
+def test_a_missing_gradient_adds_nothing_when_accumulating(backend: Backend) -> None:
+    group = Group(SHAPES, 3)
+    slot = group.slot(torch.float32)
+    missing = [torch.empty(0) for _ in SHAPES]
+    backend.pack(missing, slot, group.table, group.chunk_numel, 1.0, True)
+    assert (slot == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_pack_never_touches_leads_gaps_and_tails(backend: Backend, accumulate: bool) -> None:
+    group = Group(SHAPES, 4)
+    slot = group.slot(torch.bfloat16)
+    backend.pack(gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 1.0, accumulate)
+    outside = torch.ones(group.chunk_numel, dtype=torch.bool)
+    for _, _, span, offset, _ in group.rows:
+        outside[offset : offset + span] = False
+    assert outside.sum() == group.lead + len(SHAPES) * group.gap + group.tail
+    assert (slot.view(4, -1)[:, outside] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("to_dtype", DTYPES, ids=str)
+def test_unpack_puts_the_pieces_of_all_ranks_back_together(
+    backend: Backend, to_dtype: torch.dtype, world_size: int
+) -> None:
+    group = Group(SHAPES, world_size)
+    for from_dtype in DTYPES:
+        wholes = gradients(SHAPES, from_dtype)
+        chunks = [torch.full((group.chunk_numel,), math.nan, dtype=from_dtype) for _ in range(world_size)]
+        expected = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=to_dtype)
+        for whole, (numel, _, _, offset, unsharded_offset) in zip(wholes, group.rows, strict=True):
+            for chunk, piece in zip(chunks, group.pieces(whole), strict=True):
+                chunk[offset : offset + piece.numel()] = piece
+            expected[unsharded_offset : unsharded_offset + numel] = whole.flatten()
+        unsharded = torch.full_like(expected, UNTOUCHED)
+        backend.unpack(chunks, unsharded, group.table)
+        assert_same_bits(unsharded, expected)
+
+
+@pytest.mark.parametrize("count", WORLD_SIZES)
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
+@pytest.mark.parametrize("out_dtype", DTYPES, ids=str)
+def test_sum_chunks_adds_from_left_to_right_and_rounds_once(
+    backend: Backend, out_dtype: torch.dtype, accumulate: bool, count: int
+) -> None:
+    for chunk_dtype, divisor in itertools.product(DTYPES, (1.0, 3.0)):
+        compute = compute_dtype(chunk_dtype, out_dtype)
+        chunks = gradients([(1029,)] * count, chunk_dtype, seed=count)
+        out = gradients([(1029,)], out_dtype, seed=99)[0]
+        total = chunks[0].to(compute)
+        for chunk in chunks[1:]:
+            total = total + chunk.to(compute)
+        total = total / divisor
+        expected = (out.to(compute) + total if accumulate else total).to(out_dtype)
+        backend.sum_chunks(chunks, out, divisor, accumulate)
+        assert_same_bits(out, expected)
+
+
+def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (2, 100_003), generator=generator)
+    a, b = bits.to(torch.int32).view(torch.float32)  # every kind of value, subnormals and NaNs included
+    a[0], b[0] = -0.0, -0.0
+    out = torch.empty_like(a)
+    backend.sum_chunks([a, b], out, 2.0, False)
+    assert_same_bits(out, (a + b) / 2)
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_sum_chunks_may_write_over_one_of_its_chunks(backend: Backend, which: int) -> None:
+    chunks = gradients([(5000,)] * 3, torch.float32)
+    expected = (chunks[0] + chunks[1] + chunks[2]) / 3.0
+    backend.sum_chunks(chunks, chunks[which], 3.0, False)
+    assert_same_bits(chunks[which], expected)
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_every_half_width_value_is_read_exactly(backend: Backend, half: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half)
+    out = torch.empty(2**16)
+    backend.sum_chunks([values], out, 1.0, False)
+    assert_same_bits(out, values.float())
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_rounding_to_half_width_is_torchs(backend: Backend, half: torch.dtype) -> None:
+    values = torch.arange(-(2**15), 2**15).to(torch.int16).view(half).float()
+    finite = values[values.isfinite()]
+    ties = (finite[:-1].double() + finite[1:].double()).div(2).float()  # halfway between neighbours
+    generator = torch.Generator().manual_seed(0)
+    anything = (
+        torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+    )
+    limits = torch.tensor(
+        [65504.0, 65519.996, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0]
+    )
+    source = torch.cat([ties, ties.nextafter(ties + 1), ties.nextafter(ties - 1), anything, limits])
+    out = torch.empty(source.shape, dtype=half)
+    backend.sum_chunks([source], out, 1.0, False)
+    assert_same_bits(out, source.to(half))
+
+
+@needs_library
+@pytest.mark.parametrize("slot_dtype", DTYPES, ids=str)
+def test_the_backends_agree_bit_for_bit_in_every_dtype(slot_dtype: torch.dtype) -> None:
+    shapes = ((257, 33), (5, 7), (1000,))
+    for world_size, grad_dtype, accumulate in itertools.product((1, 3), DTYPES, (False, True)):
+        group = Group(shapes, world_size)
+        grads = gradients(shapes, grad_dtype)
+        slots = [group.slot(slot_dtype) for _ in range(2)]
+        wholes = [torch.zeros(group.unsharded_numel, dtype=grad_dtype) for _ in range(2)]
+        sums = [torch.ones(group.chunk_numel, dtype=grad_dtype) for _ in range(2)]
+        for backend, slot, whole, total in zip((COMPILED, REFERENCE), slots, wholes, sums, strict=True):
+            backend.pack(grads, slot, group.table, group.chunk_numel, 7.0, accumulate)
+            chunks = list(slot.view(world_size, -1))
+            backend.unpack(chunks, whole, group.table)
+            backend.sum_chunks(chunks, total, 5.0, accumulate)
+        for compiled, reference in (slots, wholes, sums):
+            assert_same_bits(compiled, reference)
+
+
+@needs_library
+@pytest.mark.parametrize("accumulate", [False, True], ids=["overwriting", "accumulating"])
+def test_results_do_not_depend_on_the_number_of_threads(accumulate: bool) -> None:
+    shapes = ((1000, 129), (3,), (513, 100))  # several times the work one thread is given
+    group = Group(shapes, 3)
+    grads = gradients(shapes, torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            slot = group.slot(torch.bfloat16)
+            whole = torch.zeros(group.unsharded_numel)
+            total = torch.zeros(group.chunk_numel)
+            COMPILED.pack(grads, slot, group.table, group.chunk_numel, 3.0, accumulate)
+            chunks = list(slot.view(3, -1))
+            COMPILED.unpack(chunks, whole, group.table)
+            COMPILED.sum_chunks(chunks, total, 3.0, accumulate)
+            results.append((slot, whole, total))
+    finally:
+        torch.set_num_threads(before)
+    for one, several in zip(*results, strict=True):
+        assert_same_bits(one, several)
+    assert_same_bits(results[0][0], expected_pack(group, grads, group.slot(torch.bfloat16), 3.0, accumulate))
+
+
+def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> None:
+    for shapes in ((), ((0, 3), (0,))):
+        group = Group(shapes, 2, lead=0, pad=0, gap=0, tail=0)
+        grads = gradients(shapes, torch.float32)
+        assert group.chunk_numel == 0
+        backend.pack(grads, torch.empty(0), group.table, 0, 2.0, False)
+        backend.unpack([torch.empty(0), torch.empty(0)], torch.empty(0), group.table)
+        backend.sum_chunks([torch.empty(0)], torch.empty(0), 2.0, False)
+
+
+SHAPE_LISTS = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(0, 5)) | st.tuples(st.integers(0, 40)), max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shapes=SHAPE_LISTS,
+    world_size=st.integers(1, 8),
+    pad=st.integers(0, 3),
+    dtype=st.sampled_from(DTYPES),
+    reference=st.booleans(),
+)
+def test_unpacking_what_was_packed_gives_it_back(
+    shapes: list[tuple[int, ...]], world_size: int, pad: int, dtype: torch.dtype, reference: bool
+) -> None:
+    backend = REFERENCE if reference or ops.backend() == "reference" else COMPILED
+    group = Group(tuple(shapes), world_size, pad=pad)
+    grads = gradients(shapes, dtype)
+    slot = group.slot(dtype)
+    unsharded = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=dtype)
+    backend.pack(grads, slot, group.table, group.chunk_numel, 1.0, False)
+    backend.unpack(list(slot.view(world_size, -1)), unsharded, group.table)
+    for grad, (numel, _, _, _, offset) in zip(grads, group.rows, strict=True):
+        assert_same_bits(unsharded[offset : offset + numel], grad.flatten())
+
+
+def test_the_python_functions_pass_every_argument_on() -> None:
+    group = Group(SHAPES, 2)
+    grads = gradients(SHAPES, torch.float32)
+    slot, again = group.slot(torch.float32), group.slot(torch.float32)
+    ops.pack(grads, slot, group.table, chunk_numel=group.chunk_numel, divisor=2.0, accumulate=True)
+    REFERENCE.pack(grads, again, group.table, group.chunk_numel, 2.0, True)
+    assert_same_bits(slot, again)
+
+    chunks = list(slot.view(2, -1))
+    whole, whole_again = (torch.zeros(group.unsharded_numel) for _ in range(2))
+    ops.unpack(chunks, whole, group.table)
+    REFERENCE.unpack(chunks, whole_again, group.table)
+    assert_same_bits(whole, whole_again)
+
+    total, total_again = (torch.ones(group.chunk_numel) for _ in range(2))
+    ops.sum_chunks(chunks, total, divisor=4.0, accumulate=True)
+    REFERENCE.sum_chunks(chunks, total_again, 4.0, True)
+    assert_same_bits(total, total_again)
+
+
+def test_by_default_nothing_is_scaled_and_nothing_accumulated() -> None:
+    group = Group(SHAPES, 2)
+    grads = gradients(SHAPES, torch.float32)
+    slot = group.slot(torch.float32)
+    ops.pack(grads, slot, group.table, chunk_numel=group.chunk_numel)
+    assert_same_bits(slot, expected_pack(group, grads, group.slot(torch.float32), 1.0, False))
+    out = torch.ones(4)
+    ops.sum_chunks([torch.full((4,), 3.0)], out)
+    assert (out == 3).all()
+
+
+def test_neither_version_counters_nor_autograd_notice(backend: Backend) -> None:
+    group = Group(SHAPES, 2)
+    grads = gradients(SHAPES, torch.float32)
+    grads[0].requires_grad_()
+    slot = group.slot(torch.float32)
+    whole, total = torch.zeros(group.unsharded_numel), torch.zeros(group.chunk_numel)
+    backend.pack(grads, slot, group.table, group.chunk_numel, 2.0, True)
+    chunks = list(slot.view(2, -1))
+    backend.unpack(chunks, whole, group.table)
+    backend.sum_chunks(chunks, total, 2.0, True)
+    for written in (slot, whole, total):
+        assert written._version == 0
+        assert not written.requires_grad
+
+
+def example_arguments() -> dict[str, tuple[object, ...]]:
+    group = Group(SHAPES, 3)
+    slot = group.slot(torch.bfloat16)
+    chunks = [torch.randn(group.chunk_numel) for _ in range(3)]
+    return {
+        "pack": (gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 3.0, True),
+        "unpack": (chunks, torch.zeros(group.unsharded_numel), group.table),
+        "sum_chunks": (chunks, torch.zeros(group.chunk_numel), 3.0, False),
+    }
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "sum_chunks"])
+def test_the_operators_keep_torchs_contract(name: str) -> None:
+    operator = getattr(torch.ops.shardgrad, name).default
+    torch.library.opcheck(operator, example_arguments()[name])
+
+
+@pytest.mark.parametrize("name", ["pack", "unpack", "sum_chunks"])
+def test_fake_tensors_pass_through_without_data(name: str) -> None:
+    operator = getattr(torch.ops.shardgrad, name).default
+    with FakeTensorMode():
+        assert operator(*example_arguments()[name]) is None
+    with torch.device("meta"):
+        chunks, out = [torch.empty(6), torch.empty(6)], torch.empty(6)
+    torch.ops.shardgrad.sum_chunks(chunks, out, 2.0, False)
+
+
+def test_the_schemas_say_what_is_written() -> None:
+    for name, written in (("pack", "slot"), ("unpack", "unsharded"), ("sum_chunks", "out")):
+        arguments = getattr(torch.ops.shardgrad, name).default._schema.arguments
+        assert [a.name for a in arguments if a.alias_info and a.alias_info.is_write] == [written]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: ops.pack([], torch.zeros(4), torch.ones(1, 5).long(), chunk_numel=2),
+            "one gradient per row",
+        ),
+        (
+            lambda: ops.pack([], torch.zeros(4), torch.ones(0, 5).long(), chunk_numel=2, divisor=0.0),
+            "divide by zero",
+        ),
+        (lambda: ops.sum_chunks([torch.ones(1)], torch.ones(1), divisor=0), "divide by zero"),
+        (lambda: ops.sum_chunks([], torch.ones(1)), "nothing to read from"),
+        (lambda: ops.unpack([], torch.ones(1), torch.ones(0, 5).long()), "nothing to read from"),
+    ],
+)
+def test_the_python_functions_refuse_what_is_cheap_to_see(call: Callable[[], None], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def freed(numel: int) -> Tensor:
+    """A tensor whose storage was taken away, as resharding does."""
+    tensor = torch.zeros(numel)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+GOOD_TABLE = torch.tensor([[8, 4, 4, 0, 0]])  # eight elements over two ranks
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grads": [torch.zeros(7)]}, "gradient 0 has 7 elements, the table says 8"),
+        ({"grads": [torch.zeros(8, dtype=torch.int32)]}, "grads must be float32"),
+        ({"grads": [torch.zeros(4, 4)[:, :2]]}, "grads must be contiguous"),
+        ({"grads": [freed(8)]}, "grads lies in a storage that was freed or shrunk"),
+        ({"slot": torch.zeros(9)}, "slot has 9 elements, not a multiple of chunk_numel 4"),
+        ({"slot": freed(8)}, "slot lies in a storage that was freed or shrunk"),
+        ({"slot": torch.zeros(4)}, "table does not fit 1 chunks of 4"),
+        ({"table": GOOD_TABLE.int()}, "table must be int64"),
+        ({"table": GOOD_TABLE[:, :4]}, "table must be int64 of shape"),
+        ({"table": torch.tensor([[8, 4, 3, 0, 0]])}, "table does not fit"),
+        ({"table": torch.tensor([[8, 4, 4, 1, 0]])}, "table does not fit"),
+        ({"table": torch.tensor([[8, 4, 4, -1, 0]])}, "table does not fit"),
+        ({"table": torch.tensor([[8, 0, 4, 0, 0]])}, "table does not fit"),
+    ],
+)
+def test_pack_refuses_arguments_that_would_leave_its_memory(
+    backend: Backend, change: dict[str, object], message: str
+) -> None:
+    arguments = {"grads": [torch.zeros(8)], "slot": torch.zeros(8), "table": GOOD_TABLE} | change
+    with pytest.raises(RuntimeError, match=message):
+        backend.pack(*arguments.values(), 4, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"chunks": [torch.zeros(4), torch.zeros(5)]},
+            "chunks must share one dtype and one number of elements",
+        ),
+        ({"chunks": [torch.zeros(4), torch.zeros(4).half()]}, "chunks must share one dtype"),
+        ({"chunks": [torch.zeros(4)]}, "table does not fit 1 chunks of 4"),
+        ({"chunks": [torch.zeros(8)[::2]] * 2}, "chunks must be contiguous"),
+        ({"chunks": [freed(4), torch.zeros(4)]}, "chunks lies in a storage that was freed or shrunk"),
+        ({"unsharded": torch.zeros(7)}, "parameter 0 ends behind the 7 elements"),
+        ({"unsharded": freed(8)}, "unsharded lies in a storage that was freed or shrunk"),
+        ({"table": torch.tensor([[8, 4, 4, 0, -1]])}, "table does not fit"),
+    ],
+)
+def test_unpack_refuses_arguments_that_would_leave_its_memory(
+    backend: Backend, change: dict[str, object], message: str
+) -> None:
+    arguments = {"chunks": [torch.zeros(4)] * 2, "unsharded": torch.zeros(8), "table": GOOD_TABLE} | change
+    with pytest.raises(RuntimeError, match=message):
+        backend.unpack(*arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("chunks", "out", "message"),
+    [
+        ([torch.zeros(4), torch.zeros(3)], torch.zeros(4), "chunks must share"),
+        ([torch.zeros(4)], torch.zeros(5), "out has 5 elements, the chunks have 4"),
+        ([torch.zeros(8)], freed(8), "out lies in a storage"),
+        ([torch.zeros(4)], torch.zeros(8)[::2], "out must be contiguous"),
+    ],
+)
+def test_sum_chunks_refuses_arguments_that_would_leave_its_memory(
+    backend: Backend, chunks: list[Tensor], out: Tensor, message: str
+) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        backend.sum_chunks(chunks, out, 1.0, False)

@@ -1,0 +1,104 @@
+"""One optimizer step, without ranks: what is reduced when, what is clipped, and what is noticed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardgrad.training.checkpoint import TrainState
+from shardgrad.training.config import TrainConfig
+from shardgrad.training.corpus import Sampler
+from shardgrad.training.model import Transformer, TransformerConfig, materialise
+from shardgrad.training.optimizer import build_optimizer, build_schedule
+from shardgrad.training.parallel import Place
+from shardgrad.training.step import Health, StepResult, train_step
+
+CPU = torch.device("cpu")
+ALONE = cast(Place, SimpleNamespace(rank=0, world_size=1, device=CPU))
+
+
+class SyncRecorder(Transformer):
+    """A transformer that writes down when it was told to reduce gradients."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.wishes: list[bool] = []
+
+    def set_requires_gradient_sync(self, wanted: bool) -> None:
+        self.wishes.append(wanted)
+
+
+def state_for(config: TrainConfig) -> TrainState:
+    with torch.device("meta"):
+        model = SyncRecorder(TransformerConfig(width=16, layers=1, heads=2, kv_heads=2, hidden=16))
+    materialise(model, model, device=CPU, seed=0)
+    optimizer = build_optimizer(model, config)
+    return TrainState(model, optimizer, build_schedule(optimizer, config))
+
+
+def config_of(**settings: Any) -> TrainConfig:
+    return TrainConfig(
+        **{"steps": 9, "seq_len": 8, "batch_size": 4, "optimizer": "sgd", "lr": 1.0, **settings}
+    )
+
+
+def sampler() -> Sampler:
+    return Sampler(torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(1)), 8, seed=0)
+
+
+@pytest.mark.parametrize(("every", "wishes"), [(False, [False, False, True]), (True, [True, True, True])])
+def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each(
+    every: bool, wishes: list[bool]
+) -> None:
+    config = config_of(accumulate=3, sync_every_microbatch=every)
+    state = state_for(config)
+    train_step(state, sampler(), config, ALONE)
+    assert cast(SyncRecorder, state.model).wishes == wishes
+
+
+def test_micro_batches_together_are_the_whole_batch() -> None:
+    text = sampler()
+    results = []
+    for batch_size, accumulate in ((4, 1), (2, 2), (1, 4)):
+        config = config_of(batch_size=batch_size, accumulate=accumulate)
+        state = state_for(config)
+        result = train_step(state, text, config, ALONE)
+        results.append((result, state))
+    (whole, whole_state), *others = results
+    for part, state in others:
+        torch.testing.assert_close(part.loss, whole.loss)
+        torch.testing.assert_close(part.grad_norm, whole.grad_norm)
+        torch.testing.assert_close(state.model.state_dict(), whole_state.model.state_dict())
+        assert (state.step, state.samples) == (whole_state.step, whole_state.samples) == (1, 4)
+
+
+@pytest.mark.parametrize(("clip", "length"), [(0.01, 0.01), (0.0, None)])
+def test_the_update_is_no_longer_than_the_clip_allows(clip: float, length: float | None) -> None:
+    config = config_of(clip=clip, weight_decay=0.0, warmup_steps=0)
+    state = state_for(config)
+    before = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
+    result = train_step(state, sampler(), config, ALONE)
+    moved = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach() - before
+    assert result.grad_norm > 0.01
+    assert moved.norm().item() == pytest.approx(length or result.grad_norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))]
+)
+def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: float) -> None:
+    def result(loss: float, norm: float) -> StepResult:
+        values: list[Tensor] = [torch.tensor(loss), torch.tensor(norm)]
+        return StepResult(values[0], values[1], lr=0.1)
+
+    health = Health(CPU)
+    health.watch(1, result(1.0, 1.0))
+    assert health.first_bad_step() == -1
+    health.watch(2, result(loss, norm))
+    health.watch(3, result(float("nan"), 1.0))
+    health.watch(4, result(1.0, 1.0))
+    assert health.first_bad_step() == 2
