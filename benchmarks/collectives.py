@@ -1,4 +1,4 @@
-"""gloo's own all-gather and reduce-scatter against the engine's pairwise transport.
+"""gloo's own all-gather and reduce-scatter against the engine's exchange transport.
 
 Both end in the same place: every rank has all shards, or its sum. The engine reads gathered shards where they
 arrived, so its own shard is not copied; its sum over ranks is a separate op, which is part of what is timed.
@@ -21,7 +21,7 @@ from benchmarks.tables import show
 
 _KIB, _MIB = 2**10, 2**20
 _OPERATIONS = ("all_gather", "reduce_scatter")
-_TRANSPORTS = ("gloo", "pairwise")
+_TRANSPORTS = ("gloo", "exchange")
 
 
 @click.command()
@@ -66,14 +66,14 @@ def _summarise(by_rank: Sequence[dict[Any, Any]]) -> tuple[dict[str, Any], dict[
             name: {field: spread(values) for field, values in each.items()} for name, each in here.items()
         }
         for field in ("wall", "cpu"):
-            pairs = ratios(here["pairwise"][f"{field}_s"], here["gloo"][f"{field}_s"])
-            of["pairwise"][f"{field}_ratio_to_gloo"] = spread(pairs)
+            pairs = ratios(here["exchange"][f"{field}_s"], here["gloo"][f"{field}_s"])
+            of["exchange"][f"{field}_ratio_to_gloo"] = spread(pairs)
         samples[operation][nbytes], summary[operation][nbytes] = here, of
     return samples, summary
 
 
 def _print(record: dict[str, Any]) -> None:
-    columns = ("gloo ms", "pairwise ms", "/ gloo", "CPU / gloo", "gloo lo KiB", "pairwise lo KiB")
+    columns = ("gloo ms", "exchange ms", "/ gloo", "CPU / gloo", "gloo lo KiB", "exchange lo KiB")
     table = Table("", "shard KiB", *columns)
     table.title = f"{record['config']['ranks']} ranks, fp32; medians"
     for operation, by_nbytes in record["summary"].items():
@@ -82,8 +82,8 @@ def _print(record: dict[str, Any]) -> None:
                 operation,
                 f"{nbytes // _KIB}",
                 *(f"{of[name]['wall_s']['median'] * 1e3:.3f}" for name in _TRANSPORTS),
-                f"{of['pairwise']['wall_ratio_to_gloo']['median']:.3f}",
-                f"{of['pairwise']['cpu_ratio_to_gloo']['median']:.3f}",
+                f"{of['exchange']['wall_ratio_to_gloo']['median']:.3f}",
+                f"{of['exchange']['cpu_ratio_to_gloo']['median']:.3f}",
                 *(f"{of[name]['loopback_nbytes']['median'] / _KIB:.0f}" for name in _TRANSPORTS),
             )
     show(table)

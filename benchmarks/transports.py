@@ -10,7 +10,8 @@ import torch.distributed as dist
 from benchmarks.measure import Cost, cost_of, settle
 from shardgrad import ops
 from shardgrad.buffers import Chunks
-from shardgrad.collectives import PairwiseTransport
+from shardgrad.collectives import ExchangeTransport
+from shardgrad.labels import LABEL_NUMEL, Label
 
 _SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
 _MOST_REPEATS = 50
@@ -44,31 +45,35 @@ def _calls(numel: int) -> dict[str, dict[str, Call]]:
     group = dist.group.WORLD
     if group is None:
         raise RuntimeError("there is no process group")
-    pairwise = PairwiseTransport(group)
+    exchange = ExchangeTransport(group)
+    label = Label.of("benchmark", 1)
     ranks = group.size()
     shard, gradients = torch.ones(numel), _chunks(torch.ones(ranks * numel), ranks)
     whole, total = torch.zeros(ranks * numel), torch.zeros(numel)
-    staging = _chunks(torch.zeros(pairwise.gather_chunks * numel), pairwise.gather_chunks)
-    receive = _chunks(torch.zeros(pairwise.receive_chunks * numel), pairwise.receive_chunks)
+    staging = _chunks(torch.zeros(exchange.gather_chunks * numel), exchange.gather_chunks)
+    receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
 
-    def gather_pairwise() -> None:
-        pairwise.all_gather(shard, staging, what="all-gather", channel=0).wait()
+    for chunk in (shard, *gradients.parts):
+        chunk[-LABEL_NUMEL:] = torch.tensor(label.digits)
 
-    def scatter_pairwise() -> None:
-        chunks = pairwise.reduce_scatter(gradients, receive, what="reduce-scatter", channel=1).wait()
+    def gather_by_exchange() -> None:
+        exchange.all_gather(shard, staging, label).wait()
+
+    def scatter_by_exchange() -> None:
+        chunks = exchange.reduce_scatter(gradients, receive, label).wait()
         ops.sum_chunks(chunks, total)
 
     return {
         "all_gather": {
             "gloo": lambda: dist.all_gather_into_tensor(whole, shard),
-            "pairwise": gather_pairwise,
+            "exchange": gather_by_exchange,
         },
         "reduce_scatter": {
             "gloo": lambda: dist.reduce_scatter_tensor(total, gradients.whole),
-            "pairwise": scatter_pairwise,
+            "exchange": scatter_by_exchange,
         },
     }
 
 
 def _chunks(whole: torch.Tensor, count: int) -> Chunks:
-    return Chunks(whole, whole.chunk(count))
+    return Chunks(whole, whole.chunk(count) if count else ())

@@ -115,6 +115,14 @@ class RootContext:
         self._position = position + 1
         return order[position + 1] if position + 1 < len(order) else None
 
+    def is_needed_next(self, unit: Unit) -> bool:
+        """Returns whether backward will begin with `unit`, so that resharding it would be for nothing.
+
+        That is the last one of the recorded forward. Backward gathers it while the loss and the head still
+        hold their memory, so keeping it whole does not raise the peak.
+        """
+        return self._order_frozen and torch.is_grad_enabled() and unit is self._order[-1]
+
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
         if self._forward_root is not unit:

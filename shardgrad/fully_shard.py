@@ -52,7 +52,7 @@ def fully_shard(
             axis 1 (HSDP). None means 1-D over all ranks.
         reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
             False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
-            except for the root.
+            except for the root and for the unit that ran last, which backward needs at once.
         shard_placement_fn: per parameter, `Shard(0)` or None; other dimensions are refused.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: only the base class, which does not offload.

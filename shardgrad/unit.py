@@ -57,7 +57,7 @@ class Unit:
     Attributes:
         name: fully qualified from the root.
         modules: the modules given to `fully_shard`; several share one unit.
-        reshard_after_forward: None means True, except for the root.
+        reshard_after_forward: None means True, except for the root and the unit that backward needs first.
         reshard_after_backward: False keeps parameters whole between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch: units to unshard early in forward instead of the recorded next one.
@@ -140,7 +140,7 @@ class Unit:
         if context.keep_gathered:
             return False
         if self.reshard_after_forward is None:
-            return not self.is_root
+            return not self.is_root and not context.is_needed_next(self)
         return self.reshard_after_forward
 
     def refresh(self) -> None:
@@ -161,10 +161,10 @@ class Unit:
             args, kwargs = context.enter_forward(self, args, kwargs)
         context.gather_through(self)
         self.unshard(context)
-        self.wait_for_unshard(context)
         if not recomputing and not self._waiting_modules:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
+        self.wait_for_unshard(context)
         args, kwargs = self._cast_inputs(args, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
@@ -262,10 +262,10 @@ class Unit:
             return
         with span("pre_backward", self.name):
             self.unshard(context)
-            self.wait_for_unshard(context)
             if not call.begun:
                 call.begun = True
                 self._prefetch_backward(context, call.place)
+            self.wait_for_unshard(context)
 
     def _prefetch_backward(self, context: RootContext, place: int) -> None:
         self._next_backward = context.before(place)

@@ -40,8 +40,8 @@ def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Repo
     config = dataclasses.replace(config, run_dir=str(folder))
     if config.data is not None and not Path(config.data).exists():
         raise UsageError(
-            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to train "
-            "on the source of Python's standard library."
+            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
+            "train on the source of Python's standard library."
         )
     order = Order(config, folder, resume is not None, debug)
     if world_size is not None:

@@ -31,11 +31,13 @@ def spawn(order: Order, ranks: int) -> Report:
         The report that is nearest to the cause of a failure, or rank 0's where all went well.
     """
     with tempfile.TemporaryDirectory(prefix="shardgrad-") as meeting:
+        former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         # Children inherit that Ctrl-C is ignored, until they can answer it: no tracebacks while they import.
-        former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT,)}
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         children = [_start(order, rank, ranks, f"file://{meeting}/store") for rank in range(ranks)]
         watch = _Watch(order, children)
-        former |= {number: signal.signal(number, watch.on_signal) for number in STOP_SIGNALS} | former
+        for number in STOP_SIGNALS:
+            signal.signal(number, watch.on_signal)
         try:
             reports = watch.until_all_ended()
         finally:

@@ -162,6 +162,7 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: 
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node=2",
         "-m",
         "shardgrad.cli",

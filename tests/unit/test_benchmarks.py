@@ -87,8 +87,8 @@ def test_collectives(tmp_path: Path) -> None:
         for by_transport in record["summary"][operation].values():
             for field in ("wall_s", "cpu_s", "loopback_nbytes"):
                 assert_spread(by_transport["gloo"][field])
-                assert_spread(by_transport["pairwise"][field])
-            assert_spread(by_transport["pairwise"]["wall_ratio_to_gloo"])
+                assert_spread(by_transport["exchange"][field])
+            assert_spread(by_transport["exchange"]["wall_ratio_to_gloo"])
 
 
 def test_kernels(tmp_path: Path) -> None:

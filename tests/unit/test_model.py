@@ -78,8 +78,8 @@ def test_filling_leaves_the_global_generator_alone() -> None:
 
 def test_projections_into_the_stream_are_smaller_in_deeper_models() -> None:
     config = TransformerConfig(width=128, layers=8, heads=2, kv_heads=2, hidden=128)
-    block = built(config).layers[0]
-    ratio = block.attention.output.weight.std() / block.attention.query.weight.std()
+    attention = built(config).get_submodule("layers.0.attention")
+    ratio = attention.get_parameter("output.weight").std() / attention.get_parameter("query.weight").std()
     assert ratio.item() == pytest.approx(1 / 4, rel=0.05)
 
 
