@@ -10,7 +10,8 @@ before it packs, and those streams wait for the pack before their gradient's mem
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from types import MethodType
 
 import torch
 
@@ -38,7 +39,7 @@ class Arrivals:
         self._summed: list[torch.Tensor] = []
         self._count = 0
 
-    def expect(self, params: Sequence[ManagedParam], arrived: Callable[[torch.Tensor], None]) -> None:
+    def expect(self, params: Sequence[ManagedParam], arrived: MethodType) -> None:
         """Starts over for these parameters, and calls `arrived` for each gradient from now on.
 
         `arrived` is a bound method; its object is not kept alive, as the garbage collector cannot look into
@@ -47,12 +48,12 @@ class Arrivals:
         self._index = {id(p.unsharded): i for i, p in enumerate(params)}
         self.gradients = [None] * len(params)
         self.forget()
-        weak = weakref.WeakMethod(arrived)
+        weak, method = weakref.ref(arrived.__self__), arrived.__func__
 
         def hook(unsharded: torch.Tensor) -> None:
-            method = weak()
-            if method is not None:
-                method(unsharded)
+            owner = weak()
+            if owner is not None:
+                method(owner, unsharded)
 
         for p in params:
             if p.unsharded is not None and _HOOKED not in p.unsharded.__dict__:

@@ -102,6 +102,7 @@ class FSDPModule:
         unit.refresh()
         context.parameters_written()
         unit.unshard(context)
+        unit.note_version()
         handle = _UnshardHandle(unit, context)
         if async_op:
             return handle

@@ -114,6 +114,7 @@ class ParamGroup:
         # Called once the unsharded parameters exist; the reducer puts its hooks on them.
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: _Gathering | None = None
+        self._noted_version = -1
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
         self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
@@ -269,7 +270,6 @@ class ParamGroup:
             slot.finish_writing(stream)
         self._runtime = runtime
         self._gathering = gathering
-        self._gathered_version = self._version
 
     def _source(self) -> _Source:
         if self.state is ShardState.SHARDED_POST_FORWARD:
@@ -305,7 +305,9 @@ class ParamGroup:
         self.state = ShardState.UNSHARDED
         self._free_post_forward()
         for p in self.params:
-            p.register(p.whole)
+            face = p.whole
+            for module, attribute in p.owners:
+                module._parameters[attribute] = face
 
     def _unsharded_storage(self) -> torch.Tensor:
         """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
@@ -347,7 +349,8 @@ class ParamGroup:
         self._free_post_forward()
         self.state = ShardState.SHARDED
         for p in self.params:
-            p.register(p.sharded)
+            for module, attribute in p.owners:
+                module._parameters[attribute] = p.sharded
 
     def reshard_after_forward(self) -> None:
         """Reshards as the group was asked to after forward: fully, or to fewer ranks."""
@@ -394,14 +397,19 @@ class ParamGroup:
         if self._unsharded_flat is not None:
             self._unsharded_flat.untyped_storage().resize_(0)
 
+    def note_version(self) -> None:
+        """Remembers which values the whole parameters hold, if they are going to stay whole for a while."""
+        if not self.is_sharded:
+            self._noted_version = self._version
+
     def reshard_if_stale(self) -> None:
         """Reshards whole parameters whose shard was written since they were gathered.
 
         An optimizer step and an in-place operation on a sharded parameter are noticed, so nobody computes
         with old weights because parameters were kept whole.
         """
-        whole = self.state is not ShardState.SHARDED or self._gathering is not None
-        if whole and self._version != self._gathered_version:
+        resting = self.state is ShardState.SHARDED and self._gathering is None
+        if not resting and self._version != self._noted_version:
             self.reshard()
 
     @property

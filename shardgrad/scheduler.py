@@ -16,6 +16,7 @@ optimizer with weight decay would notice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import MethodType
 
 import torch
 
@@ -77,7 +78,7 @@ class GroupReducer:
         """Starts over with the group's trainable parameters and hooks those that are new."""
         self.forget()
         self._tails.clear()
-        self.arrivals.expect(self.group.trainable(), self._arrive)
+        self.arrivals.expect(self.group.trainable(), MethodType(GroupReducer._arrive, self))
         self._nothing = torch.empty(0, dtype=self.group.gather_dtype, device=self.group.mesh.device)
 
     def _arrive(self, unsharded: torch.Tensor) -> None:
@@ -394,7 +395,8 @@ class ReductionScheduler:
 
     def arrived(self, reducer: GroupReducer) -> None:
         """A gradient came in; reduces what has become possible."""
-        self.begin_backward(in_autograd=True)
+        if not self.backward_running:
+            self.begin_backward(in_autograd=True)
         if reducer.arrivals.complete:
             self.close(reducer)
 

@@ -113,11 +113,8 @@ class Unit:
 
     def unshard(self, context: RootContext) -> None:
         """Starts the all-gathers of parameters that are not whole."""
-        for group, reducer in zip(self.groups, self.reducers, strict=True):
-            if group.is_sharded:
-                if group.refresh_trainable():
-                    reducer.attach()
-                group.unshard(context.runtime)
+        for group in self.groups:
+            group.unshard(context.runtime)
 
     def wait_for_unshard(self, context: RootContext) -> None:
         """Ends them; parameters are whole for the current stream afterwards."""
@@ -143,12 +140,23 @@ class Unit:
             return not self.is_root and not context.is_needed_next(self)
         return self.reshard_after_forward
 
-    def refresh(self) -> None:
-        """Before an outermost forward: take over replaced parameters, drop whole ones that are stale."""
+    def note_version(self) -> None:
+        """Remembers which values parameters hold that are whole, or on their way, and may stay so."""
         for group in self.groups:
+            group.note_version()
+
+    def refresh(self) -> None:
+        """Before an outermost forward: take note of what the program changed since the last one.
+
+        Parameters that were replaced are taken over, whole ones that are stale are dropped, and those that
+        began or ceased to require grad get their place among the gradients.
+        """
+        for group, reducer in zip(self.groups, self.reducers, strict=True):
             group.adopt()
             group.require_data()
             group.reshard_if_stale()
+            if group.refresh_trainable():
+                reducer.attach()
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -244,6 +252,7 @@ class Unit:
         for group in self.groups:
             if not context.keep_gathered:
                 group.cancel_unshard()
+        self.note_version()
 
     # -- backward ---------------------------------------------------------------------------------------
 
@@ -296,6 +305,7 @@ class Unit:
         self._next_backward = None
         if self.reshard_after_backward:
             self.reshard()
+        self.note_version()
 
     def abandon(self) -> None:
         """Forgets a failed iteration: parameters are resharded."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardgrad
-from shardgrad.errors import CollectiveError, ParticipationError
+from shardgrad.errors import CollectiveError, DesyncError, ParticipationError
 from tests.parity.programs import SHARDGRAD
 from tests.ranks import Ranks
 
@@ -182,6 +182,23 @@ def a_missing_rank_is_an_error_in_time(missing: str) -> float:
     return time.monotonic() - start
 
 
+def a_skipped_unit_is_told_at_once() -> float:
+    """Rank 1 leaves out the second of three equal layers; returns how long it took until this rank raised."""
+    torch.manual_seed(0)
+    layers = [SHARDGRAD.fully_shard(nn.Linear(5, 5)) for _ in range(3)]
+    model = SHARDGRAD.fully_shard(nn.Sequential(*layers))
+    x = torch.randn(2, 5)
+    model(x)
+    mine = nn.Sequential(*(layers if dist.get_rank() == 0 else (layers[0], layers[2])))
+    start = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        mine(x)
+    text = str(caught.value)
+    assert "all-gather of 1" in text, text
+    assert "all-gather of 2" in text, text
+    return time.monotonic() - start
+
+
 @pytest.fixture
 def impatient_ranks() -> Iterator[Ranks]:
     """Two ranks whose collectives time out soon; the test breaks them."""
@@ -208,6 +225,11 @@ def test_a_rank_without_a_batch_joins_an_evaluation(two_ranks: Ranks) -> None:
 
 def test_misuse_of_participate_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(participation_is_used_rightly)
+
+
+def test_a_rank_that_skips_a_unit_of_the_same_size_is_told_at_once(impatient_ranks: Ranks) -> None:
+    for elapsed in impatient_ranks.run(a_skipped_unit_is_told_at_once):
+        assert elapsed < TIMEOUT_S
 
 
 @pytest.mark.parametrize("missing", ["unit", "batch"])

@@ -28,6 +28,7 @@ from tests.parity.programs import (
     close_to_unsharded,
     make_optimizer,
     same_bits_as_fsdp2,
+    token_loss,
     tower,
     train,
 )
@@ -215,6 +216,20 @@ def test_late_data_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: obje
 
 def test_a_model_cast_after_sharding_trains_like_fsdp2_in_its_first_step(two_ranks: Ranks) -> None:
     two_ranks.run(cast_models_agree)
+
+
+def every_gradient_arrives_after_every_cast() -> None:
+    """Each cast makes new whole parameters, some at the addresses of old ones, and each needs its hook."""
+    model = SHARDGRAD.shard_tower(tower())
+    for cast in range(24):
+        model.to(torch.float64 if cast % 2 else torch.float32)
+        token_loss(model, SHARDGRAD.tokens(cast)).backward()
+        assert [name for name, param in model.named_parameters() if param.grad is None] == []
+        model.zero_grad()
+
+
+def test_no_gradient_is_lost_however_often_a_model_is_cast(two_ranks: Ranks) -> None:
+    two_ranks.run(every_gradient_arrives_after_every_cast)
 
 
 def test_a_model_cast_between_steps_trains_on_like_an_unsharded_one(two_ranks: Ranks) -> None:

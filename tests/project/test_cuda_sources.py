@@ -1,0 +1,37 @@
+"""The CUDA sources compile for every architecture we ship; needs nvcc, but no GPU and no torch headers."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+ARCHITECTURES = ("80", "90", "100")
+NVCC = shutil.which("nvcc")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_a_cuda_source_compiles_without_warnings_for_every_architecture(source: Path, tmp_path: Path) -> None:
+    known = subprocess.run(
+        [NVCC, "--list-gpu-arch"], check=True, capture_output=True, text=True
+    ).stdout.split()
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES if f"compute_{a}" in known]
+    target = tmp_path / source.with_suffix(".o").name
+    command = [NVCC, "-std=c++17", "-O3", "--fmad=false", *flags, "-c", str(source), "-o", str(target)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert target.stat().st_size > 0
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+def test_a_cuda_source_never_allocates_synchronises_or_picks_a_stream(source: Path) -> None:
+    calls = set(re.findall(r"\bcuda[A-Z]\w+(?=\()", source.read_text()))
+    assert calls <= {"cudaGetLastError", "cudaGetErrorString"}
+    assert all(config.endswith(", stream") for config in re.findall(r"<<<(.*?)>>>", source.read_text()))
