@@ -48,7 +48,7 @@ def make_cases(preset: str, ranks: int) -> list[Case]:
 
 
 def _layout(shapes: Sequence[tuple[int, ...]], ranks: int) -> ShardLayout:
-    return ShardLayout.of(shapes, ranks, alignment=alignment_numel([torch.bfloat16]), with_tail=False)
+    return ShardLayout.of(shapes, ranks, alignment=alignment_numel([torch.bfloat16]), with_flags=False)
 
 
 def _pack(shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype) -> Case:
