@@ -36,6 +36,7 @@ def title(config: dict[str, Any]) -> str:
     """What sets a record apart from its neighbours, in a few words."""
     reshard = {None: "default", True: "always", False: "never"}[config["reshard"]]
     return (
-        f"{config['preset']}, {config['precision']}, {config['ranks']} ranks\n"
+        f"{config['preset']}, {config['precision']}, {config['ranks']} ranks, "
+        f"{config['batch_size']} x {config['seq_len']} tokens\n"
         f"accumulate {config['accumulate']}, reshard {reshard}"
     )
