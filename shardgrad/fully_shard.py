@@ -78,9 +78,7 @@ def fully_shard(
     collected = collect(modules, ignored, data_mesh)
     _require_dim0(shard_placement_fn, collected.params)
     flag, post_forward_mesh = _reshard_plan(reshard_after_forward, data_mesh)
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for param in collected.params:
-        by_dtype.setdefault(param.dtype, []).append(param)
+    grouped = _by_dtype(collected.params)
     groups = [
         ParamGroup(
             [(collected.params[p][0], p, collected.params[p][1]) for p in params],
@@ -89,11 +87,19 @@ def fully_shard(
             mp_policy,
             gradient_policy,
         )
-        for params in by_dtype.values()
+        for params in grouped
     ]
     unit = Unit(modules, groups, data_mesh, mp_policy, flag)
-    _commit(unit, collected, by_dtype.values())
+    _commit(unit, collected, grouped)
     return module
+
+
+def _by_dtype(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Returns the parameters that can travel together: those of one dtype, in the order they came."""
+    grouped: dict[torch.dtype, list[nn.Parameter]] = {}
+    for param in params:
+        grouped.setdefault(param.dtype, []).append(param)
+    return list(grouped.values())
 
 
 def _refuse_unsupported(

@@ -16,8 +16,10 @@ from tests.parity.programs import (
     close_to_unsharded,
     flat_mesh,
     hsdp_mesh,
+    make_optimizer,
     many_small,
     same_bits_as_fsdp2,
+    token_loss,
     tower,
     train,
 )
@@ -25,6 +27,7 @@ from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 RESHARD = pytest.mark.parametrize("reshard_after_forward", [None, True, False, 1, 2])
 ACCUMULATION = pytest.mark.parametrize(
@@ -47,6 +50,22 @@ def train_many_small(engine: Engine, **options: Any) -> Tensors:
 
 def train_hsdp_tower(engine: Engine, shape: tuple[int, int], **options: Any) -> Tensors:
     return train_tower(engine, {"mesh": hsdp_mesh(*shape)}, **options)
+
+
+def train_deferring_the_all_reduce(engine: Engine) -> Tensors:
+    """HSDP on 2 x 2: each micro-batch is reduced inside its shard group, the last one across replicas."""
+    model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 2))
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        for micro in range(3):
+            if not engine.whole_batch:
+                model.set_requires_all_reduce(micro == 2)
+            (token_loss(model, engine.tokens(3 * step + micro)) / 3).backward()
+            if not engine.whole_batch and micro < 2:
+                assert all(param.grad is None for param in model.parameters())
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
 
 
 def train_tower_on_named_mesh(engine: Engine) -> Tensors:
@@ -131,6 +150,15 @@ def test_bf16_reduction_stays_within_bf16_rounding_of_fsdp2(
         micro_batches=micro_batches,
         sync_each=sync_each,
     )
+
+
+def test_fp16_reduction_stays_within_fp16_rounding_of_fsdp2(two_ranks: Ranks) -> None:
+    # As for bf16, with 2^-11 a rounding.
+    two_ranks.run(train_and_compare_distance, {"mp_policy": FP16}, 2**-6)
+
+
+def test_an_all_reduce_deferred_to_the_last_micro_batch_equals_an_unsharded_run(four_ranks: Ranks) -> None:
+    four_ranks.run(close_to_unsharded, train_deferring_the_all_reduce)
 
 
 def test_fp32_on_four_ranks_differs_from_fsdp2_only_by_the_order_of_sums(four_ranks: Ranks) -> None:
