@@ -60,7 +60,15 @@ def test_compare_draws_a_picture(tmp_path: Path) -> None:
 
     names = ("shardgrad", "compute", "collectives")
     record = {
-        "config": {"preset": "tiny", "precision": "fp32", "ranks": 2, "accumulate": 1, "reshard": None},
+        "config": {
+            "preset": "tiny",
+            "precision": "fp32",
+            "ranks": 2,
+            "batch_size": 4,
+            "seq_len": 64,
+            "accumulate": 1,
+            "reshard": None,
+        },
         "samples": {name: {"wall_ratio_to_fsdp2": [0.5, 0.75]} for name in names},
         "summary": {name: {"wall_ratio_to_fsdp2": {"median": 0.6}} for name in names},
     }
