@@ -156,6 +156,18 @@ def reshard_states(reshard_after_forward: bool, whole: bool) -> None:
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
+def last_unit_stays_whole() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
+    loss = token_loss(model, SHARDGRAD.tokens(1))
+    assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [False]
+    loss.backward()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(2))
+    assert all(is_sharded(layer.up) for layer in model.layers)
+
+
 def hooks_run_once(engine: Engine) -> dict[str, int]:
     model = engine.shard_tower(tower())
     counts = {name: 0 for name, _ in model.named_parameters()}
@@ -278,6 +290,10 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
     two_ranks: Ranks, reshard_after_forward: bool, whole: bool
 ) -> None:
     two_ranks.run(reshard_states, reshard_after_forward, whole)
+
+
+def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:
+    two_ranks.run(last_unit_stays_whole)
 
 
 def test_hooks_on_sharded_parameters_run_once_a_reduction(two_ranks: Ranks) -> None:
