@@ -1,8 +1,9 @@
-"""What `kernels` measures: calls on the buffers that one block of a model gives rise to."""
+"""What `kernels` measures: data movement of one block of a model, and updates and norms of segments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from shardgrad import ops
 from shardgrad.layout import ShardLayout, alignment_numel
+from shardgrad.ops import movement, norm, update
 from shardgrad.training.model import Block
 from shardgrad.training.presets import PRESETS
 
-Call = Callable[[], object]
+Call = Callable[..., object]
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class Case:
     Attributes:
         name: op and dtypes.
         nbytes: read and written, the same for every call.
-        calls: `copy`, `reference`, and `compiled` if there is a library.
+        calls: `copy`, `reference`, and `compiled` if there is a library; `torch` where torch has the same.
     """
 
     name: str
@@ -79,7 +81,95 @@ def _case(name: str, op: str, args: tuple[object, ...], sources: Sequence[Tensor
     nbytes = sum(source.nbytes for source in sources) + target.nbytes
     plain = torch.ones(nbytes // 2, dtype=torch.uint8)
     calls: dict[str, Call] = {"copy": partial(torch.zeros_like(plain).copy_, plain)}
-    calls["reference"] = partial(getattr(ops, f"_{op}_reference"), *args)
+    calls["reference"] = partial(getattr(movement, f"_{op}_reference"), *args)
+    if ops.backend() == "compiled":
+        calls["compiled"] = partial(getattr(torch.ops.shardgrad, op).default, *args)
+    return Case(name, nbytes, calls)
+
+
+def make_segment_cases(numel: int, tiny: int) -> Iterator[Case]:
+    """Yields updates and norms of one large parameter, and of very many small ones.
+
+    Args:
+        numel: of the large parameter.
+        tiny: how many small ones, of 1 to 64 elements.
+    """
+    fp32, bf16 = torch.float32, torch.bfloat16
+    one, many = (numel,), tuple(1 + i % 64 for i in range(tiny))
+    # One after the other: together they would fill the memory.
+    yield _adam("adam_ fp32", one, fp32, fp32, None)
+    yield _adam("adam_ bf16 gradient", one, fp32, bf16, None)
+    yield _adam("adam_ bf16 parameter, fp32 master", one, bf16, bf16, fp32)
+    yield _adam("adam_ bf16 parameter, remainder", one, bf16, bf16, torch.int16)
+    yield _adam(f"adam_ {tiny} tiny parameters", many, fp32, fp32, None)
+    yield _sgd(one)
+    yield _norm("norm_ fp32", one, fp32)
+    yield _norm("norm_ bf16", one, bf16)
+    yield _norm(f"norm_ {tiny} tiny parameters", many, fp32)
+
+
+def _segment(sizes: Sequence[int]) -> tuple[int, list[Tensor], list[object]]:
+    """Returns the elements of `sizes` laid out without gaps; steps and ticket; touched, table and tiles."""
+    offsets = list(itertools.accumulate(sizes, initial=0))
+    pieces = [(at, at, at, n, i, i) for i, (at, n) in enumerate(zip(offsets, sizes, strict=False))]
+    rows, tiles = ops.segment_rows(pieces)
+    counters = [torch.zeros(len(sizes)), torch.zeros(1, dtype=torch.int32)]
+    return offsets[-1], counters, [torch.ones(len(sizes)), rows, tiles]
+
+
+def _adam(
+    name: str, sizes: Sequence[int], param: torch.dtype, grad: torch.dtype, master: torch.dtype | None
+) -> Case:
+    numel, counters, where = _segment(sizes)
+    flat, gradient = torch.ones(numel, dtype=param), torch.ones(numel, dtype=grad)
+    moments = [torch.zeros(numel) for _ in range(2)]
+    exact = None if master is None else torch.zeros(numel, dtype=master)
+    hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.01], dtype=torch.float64)
+    args = (flat, gradient, *moments, exact, *counters, *where, hyper, None, None, True, False, False, 0)
+    written = [flat, *moments, *([] if exact is None else [exact])]
+    case = _in_place(name, update._adam_reference, "adam_", args, written, [gradient])
+    if param == grad and master is None:  # what torch's own has a kernel for
+        case.calls["torch"] = _fused(torch.optim.AdamW, flat, gradient, sizes)
+    return case
+
+
+def _sgd(sizes: Sequence[int]) -> Case:
+    numel, counters, where = _segment(sizes)
+    flat, gradient, buffer = torch.ones(numel), torch.ones(numel), torch.zeros(numel)
+    hyper = torch.tensor([1e-3, 0.9, 0.0, 0.01], dtype=torch.float64)
+    args = (flat, gradient, buffer, None, *counters, *where, hyper, None, None, *[False] * 4, 0)
+    case = _in_place("sgd_ fp32", update._sgd_reference, "sgd_", args, [flat, buffer], [gradient])
+    case.calls["torch"] = _fused(torch.optim.SGD, flat, gradient, sizes, momentum=0.9)
+    return case
+
+
+def _norm(name: str, sizes: Sequence[int], dtype: torch.dtype) -> Case:
+    numel, _, where = _segment(sizes)
+    flat, out = torch.ones(numel, dtype=dtype), torch.zeros(2, dtype=torch.float64)
+    scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64)
+    args = (out, scratch, flat, *where, 2.0, None)
+    case = _in_place(name, norm._norm_reference, "norm_", args, [], [flat])
+    parts = list(flat.split(list(sizes)))
+    case.calls["torch"] = partial(torch.nn.utils.get_total_norm, parts)
+    return case
+
+
+def _fused(
+    cls: type[torch.optim.Optimizer], flat: Tensor, gradient: Tensor, sizes: Sequence[int], **options: float
+) -> Call:
+    params = [torch.nn.Parameter(part.clone()) for part in flat.split(list(sizes))]
+    for param, part in zip(params, gradient.split(list(sizes)), strict=True):
+        param.grad = part
+    return cls(params, lr=1e-3, weight_decay=0.01, fused=True, **options).step
+
+
+def _in_place(
+    name: str, reference: Call, op: str, args: tuple[object, ...], written: list[Tensor], read: list[Tensor]
+) -> Case:
+    nbytes = 2 * sum(tensor.nbytes for tensor in written) + sum(tensor.nbytes for tensor in read)
+    plain = torch.ones(nbytes // 2, dtype=torch.uint8)
+    calls: dict[str, Call] = {"copy": partial(torch.zeros_like(plain).copy_, plain)}
+    calls["reference"] = partial(reference, *args)
     if ops.backend() == "compiled":
         calls["compiled"] = partial(getattr(torch.ops.shardgrad, op).default, *args)
     return Case(name, nbytes, calls)

@@ -1,9 +1,9 @@
-"""pack, unpack and sum_chunks, compiled and reference, beside a plain copy of as many bytes."""
+"""The ops, compiled and reference, beside a plain copy of as many bytes and torch's own where it has one."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +25,43 @@ _PRESETS = ("tiny", "small", "medium")
 @click.option(
     "--ranks", type=click.IntRange(1), default=2, show_default=True, help="That the block is cut over."
 )
+@click.option(
+    "--ops",
+    "which",
+    type=click.Choice(("movement", "segments")),
+    default="movement",
+    show_default=True,
+    help="Packing and summing on a block's parameters, or optimizer updates and norms.",
+)
+@click.option(
+    "--numel",
+    type=click.IntRange(1),
+    default=2**24,
+    show_default=True,
+    help="Of the large parameter of updates and norms.",
+)
 @click.option("--rounds", type=click.IntRange(2), default=40, show_default=True)
 @common_options
-def main(preset: str, ranks: int, rounds: int, smoke: bool, out: Path | None) -> None:
-    """Measure the ops on one block's parameters, on one core."""
+def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bool, out: Path | None) -> None:
+    """Measure the ops beside a plain copy, on one core."""
     import torch
 
     import shardgrad.ops
-    from benchmarks.kernel_cases import make_cases
+    from benchmarks.kernel_cases import Case, make_cases, make_segment_cases
 
     if smoke:
-        preset, rounds = "tiny", 2
+        preset, rounds, numel = "tiny", 2, 2**14
     torch.set_num_threads(1)
     settle()
     started = environment()
     samples: dict[str, Any] = {}
     summary: dict[str, Any] = {}
-    for case in make_cases(preset, ranks):
+    config: dict[str, Any] = {"preset": preset, "ranks": ranks}
+    cases: Iterable[Case] = make_cases(preset, ranks)
+    if which == "segments":
+        config = {"numel": numel, "tiny": 100 if smoke else 10_000}
+        cases = make_segment_cases(**config)
+    for case in cases:
         seconds = _interleave(case.calls, rounds)
         samples[case.name] = {"nbytes": case.nbytes, "cpu_s": seconds}
         summary[case.name] = {
@@ -55,7 +75,7 @@ def main(preset: str, ranks: int, rounds: int, smoke: bool, out: Path | None) ->
         "kernels",
         environment=started,
         ops_backend=shardgrad.ops.backend(),
-        config={"preset": preset, "ranks": ranks, "rounds": rounds, "smoke": smoke},
+        config={"ops": which} | config | {"rounds": rounds, "smoke": smoke},
         samples=samples,
         summary=summary,
     )
@@ -80,7 +100,7 @@ def _interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str
 
 def _print(record: dict[str, Any]) -> None:
     table = Table("", "", "GB/s", "quartiles", "time / copy")
-    table.title = f"a block of {record['config']['preset']} over {record['config']['ranks']} ranks, one core"
+    table.title = ", ".join(f"{name} {value}" for name, value in record["config"].items()) + ", one core"
     for case, by_name in record["summary"].items():
         for name, of in by_name.items():
             low, high = of["gb_per_s"]["quartiles"]

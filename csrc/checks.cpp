@@ -4,7 +4,6 @@
 #include <torch/headeronly/util/Exception.h>
 
 namespace shardgrad {
-namespace {
 
 using torch::stable::Tensor;
 
@@ -25,6 +24,8 @@ DType dtype_of(const Tensor& tensor, const char* name) {
   return DType::kFloat64;
 }
 
+namespace {
+
 bool on_same_device(const Tensor& a, const Tensor& b) {
   int32_t type_a = 0;
   int32_t type_b = 0;
@@ -33,8 +34,8 @@ bool on_same_device(const Tensor& a, const Tensor& b) {
   return type_a == type_b && a.get_device_index() == b.get_device_index();
 }
 
-// Returns the data of a contiguous tensor whose storage really holds it: the engine frees storages under
-// living tensors, and a pointer into a freed one must not reach a kernel.
+}  // namespace
+
 void* data_of(const Tensor& tensor, const Tensor& home, const char* name) {
   STD_TORCH_CHECK(on_same_device(tensor, home), name, " must be on the device of the tensor written to");
   STD_TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
@@ -45,6 +46,8 @@ void* data_of(const Tensor& tensor, const Tensor& home, const char* name) {
   STD_TORCH_CHECK(numel == 0 || end <= storage_nbytes, name, " lies in a storage that was freed or shrunk");
   return tensor.data_ptr();
 }
+
+namespace {
 
 struct Table {
   const Row* rows;

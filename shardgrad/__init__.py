@@ -1,8 +1,12 @@
 """shardgrad: a fully-sharded data-parallel engine for PyTorch, with FSDP2's interface."""
 
+from . import optim
+from .clip import clip_grad_norm_
 from .diagnostics import gradient_report
 from .errors import ShardgradError
+from .first_step import UntrainedParameterWarning
 from .fully_shard import fully_shard
+from .grad_scaler import GradScaler
 from .module import FSDPModule, register_fsdp_forward_method
 from .participation import participate
 from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -12,13 +16,17 @@ __version__ = "0.1.0"
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "GradScaler",
     "GradientPolicy",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
+    "UntrainedParameterWarning",
     "__version__",
+    "clip_grad_norm_",
     "fully_shard",
     "gradient_report",
+    "optim",
     "participate",
     "register_fsdp_forward_method",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 __all__ = [
     "AlreadyShardedError",
+    "CaptureError",
     "CollectiveError",
     "ContainerError",
     "DeepcopyError",
@@ -16,12 +17,16 @@ __all__ = [
     "EmptyModuleError",
     "ForeignParameterError",
     "ForwardMethodError",
+    "GradientError",
     "MeshError",
     "MeshNamesError",
     "MetaParameterError",
+    "OptimizerParameterError",
+    "OptimizerStateError",
     "OptionError",
     "ParameterClaimedError",
     "ParticipationError",
+    "PartnerUnavailableError",
     "RankDisagreementError",
     "RootError",
     "ShardgradError",
@@ -144,6 +149,26 @@ class DesyncError(CollectiveError):
 
 class ParticipationError(ShardgradError, RuntimeError):
     """`participate` was used in a way that cannot be joined by the other ranks."""
+
+
+class OptimizerParameterError(ShardgradError, ValueError, TypeError):
+    """A parameter that an optimizer cannot update, or no longer."""
+
+
+class OptimizerStateError(ShardgradError, ValueError):
+    """A saved optimizer state that does not fit the optimizer; nothing was loaded."""
+
+
+class PartnerUnavailableError(ShardgradError, ImportError):
+    """An optional package is missing, broken, too old, or another package of the same name."""
+
+
+class GradientError(ShardgradError, RuntimeError):
+    """A gradient that cannot be used: sparse, of another shape, or not finite where that was forbidden."""
+
+
+class CaptureError(ShardgradError, RuntimeError):
+    """Something that cannot be part of a CUDA graph was asked for while one is being captured."""
 
 
 def unsupported(name: str, *, instead: str) -> UnsupportedError:

@@ -14,10 +14,13 @@ from torch.distributed.tensor import Placement, Shard
 
 from .build import CLAIM, Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
+from .capturable_optimizers import refuse_uncapturable_steps
 from .errors import OptionError, unsupported
+from .first_step import watch_first_steps
 from .managed_param import mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
+from .optimizer_steps import notice_optimizer_steps
 from .param_group import ParamGroup
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
@@ -169,11 +172,14 @@ def _reshard_plan(
 
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
+    notice_optimizer_steps()
+    watch_first_steps()
+    refuse_uncapturable_steps()
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for managed, original in zip(group.params, originals, strict=True):
             original.__dict__[CLAIM] = Claim(unit, managed)
-            mark_sharded(managed.sharded)
+            mark_sharded(managed)
             managed.register(managed.sharded)
     for module, name in collected.buffers:
         buffer = module._buffers[name]

@@ -6,6 +6,12 @@ keeps its meaning: a parameter whose gradient is None when a reduction lands is 
 added to; nothing is allocated in either case. A gradient that is somebody else's tensor (assigned by hand,
 or accumulated by autograd through a DTensor operation) is copied into the shard and the binding restored.
 A parameter that got no gradient on any rank stays None.
+
+[Note: Live flags]
+Kernels that read the shard (norms, optimizers) do not look at `param.grad`: behind the gradients the shard
+has one element per parameter, and a parameter is *live* if its element is above zero. A reduction brings
+these flags along ([Note: Touched flags] in `scheduler.py`); a gradient that the program sets to None, or
+assigns, is noted there by `settle` before a kernel looks.
 """
 
 from __future__ import annotations
@@ -16,9 +22,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from . import ops
 from .errors import ForeignParameterError
-from .layout import ShardLayout
+from .faces import face_over, in_own_storage
+from .layout import Piece, ShardLayout
 from .mesh import DataParallelMesh
+from .owed_gradient import OwedGradient
 from .policies import GradientPolicy
 
 __all__ = ["GradientShard"]
@@ -36,6 +45,13 @@ class GradientShard:
 
     Attributes:
         flat: 1-D, `layout.chunk_numel` elements of `dtype` on the mesh's device.
+        values: the part of `flat` that holds gradients; zero between them.
+        flags: the part of `flat` with one element per parameter. See [Note: Live flags].
+        mesh: as given.
+        owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
+            See [Note: Owed factor] in `owed_gradient.py`.
+        nonfinite: device scalar (float32), above zero if a norm or a loss scaler found an infinity or a NaN
+            in the gradients it looked at, these among them; None if nobody has looked.
     """
 
     def __init__(
@@ -49,19 +65,28 @@ class GradientShard:
         self._params = list(params)
         self._layout = layout
         self._attribute = policy.attribute
+        self.mesh = mesh
         self.flat = torch.zeros(layout.chunk_numel, dtype=dtype, device=mesh.device)
+        self.values = self.flat.narrow(0, 0, layout.tail_offset)
+        self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
+        self.owed: torch.Tensor | None = None
+        self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        self._flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
         self._faces = [
-            DTensor.from_local(
-                view, mesh.mesh, mesh.placements, run_check=False, shape=param.shape, stride=param.stride()
-            )
+            face_over(in_own_storage(view), mesh, param.shape, param.stride())
             for param, view in zip(self._params, self._views, strict=True)
         ]
+        self._owing = [OwedGradient(face, self.pay) for face in self._faces]
+        self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+        self._index = {id(param): i for i, param in enumerate(self._params)}
+        # What the flags in device memory say, as far as the host has made sure of it.
+        self._flagged = [False] * len(self._params)
         if not policy.decoupled:
             for param in self._params:
                 if param.dtype != dtype:
                     param.grad_dtype = dtype
+
+    # -- before and after a reduction -------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Makes the shard ready to be written by a reduction.
@@ -72,31 +97,15 @@ class GradientShard:
 
         Streams: writes, if any, go to the current stream.
         """
-        kept = [getattr(param, self._attribute, None) for param in self._params]
-        if not any(grad is not None for grad in kept):
+        self.nonfinite = None
+        if all(getattr(param, self._attribute, None) is None for param in self._params):
+            self.owed = None
             return False
-        for i, grad in enumerate(kept):
-            if grad is None:
+        self.pay()
+        for i, live in enumerate(self.settle(range(len(self._params)))):
+            if not live:
                 self._views[i].zero_()
-                self._flags[i].zero_()
-            elif grad is not self._faces[i]:
-                self._take_over(i, grad)
         return True
-
-    def _take_over(self, index: int, grad: torch.Tensor) -> None:
-        local = grad.to_local() if isinstance(grad, DTensor) else grad
-        face = self._faces[index]
-        if not isinstance(grad, DTensor) or grad.placements != face.placements or grad.shape != face.shape:
-            raise ForeignParameterError(
-                "a gradient was replaced by a tensor that is not sharded like its parameter",
-                expected=f"None, or a DTensor of shape {tuple(face.shape)} with {face.placements}",
-                got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
-                fix="assign None, or change the gradient in place",
-            )
-        with torch.no_grad():
-            self._views[index].copy_(local)
-            self._flags[index].fill_(1)
-        setattr(self._params[index], self._attribute, face)
 
     def bind(self, touched: Sequence[bool]) -> None:
         """Binds the gradient of every parameter that was touched on some rank, and runs its hooks.
@@ -107,8 +116,9 @@ class GradientShard:
         """
         anywhere = list(touched)
         if not all(anywhere):
-            flags = self._flags.tolist()
+            flags = self.flags.tolist()
             anywhere = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
+        self._flagged = anywhere
         for param, face, live in zip(self._params, self._faces, anywhere, strict=True):
             if not live:
                 continue
@@ -125,3 +135,118 @@ class GradientShard:
         """Forgets the gradients: each parameter's becomes None."""
         for param in self._params:
             setattr(param, self._attribute, None)
+
+    # -- for those who read the shard -------------------------------------------------------------------
+
+    def place_of(self, param: nn.Parameter) -> int | None:
+        """Returns the parameter's index in the layout and among the flags.
+
+        None for a parameter that did not require grad when the last forward began.
+        """
+        return self._index.get(id(param))
+
+    def piece(self, place: int) -> Piece:
+        """Returns where a gradient lies in `flat`."""
+        return self._layout.pieces[place]
+
+    def view(self, place: int) -> torch.Tensor:
+        """Returns a parameter's part of `flat`, in the local shape."""
+        return self._views[place]
+
+    @property
+    def count(self) -> int:
+        """Number of parameters with a place."""
+        return len(self._params)
+
+    def table(self, places: tuple[int, ...]) -> tuple[torch.Tensor, int]:
+        """Returns the table, on the device, with which a norm reads these gradients; see `ops.segment_rows`.
+
+        Capture: safe after the first call for these places.
+        """
+        table = self._tables.get(places)
+        if table is None:
+            pieces = [
+                (0, self.piece(place).shard_offset, 0, self._views[place].numel(), 0, place)
+                for place in places
+            ]
+            rows, tiles = ops.segment_rows(pieces)
+            table = self._tables[places] = rows.to(self.flat.device), tiles
+        return table
+
+    def settle(self, places: Sequence[int]) -> list[bool]:
+        """Makes flags and values agree with what the program has bound to the parameters.
+
+        The flag of a gradient that is None now is cleared; somebody else's tensor is copied into the shard.
+
+        Returns:
+            Per place, whether the parameter has a gradient.
+
+        Streams: writes, if any, go to the current stream.
+        Capture: safe; what is bound is a fact of the host and fixed by the capture.
+
+        Raises:
+            ForeignParameterError: a gradient is not sharded like its parameter.
+        """
+        live = []
+        for i in places:
+            grad = getattr(self._params[i], self._attribute, None)
+            if grad is None:
+                if self._flagged[i]:
+                    self.flags[i].zero_()
+                    self._flagged[i] = False
+            elif grad is not self._faces[i] and grad is not self._owing[i]:
+                self._take_over(i, grad)
+            live.append(grad is not None)
+        return live
+
+    def _take_over(self, index: int, grad: torch.Tensor) -> None:
+        face = self._faces[index]
+        if not isinstance(grad, DTensor) or grad.placements != face.placements or grad.shape != face.shape:
+            raise ForeignParameterError(
+                "a gradient was replaced by a tensor that is not sharded like its parameter",
+                expected=f"None, or a DTensor of shape {tuple(face.shape)} with {face.placements}",
+                got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
+                fix="assign None, or change the gradient in place",
+            )
+        self.pay()  # a new gradient does not share the debt of the others
+        self.nonfinite = None
+        with torch.no_grad():
+            self._views[index].copy_(grad.to_local())
+            self.flags[index].fill_(1)
+        self._flagged[index] = True
+        setattr(self._params[index], self._attribute, face)
+
+    def zero(self, places: Sequence[int]) -> None:
+        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does."""
+        for i, live in zip(places, self.settle(places), strict=True):
+            if live:
+                self._views[i].zero_()
+
+    def owe(self, factor: torch.Tensor) -> None:
+        """Multiplies all gradients by `factor`, later. See [Note: Owed factor] in `owed_gradient.py`.
+
+        Args:
+            factor: float32 device scalar; kept, so it must not be changed afterwards.
+
+        Streams: a second factor is multiplied with the first on the current stream.
+        Capture: safe.
+        """
+        self.owed = factor if self.owed is None else self.owed * factor
+        self._rebind(self._faces, self._owing)
+
+    def pay(self) -> None:
+        """Multiplies the gradients by what is owed, if anything is.
+
+        Streams: in place, on the current stream, which must come after whoever wrote the gradients.
+        Capture: safe.
+        """
+        owed, self.owed = self.owed, None
+        if owed is not None:
+            with torch.no_grad():
+                self.values.mul_(owed)
+            self._rebind(self._owing, self._faces)
+
+    def _rebind(self, old: Sequence[DTensor], new: Sequence[DTensor]) -> None:
+        for param, before, after in zip(self._params, old, new, strict=True):
+            if getattr(param, self._attribute, None) is before:
+                setattr(param, self._attribute, after)

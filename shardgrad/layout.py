@@ -125,7 +125,7 @@ class ShardLayout:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 CPU tensor [parameters, 5] that the pack and unpack kernels read (`ops.py`)."""
+        """int64 CPU tensor [parameters, 5] that the pack and unpack kernels read (`ops/movement.py`)."""
         rows = [[p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset] for p in self.pieces]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
 

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-__all__ = ["ManagedParam", "Owner", "is_sharded_by_us", "local_of", "mark_sharded"]
+from .faces import in_own_storage
+
+if TYPE_CHECKING:
+    from .param_group import ParamGroup
+
+__all__ = ["ManagedParam", "Owner", "is_sharded_by_us", "local_of", "managed_by", "mark_sharded"]
 
 _SHARDED = "_shardgrad_sharded"
+
+# By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
+# weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
+_managed: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
 
@@ -24,6 +35,7 @@ class ManagedParam:
         sharded: the DTensor the optimizer sees.
         unsharded: the tensor compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
+        group: the group it travels in.
     """
 
     name: str
@@ -33,11 +45,26 @@ class ManagedParam:
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)
+    group: ParamGroup = field(init=False, repr=False)
+    _expected_storage: int = field(default=0, repr=False)
 
     def alias(self, local: torch.Tensor) -> None:
         """Makes the sharded face show `local`, a view of the shard."""
-        self.sharded._local_tensor = local  # type: ignore[attr-defined]
-        self.expected_local = local
+        self.sharded._local_tensor = in_own_storage(local)  # type: ignore[attr-defined]
+        self.remember()
+
+    def remember(self) -> None:
+        """Takes note of the sharded face as it is now."""
+        self.expected_local = local_of(self.sharded)
+        self._expected_storage = _storage_of(self.sharded)
+
+    @property
+    def is_intact(self) -> bool:
+        """False if the program assigned other data to the sharded face: torch lets `param.data = x` pass."""
+        return (
+            local_of(self.sharded) is self.expected_local
+            and _storage_of(self.sharded) == self._expected_storage
+        )
 
     def register(self, face: nn.Parameter) -> None:
         """Makes `face` what the owning modules show."""
@@ -52,9 +79,16 @@ class ManagedParam:
         return self.unsharded
 
 
-def mark_sharded(param: torch.Tensor) -> None:
-    """Notes on a sharded parameter that it is ours."""
-    param.__dict__[_SHARDED] = True
+def mark_sharded(managed: ManagedParam) -> None:
+    """Notes on a sharded parameter that it is ours, and whose it is."""
+    managed.sharded.__dict__[_SHARDED] = True
+    _managed[id(managed.sharded)] = managed
+
+
+def managed_by(param: torch.Tensor) -> ManagedParam | None:
+    """Returns what manages a parameter, or None if it is not one of ours, or was replaced by another."""
+    managed = _managed.get(id(param))
+    return managed if managed is not None and managed.sharded is param else None
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:
@@ -66,3 +100,9 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's local tensor itself, not a view of it."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
+
+
+def _storage_of(param: torch.Tensor) -> int:
+    """Returns what identifies a storage; a DTensor's holds no data, but is replaced along with it."""
+    storage: int = torch._C._storage_id(param)  # type: ignore[attr-defined]
+    return storage

@@ -23,19 +23,18 @@ from enum import Enum, auto
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from . import ops
 from .adoption import adopt
 from .buffers import Slot
 from .collectives import Flight
 from .errors import MetaParameterError
+from .faces import face_over, in_own_storage
 from .gradient_shard import GradientShard
 from .labels import LABEL_NUMEL, Label
 from .layout import ShardLayout, alignment_numel
-from .managed_param import ManagedParam, Owner, local_of
+from .managed_param import ManagedParam, Owner, local_of, mark_sharded
 from .mesh import DataParallelMesh
-from .optimizer_steps import steps_taken
 from .policies import GradientPolicy
 from .runtime import Runtime
 from .streams import Mark
@@ -95,6 +94,7 @@ class ParamGroup:
         name: of the unit, for errors and traces.
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype.
+        steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
     """
 
     def __init__(
@@ -115,9 +115,12 @@ class ParamGroup:
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: _Gathering | None = None
         self._noted_version = -1
+        self.steps_taken = 0
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
         self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
+        for managed in self.params:
+            managed.group = self
         with torch.no_grad():
             self._build([p.detach() for _, p, _ in params])
 
@@ -150,13 +153,13 @@ class ParamGroup:
             begin, end = piece.rows(rank)
             if device.type != "meta":
                 view.copy_(whole[begin:end])
-            face = self._face(view, self.mesh, piece.shape)
+            face = face_over(in_own_storage(view), self.mesh, piece.shape)
             attributes, p.sharded = (
                 p.sharded.__dict__,
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
             )
             p.sharded.__dict__.update(attributes)
-            p.expected_local = local_of(p.sharded)
+            p.remember()
 
     def _allocate(self, device: torch.device) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
@@ -165,13 +168,6 @@ class ParamGroup:
         )
         self.shard = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=device)
         self._forget_derived()
-
-    @staticmethod
-    def _face(local: torch.Tensor, mesh: DataParallelMesh, shape: tuple[int, ...]) -> DTensor:
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(
-            local, mesh.mesh, mesh.placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )
 
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
@@ -211,6 +207,11 @@ class ParamGroup:
             if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         return True
+
+    @property
+    def has_gradients(self) -> bool:
+        """True once the gradient shard exists."""
+        return self._gradient_shard is not None
 
     def gradients(self) -> GradientShard:
         """Returns the persistent gradient shard, allocating it at the first call."""
@@ -373,7 +374,7 @@ class ParamGroup:
         self.state = ShardState.SHARDED_POST_FORWARD
         for p, view, piece in zip(self.params, views, layout.pieces, strict=True):
             if p.post_forward is None:
-                face = self._face(view, self.post_forward_mesh, piece.shape)
+                face = face_over(view, self.post_forward_mesh, piece.shape)
                 p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 
@@ -415,7 +416,7 @@ class ParamGroup:
     @property
     def _version(self) -> int:
         """Moves with every optimizer step and every in-place operation on a sharded parameter."""
-        return steps_taken() + self.shard._version + sum(p.sharded._version for p in self.params)
+        return self.steps_taken + sum(p.sharded._version + local_of(p.sharded)._version for p in self.params)
 
     # -- foreign storage --------------------------------------------------------------------------------
 
@@ -464,6 +465,7 @@ class ParamGroup:
                 p.sharded = new
                 p.alias(view)
                 p.register(new)
+                mark_sharded(p)
         # A gradient that moved along with its parameter is in foreign memory now, and one of a replaced
         # parameter belongs to an object nobody holds: the next reduction makes a new shard.
         self._gradient_shard = None
@@ -485,4 +487,5 @@ class ParamGroup:
             with torch.no_grad():
                 view.copy_(old)
             p.alias(view)
+            p.group = smaller
         return smaller

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AcceleratorStreams", "Mark", "NoStreams", "Stream", "Streams", "streams_for"]
+__all__ = ["AcceleratorStreams", "Mark", "NoStreams", "Stream", "Streams", "is_capturing", "streams_for"]
 
 # A stream is opaque to the engine: torch.Stream, or None where the device has none.
 Stream = torch.Stream | None
@@ -130,6 +130,12 @@ class AcceleratorStreams:
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
         return _require(stream)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Returns whether the calling thread's current stream is recording a graph instead of running."""
+    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return ask is not None and bool(ask())
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -3,45 +3,16 @@
 #include <algorithm>
 
 #include "../arguments.h"
-
-// One binary runs on every x86-64 and uses AVX2 where there is some: the loader picks the clone. Everything
-// the clones call is force-inlined, so it is compiled once for each. Elsewhere the baseline is enough
-// (AArch64 always has SIMD), and clang lacks the attribute in versions still in use.
-#if defined(__x86_64__) && defined(__linux__) && defined(__GNUC__) && !defined(__clang__)
-#define SHARDGRAD_CLONES __attribute__((target_clones("default", "avx2")))
-#else
-#define SHARDGRAD_CLONES
-#endif
+#include "blocks.h"
 
 namespace shardgrad::cpu {
 namespace {
-
-// Sums live in a block that stays in L1, so each pass over it is a plain loop over at most two arrays that
-// cannot overlap, which compilers vectorise whatever mix of dtypes and however many sources there are.
-constexpr int64_t kBlock = 1024;
-
-template <class Compute>
-SHARDGRAD_INLINE void load(Compute* block, const void* source, DType dtype, int64_t begin, int64_t count) {
-  visit(dtype, [=](auto tag) __attribute__((always_inline)) {
-    const auto* from = static_cast<const typename decltype(tag)::type*>(source) + begin;
-    for (int64_t j = 0; j < count; ++j) block[j] = static_cast<Compute>(to_float(from[j]));
-  });
-}
 
 template <class Compute>
 SHARDGRAD_INLINE void add(Compute* block, const void* source, DType dtype, int64_t begin, int64_t count) {
   visit(dtype, [=](auto tag) __attribute__((always_inline)) {
     const auto* from = static_cast<const typename decltype(tag)::type*>(source) + begin;
     for (int64_t j = 0; j < count; ++j) block[j] += static_cast<Compute>(to_float(from[j]));
-  });
-}
-
-template <class Compute>
-SHARDGRAD_INLINE void store(const Compute* block, void* out, DType dtype, int64_t begin, int64_t count) {
-  visit(dtype, [=](auto tag) __attribute__((always_inline)) {
-    using Out = typename decltype(tag)::type;
-    auto* to = static_cast<Out*>(out) + begin;
-    for (int64_t j = 0; j < count; ++j) to[j] = from_float<Out>(block[j]);
   });
 }
 

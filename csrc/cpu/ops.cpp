@@ -1,29 +1,14 @@
-// The CPU kernels. Schemas are declared in shardgrad/ops.py.
+// The CPU kernels. Schemas are declared in shardgrad/ops/movement.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-
-#include <algorithm>
 
 #include "../checks.h"
 #include "combine.h"
+#include "parallel.h"
 
 namespace shardgrad::cpu {
 namespace {
 
 using torch::stable::Tensor;
-
-// Elements one thread should have before a second one is worth waking.
-constexpr int64_t kGrain = 32768;
-
-// Splits [0, numel) over torch's threads when `work` elements in all are enough for more than one.
-template <class Body>
-void parallel(int64_t numel, int64_t work, const Body& body) {
-  if (work <= kGrain) {
-    body(int64_t{0}, numel);
-  } else {
-    torch::stable::parallel_for(0, numel, std::max<int64_t>(1, kGrain * numel / work), body);
-  }
-}
 
 // Threads share out positions within a chunk. Each takes its range in the chunk of every rank, so the work is
 // even however unequal the parameters are.

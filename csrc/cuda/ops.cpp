@@ -1,27 +1,13 @@
-// The CUDA kernels' side of the dispatcher. Schemas are declared in shardgrad/ops.py.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
+// The CUDA kernels' side of the dispatcher. Schemas are declared in shardgrad/ops/movement.py.
 #include <torch/csrc/stable/library.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include "../checks.h"
-#include "launch.h"
+#include "binding.h"
 
 namespace shardgrad::cuda {
 namespace {
 
 using torch::stable::Tensor;
-
-// Launches on the current stream of the device that `home` lives on, with that device current.
-template <class Arguments>
-void launch(int (*launcher)(const Arguments*, void*), const Arguments& arguments, const Tensor& home) {
-  const auto device = home.get_device_index();
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  const int status = launcher(&arguments, stream);
-  STD_TORCH_CHECK(status == 0, "CUDA launch failed: ", shardgrad_cuda_error(status));
-}
 
 void pack(
     const Tensors& grads, const Tensor& slot, const Tensor& table, int64_t chunk_numel, double divisor,

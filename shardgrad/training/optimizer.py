@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+import shardgrad
 from shardgrad.training.config import TrainConfig
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum; matrices decay, vectors (the norms' scales) do not."""
+    """AdamW or SGD with momentum; matrices decay, vectors (the norms' scales) do not.
+
+    shardgrad's own optimizers, unless another engine shards: those get torch's, as they would elsewhere.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    home: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)
+        return home.SGD(groups, lr=config.lr, momentum=0.9)  # type: ignore[no-any-return]
+    return home.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)  # type: ignore[no-any-return]
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import shardgrad
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler, validation_starts, windows
@@ -46,7 +47,8 @@ def train_step(state: TrainState, sampler: Sampler, config: TrainConfig, place: 
         part.backward()
         loss += part.detach()
     # The norm is wanted in any case; an infinite limit clips nothing.
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), config.clip or math.inf)
+    clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
+    grad_norm = clip(state.model.parameters(), config.clip or math.inf)
     lr = float(state.schedule.get_last_lr()[0])
     state.optimizer.step()
     state.schedule.step()

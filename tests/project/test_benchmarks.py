@@ -127,3 +127,20 @@ def test_smoke_runs_write_nothing_unasked(tmp_path: Path) -> None:
     assert context.params["out"] is None
     context = main.make_context("construction", [])
     assert context.params["out"] == ROOT / "benchmarks" / "results"
+
+
+def test_optimizer(tmp_path: Path) -> None:
+    bases = {"small": "fsdp2", "large": "flat", "clip": "fsdp2"}
+    for case, base in bases.items():
+        record = smoke("optimizer", tmp_path / case, "--case", case)
+        assert record["config"]["case"] == case
+        of = record["summary"]["shardgrad"]
+        for field in ("wall_s", f"ratio_to_{base}", "bytes_per_s"):
+            assert_spread(of[field])
+
+
+def test_loss_curves(tmp_path: Path) -> None:
+    record = smoke("loss_curves", tmp_path)
+    of = record["summary"]
+    assert of["shardgrad, torch.optim"]["largest_relative_difference"] == 0
+    assert of["shardgrad, shardgrad.optim"]["largest_relative_difference"] < 1e-5

@@ -34,8 +34,8 @@ def package(tmp_path: Path) -> Path:
     package = tmp_path / "a place" / "shardgrad"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    for name in ("ops.py", "errors.py"):
-        shutil.copy(ROOT / "shardgrad" / name, package)
+    shutil.copytree(ROOT / "shardgrad" / "ops", package / "ops")
+    shutil.copy(ROOT / "shardgrad" / "errors.py", package)
     return package
 
 

@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+HEADERS = sorted((ROOT / "csrc" / "cuda").glob("*.cuh"))
 ARCHITECTURES = ("80", "90", "100")
 NVCC = shutil.which("nvcc")
 
@@ -30,7 +31,7 @@ def test_a_cuda_source_compiles_without_warnings_for_every_architecture(source: 
     assert target.stat().st_size > 0
 
 
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.name)
+@pytest.mark.parametrize("source", [*SOURCES, *HEADERS], ids=lambda path: path.name)
 def test_a_cuda_source_never_allocates_synchronises_or_picks_a_stream(source: Path) -> None:
     calls = set(re.findall(r"\bcuda[A-Z]\w+(?=\()", source.read_text()))
     assert calls <= {"cudaGetLastError", "cudaGetErrorString"}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from shardgrad import ops
+from shardgrad.ops import movement
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WORLD_SIZES = (1, 2, 3, 4, 7)
@@ -31,7 +32,7 @@ class Backend:
     sum_chunks: Callable[..., None]
 
 
-REFERENCE = Backend(ops._pack_reference, ops._unpack_reference, ops._sum_chunks_reference)
+REFERENCE = Backend(movement._pack_reference, movement._unpack_reference, movement._sum_chunks_reference)
 COMPILED = Backend(torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks)
 needs_library = pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
 

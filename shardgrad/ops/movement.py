@@ -1,6 +1,6 @@
 """Data movement between whole parameters and chunks: `pack`, `unpack`, `sum_chunks`.
 
-The vocabulary is that of `layout.py`. Three ops in the namespace `torch.ops.shardgrad` share one contract:
+The vocabulary is that of `layout.py`. The three ops share one contract:
 
 Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel, span,
     shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs its numbers
@@ -12,24 +12,22 @@ Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic ru
 Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living parameters,
     and autograd must not take their refilling for a modification by the user.
 
-Each op exists twice. This file holds its schema, its fake kernel and a reference in plain torch ops, which
-the dispatcher uses on every device for which `shardgrad/_C.so` (sources in `csrc/`) has brought no kernel.
-The schemas are here and not in C++, because the reference needs them when there is no library.
+Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`).
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardgrad.errors import OptionError
+from shardgrad.ops.checks import check_data, compute_dtype, divide_
+from shardgrad.ops.library import declare
 
-__all__ = ["backend", "pack", "sum_chunks", "unpack"]
+__all__ = ["pack", "sum_chunks", "unpack"]
 
 
 def pack(
@@ -131,11 +129,6 @@ def sum_chunks(
     _sum_chunks(chunks, out, divisor, accumulate)
 
 
-def backend() -> Literal["compiled", "reference"]:
-    """Returns whether `shardgrad/_C.so` was loaded ("compiled") or not ("reference")."""
-    return "compiled" if _IS_COMPILED else "reference"
-
-
 def _check_divisor(divisor: float) -> None:
     if divisor == 0:
         raise OptionError("cannot divide by zero", expected="a divisor other than 0", got=f"{divisor}")
@@ -173,35 +166,9 @@ def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
     return rows
 
 
-def _check_data(name: str, tensors: Sequence[Tensor], home: Tensor) -> None:
-    for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
-            raise RuntimeError(f"{name} must be float32, bfloat16, float16 or float64")
-        if tensor.device != home.device:
-            raise RuntimeError(f"{name} must be on the device of the tensor written to")
-        if not tensor.is_contiguous():
-            raise RuntimeError(f"{name} must be contiguous")
-        end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
-        if tensor.numel() > 0 and end > tensor.untyped_storage().nbytes():
-            raise RuntimeError(f"{name} lies in a storage that was freed or shrunk")
-
-
 def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
     if len({(chunk.dtype, chunk.numel()) for chunk in chunks}) != 1:
         raise RuntimeError("chunks must share one dtype and one number of elements")
-
-
-_DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
-
-
-def _compute_dtype(a: Tensor, b: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (a.dtype, b.dtype) else torch.float32
-
-
-def _divide_(value: Tensor, divisor: float) -> None:
-    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which rounds twice.
-    if divisor != 1:
-        value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))
 
 
 # Writing through `.data`, which has a version counter of its own, keeps the caller's as it is.
@@ -214,8 +181,8 @@ def _pack_reference(
     world_size = slot.numel() // chunk_numel if chunk_numel > 0 else 0
     if world_size * chunk_numel != slot.numel():
         raise RuntimeError(f"slot has {slot.numel()} elements, not a multiple of chunk_numel {chunk_numel}")
-    _check_data("slot", [slot], slot)
-    _check_data("grads", grads, slot)
+    check_data("slot", [slot], slot)
+    check_data("grads", grads, slot)
     chunks = slot.data.view(world_size, chunk_numel)
     for i, (row, grad) in enumerate(zip(_rows(table, world_size, chunk_numel), grads, strict=True)):
         if grad.numel() not in (0, row.numel):
@@ -231,14 +198,14 @@ def _pack_one(flat: Tensor, reserved: Tensor, shard_numel: int, divisor: float, 
     """Writes a 1-D gradient into its reservations, [world_size, span]: full ones, a short one, empty ones."""
     full, rest = divmod(flat.numel(), shard_numel)
     if divisor != 1:
-        flat = flat.to(_compute_dtype(flat, reserved), copy=True)
-        _divide_(flat, divisor)
+        flat = flat.to(compute_dtype(flat, reserved), copy=True)
+        divide_(flat, divisor)
     pairs = [(reserved[:full, :shard_numel], flat[: full * shard_numel].view(full, shard_numel))]
     if rest:
         pairs.append((reserved[full, :rest], flat[full * shard_numel :]))
     for into, value in pairs:
         if accumulate:
-            into.copy_(into.to(_compute_dtype(flat, reserved)) + value)
+            into.copy_(into.to(compute_dtype(flat, reserved)) + value)
         else:
             into.copy_(value)
     if not accumulate:
@@ -250,8 +217,8 @@ def _pack_one(flat: Tensor, reserved: Tensor, shard_numel: int, divisor: float, 
 @torch.no_grad()
 def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
     _check_equal_chunks(chunks)
-    _check_data("unsharded", [unsharded], unsharded)
-    _check_data("chunks", chunks, unsharded)
+    check_data("unsharded", [unsharded], unsharded)
+    check_data("chunks", chunks, unsharded)
     into, pieces = [], []
     for i, row in enumerate(_rows(table, len(chunks), chunks[0].numel())):
         if row.unsharded_offset + row.numel > unsharded.numel():
@@ -274,67 +241,24 @@ def _sum_chunks_reference(chunks: Sequence[Tensor], out: Tensor, divisor: float,
     _check_equal_chunks(chunks)
     if out.numel() != chunks[0].numel():
         raise RuntimeError(f"out has {out.numel()} elements, the chunks have {chunks[0].numel()}")
-    _check_data("out", [out], out)
-    _check_data("chunks", chunks, out)
-    total = chunks[0].view(-1).to(_compute_dtype(chunks[0], out), copy=True)
+    check_data("out", [out], out)
+    check_data("chunks", chunks, out)
+    total = chunks[0].view(-1).to(compute_dtype(chunks[0], out), copy=True)
     for chunk in chunks[1:]:
         total.add_(chunk.view(-1))
-    _divide_(total, divisor)
+    divide_(total, divisor)
     into = out.data.view(-1)
     if accumulate:
         total.add_(into)
     into.copy_(total)
 
 
-def _fake(*_: object) -> None:
-    """Nothing to infer: the ops return nothing and change no shape."""
-
-
-def _register() -> torch.library.Library:
-    library = torch.library.Library("shardgrad", "DEF")
-    library.define(
-        "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool accumulate)"
-        " -> ()"
-    )
-    library.define("unpack(Tensor[] chunks, Tensor(a!) unsharded, Tensor table) -> ()")
-    library.define("sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate) -> ()")
-    for name, reference in (
-        ("pack", _pack_reference),
-        ("unpack", _unpack_reference),
-        ("sum_chunks", _sum_chunks_reference),
-    ):
-        # An alias of every device; a kernel registered for one device, as in csrc/, goes before it.
-        library.impl(name, reference, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"shardgrad::{name}", _fake, lib=library)
-    return library
-
-
-def _load_compiled() -> bool:
-    """Loads the library next to this file, or warns once and leaves the reference in place."""
-    path = Path(__file__).with_name("_C.so")
-    if path.is_file():
-        try:
-            torch.ops.load_library(path)
-        except OSError as error:
-            what = (
-                f"{path} could not be loaded by torch {torch.__version__}, perhaps because it was built for "
-                f"an incompatible one ({error.__cause__ or error})"
-            )
-        else:
-            return True
-    else:
-        what = f"there is no compiled library {path}"
-    warnings.warn(
-        f"shardgrad: {what}; the slower Python reference ops are used. "
-        "To build it, type in the source tree: pip install --no-build-isolation -e .",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
-
-
-_LIBRARY = _register()  # the registrations live as long as this object
-_IS_COMPILED = _load_compiled()
+declare(
+    "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool accumulate)",
+    _pack_reference,
+)
+declare("unpack(Tensor[] chunks, Tensor(a!) unsharded, Tensor table)", _unpack_reference)
+declare("sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)", _sum_chunks_reference)
 
 # Resolved once: looking an overload up costs more than a small op.
 _pack = torch.ops.shardgrad.pack.default

@@ -1,0 +1,118 @@
+"""Loss curves of the tiny preset on real text: `shardgrad.optim.AdamW` beside torch's, same data, same start.
+
+Not a timing. What it answers: does training go the same way? Three runs on two ranks: FSDP2 with torch's
+AdamW, shardgrad with torch's, and shardgrad with its own, each with clipping and a schedule.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.table import Table
+
+from benchmarks.options import common_options
+from benchmarks.ranks import on_ranks
+from benchmarks.record import append, environment, make_record
+from benchmarks.tables import show
+
+_RANKS = 2
+_BASE = "fsdp2, torch.optim"
+_RUNS = (_BASE, "shardgrad, torch.optim", "shardgrad, shardgrad.optim")
+
+
+@click.command()
+@click.option("--steps", type=click.IntRange(2), default=200, show_default=True)
+@common_options
+def main(steps: int, smoke: bool, out: Path | None) -> None:
+    """Train three times and compare the losses."""
+    if smoke:
+        steps = 3
+    started = environment()
+    curves, backend = on_ranks("benchmarks.loss_curves:train_all", _RANKS, steps, keep_heap=True)[0]
+    record = make_record(
+        "loss_curves",
+        environment=started,
+        ops_backend=backend,
+        config={"ranks": _RANKS, "steps": steps, "smoke": smoke},
+        samples=curves,
+        summary={name: _summarise(curve, curves[_BASE]) for name, curve in curves.items()},
+    )
+    _print(record)
+    if out is not None:
+        append(out, record)
+
+
+def train_all(steps: int) -> tuple[dict[str, list[float]], str]:
+    """Returns the mean loss over ranks of every step of every run, and which ops ran."""
+    import shardgrad.ops
+
+    return {name: _train(*name.split(", "), steps) for name in _RUNS}, shardgrad.ops.backend()
+
+
+def _train(engine: str, home: str, steps: int) -> list[float]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+    import shardgrad
+    from shardgrad.training.corpus import Sampler, load_corpus
+    from shardgrad.training.model import Transformer, materialise
+    from shardgrad.training.presets import PRESETS
+
+    with torch.device("meta"):
+        model = Transformer(PRESETS["tiny"])
+    materialise(model, model, device=torch.device("cpu"), seed=0)
+    for unit in (*model.layers, model):
+        (shardgrad.fully_shard if engine == "shardgrad" else torch_fully_shard)(unit)
+    ours = home == "shardgrad.optim"
+    optimizer: Any = (shardgrad.optim if ours else torch.optim).AdamW(
+        model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    clip = shardgrad.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1)
+    corpus = load_corpus(None, limit_nbytes=1 << 20, validation_fraction=0.1, seq_len=64)
+    sampler = Sampler(corpus.train, seq_len=64, seed=0)
+    losses = []
+    for step in range(steps):
+        tokens, targets = sampler.batch((step * _RANKS + dist.get_rank()) * 4, 4)
+        loss = model.loss(tokens, targets)
+        loss.backward()
+        clip(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / _RANKS)
+    return losses
+
+
+def _summarise(curve: list[float], base: list[float]) -> dict[str, float]:
+    differences = [abs(a - b) / b for a, b in zip(curve, base, strict=True)]
+    tail = max(1, len(curve) // 10)
+    return {
+        "first_loss": curve[0],
+        "last_loss": sum(curve[-tail:]) / tail,
+        "largest_relative_difference": max(differences),
+        "mean_relative_difference": sum(differences) / len(differences),
+    }
+
+
+def _print(record: dict[str, Any]) -> None:
+    table = Table("", "first", "last tenth", "largest difference", "mean difference")
+    table.title = f"loss of the tiny preset over {record['config']['steps']} steps, to {_BASE}"
+    for name, of in record["summary"].items():
+        table.add_row(
+            name,
+            f"{of['first_loss']:.4f}",
+            f"{of['last_loss']:.4f}",
+            f"{of['largest_relative_difference']:.2e}",
+            f"{of['mean_relative_difference']:.2e}",
+        )
+    show(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""The compiled ops and their references: data movement, norms and optimizer updates.
+
+| module | holds |
+|---|---|
+| `library.py` | the operator library, and the loader of `shardgrad/_C.so` |
+| `checks.py` | what every reference refuses |
+| `movement.py` | `pack`, `unpack`, `sum_chunks` |
+| `segments.py` | the table of the parameters that one launch updates |
+| `weights.py` | how exact values of half-width parameters are kept |
+| `update.py` | `adam_`, `sgd_` |
+| `norm.py` | `norm_` |
+"""
+
+from shardgrad.ops.library import backend, load_compiled
+from shardgrad.ops.movement import pack, sum_chunks, unpack
+from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
+from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
+from shardgrad.ops.update import adam_, sgd_
+
+__all__ = [
+    "NORM_SCRATCH_NUMEL",
+    "TILE_NUMEL",
+    "adam_",
+    "backend",
+    "check_rows",
+    "norm_",
+    "pack",
+    "segment_rows",
+    "sgd_",
+    "sum_chunks",
+    "unpack",
+]
+
+load_compiled()  # last: every op is declared by now

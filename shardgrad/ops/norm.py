@@ -1,0 +1,120 @@
+"""The norm of a segment's gradients, and whether they are finite: `norm_`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from shardgrad.ops.checks import check_data, check_memory, check_scalar
+from shardgrad.ops.library import declare
+from shardgrad.ops.segments import check_segment, live_rows
+
+__all__ = ["NORM_SCRATCH_NUMEL", "norm_"]
+
+NORM_SCRATCH_NUMEL = 2 * 1024 + 1
+"""Elements of the scratch of `norm_`: an accumulated value for each of 1,024 workers, then a count of
+non-finite elements for each, then a ticket, which is zero between calls."""
+
+
+def norm_(
+    out: Tensor,
+    scratch: Tensor,
+    flat: Tensor,
+    *,
+    touched: Tensor,
+    rows: Tensor,
+    tiles: int,
+    norm_type: float = 2.0,
+    scale: Tensor | None = None,
+) -> None:
+    """Accumulates what a norm is made of over the live rows of a segment: `sum(|scale * g| ** norm_type)`.
+
+    The root is left to the caller, who has other segments and other ranks to add first. For an infinite
+    `norm_type` it is the largest |scale * g| (the smallest for minus infinity), and for 0 the number of
+    elements that are not 0. A NaN anywhere makes the result NaN, except in that number.
+
+    The sum runs in float64, so float32 gradients cannot overflow it. It is the same bit for bit from run to
+    run and for any number of threads: 1,024 workers have their tiles by number, and their sums are added in
+    order.
+
+    Args:
+        out: float64, 2 elements: the accumulated value, and how many elements are infinite or NaN.
+            Overwritten. Without live elements: 0, or infinity if `norm_type` is minus infinity; and 0.
+        scratch: float64, `NORM_SCRATCH_NUMEL` elements that are zero before its first use; its own
+            afterwards. Calls whose order is not fixed, on several streams, need one each.
+        flat: the gradients, 1-D, any of the four dtypes; read at `grad_offset`.
+        touched: 1-D, any of the four dtypes; see `segments.py`.
+        rows: the segment's table, on the device.
+        tiles: of the table.
+        norm_type: any number.
+        scale: float32 or float64, 1 element, not negative; what gradients are to be multiplied by. Applied
+            once, to the accumulated value.
+
+    Streams:
+        Runs on the current stream of the device of `out`.
+
+    Capture:
+        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does both.)
+
+    Raises:
+        RuntimeError: the arguments disagree.
+    """
+    _norm(out, scratch, flat, touched, rows, tiles, norm_type, scale)
+
+
+@torch.no_grad()
+def _norm_reference(
+    out: Tensor,
+    scratch: Tensor,
+    flat: Tensor,
+    touched: Tensor,
+    rows: Tensor,
+    tiles: int,
+    norm_type: float,
+    scale: Tensor | None,
+) -> None:
+    _check_norm(out, scratch, norm_type)
+    check_data("flat", [flat], out)
+    check_scalar("scale", scale, (torch.float32, torch.float64), out)
+    check_segment(touched, rows, tiles, out, {"grad_offset": flat.numel()})
+    factor = 1.0 if scale is None else float(scale)
+    live = [flat.narrow(0, row.grad_offset, row.numel) for row in live_rows(touched, rows) if row.numel > 0]
+    bad = sum(int((~piece.isfinite()).sum()) for piece in live)
+    sizes = [piece.to(torch.float64).abs() for piece in live]
+    # A minimum or maximum of torch's is NaN if anything is, and so is the sum.
+    if math.isinf(norm_type):
+        edge = torch.amax if norm_type > 0 else torch.amin
+        parts, start = [edge(size) for size in sizes], 0.0 if norm_type > 0 else math.inf
+        total = edge(torch.stack([*parts, torch.full_like(out[0], start)]))
+        total = total * factor
+    else:
+        total = torch.zeros_like(out[0])
+        for size in sizes:
+            total += (size != 0).sum() if norm_type == 0 else size.pow(norm_type).sum()
+        total = total * factor**norm_type
+    into = out.data.view(-1)
+    into[0].copy_(total)
+    into[1].fill_(bad)
+
+
+def _check_norm(out: Tensor, scratch: Tensor, norm_type: float) -> None:
+    if out.dtype != torch.float64 or out.numel() != 2:
+        raise RuntimeError("out must be float64 with 2 elements")
+    if scratch.dtype != torch.float64 or scratch.numel() != NORM_SCRATCH_NUMEL:
+        raise RuntimeError(f"scratch must be float64 with {NORM_SCRATCH_NUMEL} elements")
+    check_memory("out", out, out)
+    check_memory("scratch", scratch, out)
+    if math.isnan(norm_type):
+        raise RuntimeError("norm_type must be a number, got NaN")
+
+
+declare(
+    "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int tiles, "
+    "float norm_type, Tensor? scale)",
+    _norm_reference,
+)
+
+# Resolved once: looking an overload up costs more than a small op.
+_norm = torch.ops.shardgrad.norm_.default

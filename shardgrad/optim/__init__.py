@@ -1,0 +1,7 @@
+"""Optimizers over flat segments: fused, capturable, and never looking through `param.grad`."""
+
+from shardgrad.optim.adam import Adam, AdamW
+from shardgrad.optim.muon import Muon
+from shardgrad.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW", "Muon"]

@@ -1,0 +1,146 @@
+"""`AdamW` and `Adam`: one launch for each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from shardgrad import ops
+from shardgrad.errors import unsupported
+from shardgrad.optim.flat import FlatOptimizer, Update
+from shardgrad.optim.hyper import Hyper, at_least_zero, fractions
+from shardgrad.optim.precision import Master, Precision
+from shardgrad.optim.segment import Segment
+
+__all__ = ["Adam", "AdamW"]
+
+
+class Adam(FlatOptimizer):
+    """Adam over flat segments; arguments as in `torch.optim.Adam`, and how exactly to keep things.
+
+    Args:
+        params: see `FlatOptimizer`.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: L2 penalty, added to the gradient.
+        amsgrad: must be False.
+        maximize: go up instead of down.
+        foreach: ignored, as are `capturable` and `fused`: every step is fused and capturable.
+        capturable: see `foreach`.
+        differentiable: must be False.
+        fused: see `foreach`.
+        decoupled_weight_decay: as `AdamW`.
+        moment_dtype: of both moments; None for float32, or float64 under float64 parameters.
+        master: "float32" or "remainder" beside 16-bit weights. See [Note: Exact weights].
+        stochastic_rounding: of bf16 weights without a master.
+        seed: of that.
+        check_finite: see `FlatOptimizer`.
+
+    Raises:
+        OptionError, OptimizerParameterError, UnsupportedError.
+
+    Source: Kingma and Ba, "Adam: a method for stochastic optimization", 2015.
+    """
+
+    hypers: ClassVar[Sequence[Hyper]] = (
+        Hyper("lr", at_least_zero, may_be_tensor=True),
+        Hyper("betas", fractions),
+        Hyper("eps", at_least_zero),
+        Hyper("weight_decay", at_least_zero),
+    )
+    fixed: ClassVar[Sequence[str]] = ("maximize", "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = True,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        moment_dtype: torch.dtype | None = None,
+        master: Master = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        check_finite: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise unsupported("amsgrad=True", instead="amsgrad=False, or torch.optim.AdamW")
+        if differentiable:
+            raise unsupported("differentiable=True", instead="torch.optim.AdamW")
+        self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, check_finite=check_finite)
+
+    def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Two moments, and what the precision asks for."""
+        return self._precision.dtypes(segment.dtype, ("exp_avg", "exp_avg_sq"))
+
+    def update(self, update: Update) -> None:
+        """See `ops.adam_`."""
+        segment, launch, precision = update.segment, update.launch, self._precision
+        ops.adam_(
+            launch.param,
+            launch.grad,
+            segment.state["exp_avg"],
+            segment.state["exp_avg_sq"],
+            steps=segment.steps,
+            ticket=segment.ticket,
+            touched=launch.touched,
+            rows=launch.rows,
+            tiles=launch.tiles,
+            hyper=update.hyper,
+            master=precision.exact(segment.state),
+            scale=update.scale,
+            found_inf=update.skip,
+            decoupled=update.group["decoupled_weight_decay"],
+            maximize=update.group["maximize"],
+            stochastic_rounding=precision.stochastic_rounding,
+            seed=segment.seed(precision.seed),
+        )
+
+
+class AdamW(Adam):
+    """AdamW over flat segments; arguments as in `torch.optim.AdamW`, and those of `Adam`.
+
+    Args:
+        params: see `FlatOptimizer`.
+        lr: learning rate, a number or a one-element tensor.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: share of the weight that is taken off, times lr.
+        amsgrad: must be False.
+        **options: keyword arguments of `Adam`.
+
+    Source: Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
+        options.setdefault("decoupled_weight_decay", True)
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **options)

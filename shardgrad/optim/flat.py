@@ -1,0 +1,304 @@
+"""The optimizer under all others: groups, segments, state, and the order of a step."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from shardgrad.errors import DeepcopyError, OptimizerParameterError
+from shardgrad.managed_param import ManagedParam, managed_by
+from shardgrad.norms import find_nonfinite
+from shardgrad.optim.hyper import Hyper, OptimGroup
+from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
+from shardgrad.optim.state import load_state
+from shardgrad.param_group import ParamGroup
+
+__all__ = ["FlatOptimizer", "Update"]
+
+
+@dataclass(frozen=True)
+class Update:
+    """One segment of a step under way.
+
+    Attributes:
+        segment: with its state.
+        group: the entry of `param_groups`.
+        launch: where parameters and gradients are.
+        hyper: the group's mirror on the device.
+        scale: device scalar that gradients are multiplied by, or None.
+        skip: device scalar, above zero if nothing may change, or None.
+    """
+
+    segment: Segment
+    group: OptimGroup
+    launch: Launch
+    hyper: torch.Tensor
+    scale: torch.Tensor | None
+    skip: torch.Tensor | None
+
+
+class FlatOptimizer(Optimizer):
+    """A `torch.optim.Optimizer` whose step is one launch per segment. See [Note: Segments].
+
+    Groups, `state_dict`, schedulers, hooks and closures work as in torch; state is a DTensor for each
+    parameter, cut out of flat buffers. Everything a step depends on is in device memory: hyperparameters
+    ([Note: Hyperparameters]), step counts, loss scale, clip coefficient, and whether to skip the step.
+
+    Args:
+        params: as for any torch optimizer: parameters, (name, parameter) pairs, or dictionaries with groups.
+        defaults: of the hyperparameters.
+        check_finite: look at the gradients for infinities and NaNs before every step, if neither
+            `clip_grad_norm_` nor a `GradScaler` has, and skip the step if there are any.
+
+    Attributes:
+        skipped_steps: float32 device scalar, steps that were skipped because gradients were not finite.
+
+    Raises:
+        OptionError: a hyperparameter is outside its range.
+        OptimizerParameterError: a parameter cannot be updated.
+    """
+
+    # What a subclass has: mirrored keys in kernel order, and keys that are arguments of a launch.
+    hypers: ClassVar[Sequence[Hyper]]
+    fixed: ClassVar[Sequence[str]] = ("maximize",)
+
+    # Scalers then leave `grad_scale` and `found_inf` as attributes for the length of a step, instead of
+    # reading them on the host.
+    _step_supports_amp_scaling = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False) -> None:
+        self._segments: list[tuple[Segment, int]] = []
+        self._skipped: torch.Tensor | None = None
+        self._check_finite = check_finite
+        super().__init__(params, defaults)
+
+    # -- groups -----------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters with hyperparameters of their own; see `torch.optim.Optimizer.add_param_group`.
+
+        Raises:
+            OptionError, OptimizerParameterError: nothing was added.
+        """
+        super().add_param_group(param_group)
+        plain = self.param_groups.pop()
+        group = OptimGroup(plain, self.hypers, self.fixed, self.validate_group)
+        segments = self._segments_of(group, len(self.param_groups))
+        for segment in segments:
+            self.state_dtypes(segment, group)  # what it refuses, it refuses before anything is added
+        self.param_groups.append(group)
+        for segment in segments:
+            segment.number = len(self._segments)
+            self._segments.append((segment, len(self.param_groups) - 1))
+            if segment.has_data:
+                self._allocate(segment, group)
+
+    def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
+        """Sorts a group's parameters into segments, in the order in which they were given."""
+        names = group.get("param_names") or [f"{i} of group {index}" for i in range(len(group["params"]))]
+        sharded: dict[ParamGroup, list[ManagedParam]] = {}
+        plain: list[Segment] = []
+        for param, name in zip(group["params"], names, strict=True):
+            managed = managed_by(param)
+            self._validate_param(param, name if managed is None else managed.name, managed)
+            if managed is None:
+                plain.append(PlainSegment(param, name))
+            else:
+                sharded.setdefault(managed.group, []).append(managed)
+        self._refuse_two_engines(group, sharded)
+        return [*(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()), *plain]
+
+    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+        if not param.is_floating_point():
+            what = "complex" if param.is_complex() else str(param.dtype)
+            raise self._cannot_update(
+                name, f"it is {what}", "floating-point parameters; torch.optim has others"
+            )
+
+    def _refuse_two_engines(self, group: OptimGroup, sharded: Mapping[ParamGroup, Any]) -> None:
+        everything = [*(p for g in self.param_groups for p in g["params"]), *group["params"]]
+        foreign = [p for p in everything if isinstance(p, DTensor) and managed_by(p) is None]
+        if foreign and len(foreign) < sum(isinstance(p, DTensor) for p in everything):
+            raise self._cannot_update(
+                f"of shape {tuple(foreign[0].shape)}",
+                "another engine shards it, or it was replaced after fully_shard",
+                "one optimizer for each engine's parameters",
+            )
+
+    @staticmethod
+    def _cannot_update(param: Any, why: str, fix: str) -> OptimizerParameterError:
+        return OptimizerParameterError(
+            f"an optimizer was given parameter {param}, and {why}",
+            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or by nobody",
+            got=why,
+            fix=fix,
+        )
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """Returns the state buffers a segment needs, by name."""
+
+    def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Refuses options that do not go together, by an OptionError; overridden where there are any.
+
+        Args:
+            old: what the group was built with.
+            new: what it would have.
+        """
+
+    def _allocate(self, segment: Segment, group: OptimGroup) -> None:
+        segment.allocate(self.state_dtypes(segment, group))
+        pieces = {name: segment.local_views(flat) for name, flat in segment.state.items()}
+        for i, param in enumerate(segment.params):
+            self.state[param] = {
+                "step": segment.steps[i],
+                **{name: segment.face(i, views[i]) for name, views in pieces.items()},
+            }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
+
+        State is copied into the buffers that exist, so a captured graph stays valid. A piece may be a DTensor
+        with any placements, or a whole tensor.
+
+        Raises:
+            OptimizerStateError: it does not fit; nothing was changed.
+        """
+        state_dict = state_dict.copy()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        for segment, index in self._segments:
+            if not segment.is_allocated:
+                self._require_data(segment)
+                self._allocate(segment, self._group(index))
+        load_state(self.param_groups, self.state, state_dict)  # type: ignore[arg-type]
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuses to be pickled or copied: state lives in buffers that belong to the model."""
+        raise DeepcopyError(
+            f"{type(self).__name__} cannot be copied or pickled",
+            expected="state_dict()",
+            got="copy.deepcopy or pickle of the optimizer",
+            fix="build a second optimizer and load optimizer.state_dict() into it",
+        )
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def update(self, update: Update) -> None:
+        """Launches the kernel for one segment."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient.
+
+        Streams: runs on the current stream of the parameters' device, which backward has made wait for the
+            gradients; the host waits for nothing.
+        Capture: safe once state exists.
+
+        Raises:
+            OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_all(self._launches())
+        return loss
+
+    def _launches(self) -> list[tuple[Segment, OptimGroup, Launch]]:
+        """Describes the launches of a step. Whatever can be wrong is noticed here."""
+        launches = []
+        for segment, index in self._segments:
+            launch = segment.settle()
+            if launch is not None:
+                launches.append((segment, self._group(index), launch))
+        for segment, group, _ in launches:
+            if not segment.is_allocated:
+                self._require_data(segment)
+                self._allocate(segment, group)
+        return launches
+
+    def _update_all(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> None:
+        skip = self._skip(launches)
+        self.update_all(
+            [
+                Update(segment, group, launch, group.on(segment.device), self._scale(launch), skip)
+                for segment, group, launch in launches
+            ]
+        )
+        if skip is not None:
+            self.skipped_steps.add_(skip > 0)
+
+    def update_all(self, updates: Sequence[Update]) -> None:
+        """Launches the kernels of a step; overridden where segments are not independent."""
+        for update in updates:
+            self.update(update)
+
+    def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
+        """Returns a device scalar, above zero if the gradients are not finite; None if nobody has looked."""
+        found = {
+            id(x): x
+            for x in (getattr(self, "found_inf", None), *(launch.nonfinite for _, _, launch in launches))
+            if x is not None
+        }
+        if not found and self._check_finite and launches:
+            params = [param for segment, _, _ in launches for param in segment.params]
+            return find_nonfinite(params, launches[0][0].device)
+        verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
+        return sum(verdicts[1:], verdicts[0]) if verdicts else None
+
+    def _scale(self, launch: Launch) -> torch.Tensor | None:
+        """Returns what gradients are multiplied by: what they owe, and torch's loss scale taken out again."""
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        if grad_scale is None:
+            return launch.owed
+        inverse = grad_scale.detach().reshape(()).float().reciprocal()
+        return inverse if launch.owed is None else inverse * launch.owed
+
+    @property
+    def skipped_steps(self) -> torch.Tensor:
+        """Float32 device scalar, updated in place; reading it on the host waits for the device."""
+        if self._skipped is None:
+            device = self._segments[0][0].device if self._segments else torch.device("cpu")
+            self._skipped = torch.zeros((), dtype=torch.float32, device=device)
+        return self._skipped
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Sets gradients, decoupled ones included, to None, or to zero.
+
+        Streams: zeros are written on the current stream. Capture: safe.
+        """
+        for segment, _ in self._segments:
+            segment.forget_gradients(set_to_none=set_to_none)
+
+    # -- inside -----------------------------------------------------------------------------------------
+
+    def _group(self, index: int) -> OptimGroup:
+        group: OptimGroup = self.param_groups[index]  # type: ignore[assignment]
+        return group
+
+    def _require_data(self, segment: Segment) -> None:
+        if not segment.has_data:
+            raise self._cannot_update(
+                segment.names[0],
+                "it is on the meta device",
+                "model.to_empty(device=...) and initialise it first",
+            )
+
+
+def _in_order(group: ParamGroup, members: Iterable[ManagedParam]) -> list[ManagedParam]:
+    chosen = {id(managed) for managed in members}
+    return [managed for managed in group.params if id(managed) in chosen]

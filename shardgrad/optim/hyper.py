@@ -1,0 +1,204 @@
+"""Hyperparameters that kernels read from device memory.
+
+[Note: Hyperparameters]
+An optimizer's group is a dictionary, and programs and schedulers assign to it: `group["lr"] = 1e-4`. A kernel
+that took such a number as an argument would have it frozen into a captured graph. Each group therefore has a
+mirror in device memory, written at the moment of assignment, and kernels read the mirror: the next launch,
+or the next replay, sees the new value.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from shardgrad.errors import CaptureError, OptionError
+from shardgrad.streams import is_capturing
+
+__all__ = ["Hyper", "OptimGroup", "at_least_zero", "fraction", "fractions"]
+
+
+def at_least_zero(value: Any) -> Sequence[float]:
+    """Returns a finite number >= 0 as the kernel wants it; raises ValueError for any other."""
+    if not isinstance(value, int | float) or not (math.isfinite(value) and value >= 0):
+        raise ValueError("a finite number that is not negative")
+    return (float(value),)
+
+
+def fraction(value: Any) -> Sequence[float]:
+    """Returns a number in [0, 1); raises ValueError for any other."""
+    (number,) = at_least_zero(value)
+    if number >= 1:
+        raise ValueError("a number at least 0 and below 1")
+    return (number,)
+
+
+def fractions(value: Any) -> Sequence[float]:
+    """Returns a pair of numbers in [0, 1); raises ValueError for anything else."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise ValueError("a pair of numbers, each at least 0 and below 1")
+    return (*fraction(value[0]), *fraction(value[1]))
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """One hyperparameter: its name in the group, its first slot in device memory, and what it may be.
+
+    Attributes:
+        name: the group's key.
+        read: turns a host value into the mirror's numbers, or raises ValueError naming what was expected.
+        may_be_tensor: a one-element tensor is copied at every step instead, so that it can change by itself.
+    """
+
+    name: str
+    read: Callable[[Any], Sequence[float]]
+    may_be_tensor: bool = False
+
+    def numbers(self, value: Any) -> Sequence[float] | None:
+        """Returns the mirror's numbers, or None if the value is a tensor.
+
+        Raises:
+            OptionError: the value is outside its range.
+        """
+        if isinstance(value, torch.Tensor) and self.may_be_tensor and value.numel() == 1:
+            return None
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise OptionError(
+                f"the optimizer's {self.name} is outside its range",
+                expected=str(error),
+                got=repr(value),
+                fix=f"{self.name}=..., or group[{self.name!r}] = ... later",
+            ) from None
+
+
+class OptimGroup(dict[str, Any]):
+    """One entry of `optimizer.param_groups`: a dictionary whose hyperparameters are mirrored on the device.
+
+    Args:
+        values: the plain dictionary that torch made.
+        hypers: the keys that are mirrored.
+        fixed: keys that a launch has as arguments, so that a captured graph keeps the old value.
+        validate: given the values the group was built with and those it would have, refuses what does not go
+            together, by an OptionError.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        hypers: Sequence[Hyper],
+        fixed: Sequence[str],
+        validate: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
+    ) -> None:
+        super().__init__(values)
+        self._validate = validate
+        self._built_with = dict(values)
+        self._hypers = {hyper.name: hyper for hyper in hypers}
+        self._slots: dict[str, int] = {}
+        self._fixed = frozenset(fixed)
+        self._mirrors: dict[torch.device, torch.Tensor] = {}
+        self.captured = False
+        slot = 0
+        for hyper in hypers:
+            self._slots[hyper.name] = slot
+            slot += len(self._numbers_or_zero(hyper))
+        validate(self, self)
+
+    def _numbers_or_zero(self, hyper: Hyper) -> Sequence[float]:
+        """Returns what a mirror starts with; a tensor is copied later."""
+        numbers = hyper.numbers(self[hyper.name])
+        return (0.0,) if numbers is None else numbers
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """Returns the mirror on a device: float64, one number per slot.
+
+        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call.
+        Capture: safe after the first call.
+
+        Raises:
+            CaptureError: a hyperparameter is a tensor on the host, which a graph would read only once.
+        """
+        mirror = self._mirrors.get(device)
+        if mirror is None:
+            numbers = [number for hyper in self._hypers.values() for number in self._numbers_or_zero(hyper)]
+            mirror = self._mirrors[device] = torch.tensor(numbers, dtype=torch.float64, device=device)
+        capturing = is_capturing(device)
+        self.captured |= capturing
+        for hyper in self._hypers.values():
+            value = self[hyper.name] if hyper.may_be_tensor else None
+            if isinstance(value, torch.Tensor):
+                if capturing and value.device != device:
+                    raise CaptureError(
+                        f"the optimizer's {hyper.name} is a tensor on {value.device}",
+                        expected=f"a number, or a tensor on {device}",
+                        got="a value the graph would read once, when it is captured",
+                        fix=f"group[{hyper.name!r}] = float(group[{hyper.name!r}])",
+                    )
+                mirror[self._slots[hyper.name]].copy_(value.detach().reshape(()))
+        return mirror
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Assigns, and writes the mirrors on the current stream of each device.
+
+        Raises:
+            OptionError: the value is outside its range; nothing was changed.
+            CaptureError: during a capture, which would record this one value for every replay, or after it
+                for a key that the graph has as a constant.
+        """
+        hyper = self._hypers.get(key)
+        numbers = hyper.numbers(value) if hyper is not None else None
+        self._validate(self._built_with, {**self, key: value})
+        if self.captured and key in self._fixed and value != self.get(key):
+            self._refuse_fixed(key, value)
+        if hyper is not None and numbers is not None:
+            for device, mirror in self._mirrors.items():
+                if is_capturing(device):
+                    self._refuse_capturing(key)
+                for i, number in enumerate(numbers):
+                    mirror[self._slots[key] + i].fill_(number)
+        super().__setitem__(key, value)
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Looks at what is about to be assigned together, without assigning.
+
+        Raises:
+            OptionError: a value is outside its range, or the values do not go together.
+        """
+        for key, value in values.items():
+            if key in self._hypers:
+                self._hypers[key].numbers(value)
+        self._validate(self._built_with, {**self, **values})
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Assigns several keys, in order."""
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> OptimGroup:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Copies and pickles are plain dictionaries: the mirrors belong to one optimizer.
+        return dict, (dict(self),)
+
+    def _refuse_fixed(self, key: str, value: Any) -> NoReturn:
+        raise CaptureError(
+            f"the optimizer's {key} is a constant of a captured graph",
+            expected=f"{key}={self.get(key)!r}, as it was when the graph was captured",
+            got=repr(value),
+            fix="reset the graph, then assign; lr, betas, eps, momentum and weight_decay can change any time",
+        )
+
+    def _refuse_capturing(self, key: str) -> NoReturn:
+        raise CaptureError(
+            f"the optimizer's {key} was assigned while a graph is being captured",
+            expected="an assignment between replays: it takes effect at the next one",
+            got="one that every replay would repeat with the same value",
+            fix="move scheduler.step() and assignments out of the captured function",
+        )

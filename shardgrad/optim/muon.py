@@ -1,0 +1,225 @@
+"""`Muon` over sharded matrices: momentum where the pieces are, orthogonalisation where the owner is.
+
+A step goes over the waves of [Note: Owned matrices] in `ownership.py`. For each: momentum on this rank's
+pieces; an exchange that makes matrices whole on their owners; Newton-Schulz, batched by shape; an exchange
+back; weight decay and the update on the pieces. What depends on the step is read from device memory, and a
+parameter without a gradient, or a step to be skipped, is a mask, not a branch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
+from shardgrad.managed_param import ManagedParam, managed_by
+from shardgrad.optim.flat import FlatOptimizer, Update
+from shardgrad.optim.hyper import Hyper, at_least_zero
+from shardgrad.optim.muon_wave import Member, Staging, Wave
+from shardgrad.optim.newton_schulz import COEFFICIENTS
+from shardgrad.optim.ownership import waves
+from shardgrad.optim.precision import Master, Precision
+from shardgrad.optim.segment import Segment
+from shardgrad.streams import is_capturing
+
+__all__ = ["Muon"]
+
+# Plans for different sets of units with gradients; more than a model with unused units needs.
+_MOST_PLANS = 16
+
+_ITERATION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+
+
+class Muon(FlatOptimizer):
+    """Muon over sharded matrices; arguments as in `torch.optim.Muon`, and how exactly to compute.
+
+    Only for parameters with two dimensions, in practice the weights of hidden layers; embeddings, the output
+    head, norms and biases go to `AdamW`. Under HSDP every replica does the same work inside its shard group,
+    and nothing travels between replicas. A captured step needs one before it, with gradients of the same
+    parameters, that builds what the graph will address.
+
+    Args:
+        params: see `FlatOptimizer`; each with two dimensions.
+        lr: learning rate, a number or a one-element tensor.
+        weight_decay: share of the weight that is taken off, times lr.
+        momentum: share of the last direction that is kept.
+        nesterov: look ahead along the momentum.
+        ns_coefficients: of the polynomial; see `newton_schulz`.
+        eps: the least norm a matrix is divided by.
+        ns_steps: how often the polynomial is applied, below 100.
+        adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also for None;
+            or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
+        ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64.
+        momentum_dtype: None for the dtype of the gradients.
+        master: "float32" for a float32 copy of 16-bit weights. See [Note: Exact weights].
+        check_finite: see `FlatOptimizer`.
+
+    Raises:
+        OptionError, OptimizerParameterError, UnsupportedError.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the second
+        adjustment: Liu et al., "Muon is scalable for LLM training", 2025.
+    """
+
+    hypers: ClassVar[Sequence[Hyper]] = (
+        Hyper("lr", at_least_zero, may_be_tensor=True),
+        Hyper("momentum", at_least_zero),
+        Hyper("weight_decay", at_least_zero),
+        Hyper("eps", at_least_zero),
+    )
+    fixed: ClassVar[Sequence[str]] = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = COEFFICIENTS,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype = torch.bfloat16,
+        momentum_dtype: torch.dtype | None = None,
+        master: Master = None,
+        check_finite: bool = False,
+    ) -> None:
+        if master == "remainder":
+            raise unsupported('Muon(master="remainder")', instead='master="float32"')
+        if ns_dtype not in _ITERATION_DTYPES:
+            raise OptionError(
+                "matrices cannot be orthogonalised in this dtype",
+                expected="torch.bfloat16, torch.float32 or torch.float64",
+                got=repr(ns_dtype),
+                fix="ns_dtype=torch.bfloat16",
+            )
+        self._precision = Precision(momentum_dtype, master)
+        self._ns_dtype = ns_dtype
+        self._staging = Staging()
+        self._plans: dict[tuple[tuple[int, str | None], ...], list[Wave]] = {}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+        }
+        super().__init__(params, defaults, check_finite=check_finite)
+
+    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+        super()._validate_param(param, name, managed)
+        if param.ndim != 2:
+            raise OptimizerParameterError(
+                f"Muon was given parameter {name}, which is not a matrix",
+                expected="parameters with two dimensions",
+                got=f"shape {tuple(param.shape)}",
+                fix="a second optimizer for the others: shardgrad.optim.AdamW",
+            )
+        if managed is None and isinstance(param, DTensor):
+            raise OptimizerParameterError(
+                f"Muon was given parameter {name}, which another engine shards",
+                expected="matrices sharded by shardgrad.fully_shard, or by nobody",
+                got=f"a DTensor with placements {param.placements}",
+                fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
+            )
+
+    def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Refuses what `torch.optim.Muon` refuses."""
+        _require(
+            new["adjust_lr_fn"] in (None, "original", "match_rms_adamw"),
+            "adjust_lr_fn",
+            'None, "original" or "match_rms_adamw"',
+            new,
+        )
+        steps, coefficients = new["ns_steps"], new["ns_coefficients"]
+        _require(isinstance(steps, int) and 0 <= steps < 100, "ns_steps", "a whole number below 100", new)
+        is_triple = isinstance(coefficients, tuple | list) and len(coefficients) == 3
+        _require(
+            is_triple and all(isinstance(value, int | float) for value in coefficients),
+            "ns_coefficients",
+            "three numbers",
+            new,
+        )
+
+    def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """A momentum buffer in the dtype of the gradients, and what the precision asks for."""
+        dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
+        if self._precision.moment_dtype is None:
+            managed = managed_by(segment.params[0])
+            dtypes["momentum_buffer"] = segment.dtype if managed is None else managed.group.gradient_dtype
+        return dtypes
+
+    # -- a step -----------------------------------------------------------------------------------------
+
+    def update(self, update: Update) -> None:
+        """Updates one segment by itself."""
+        self.update_all([update])
+
+    def update_all(self, updates: Sequence[Update]) -> None:
+        """Takes waves one after the other. Which ones there are depends on what the ranks agree about.
+
+        A segment is here if a parameter of it has a gradient. Gradients are bound from flags that the
+        reduction has summed over ranks ([Note: Live flags] in `gradient_shard.py`), so every rank has the
+        same segments, and joins the same exchanges.
+        """
+        left = list(updates)
+        for wave in self._plan(updates):
+            wave.run(left[: len(wave.members)])
+            del left[: len(wave.members)]
+
+    def _plan(self, updates: Sequence[Update]) -> list[Wave]:
+        # A table's identity stands for everything it was made from; members keep it alive.
+        key = tuple((id(update.launch.rows), update.group["adjust_lr_fn"]) for update in updates)
+        plan = self._plans.get(key)
+        if plan is not None:
+            return plan
+        if updates and is_capturing(updates[0].segment.device):
+            raise CaptureError(
+                "Muon meets these gradients for the first time while a graph is being captured",
+                expected="a step with the same parameters' gradients before the capture",
+                got="none yet",
+                fix="take a step as warm-up; a graph keeps the addresses that it finds",
+            )
+        members = [Member(update) for update in updates]
+        plan = []
+        for _, run in groupby(members, key=lambda m: (id(m.options), id(m.transport), m.segment.device)):
+            together = list(run)
+            cut = waves([member.shapes for member in together], together[0].world_size)
+            plan += [Wave([together[i] for i in wave], self._ns_dtype) for wave in cut]
+        grew = self._staging.reserve([need for wave in plan for need in wave.needs()])
+        self._forget_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
+        for wave in plan:
+            wave.settle_in(self._staging)
+        self._plans[key] = plan
+        return plan
+
+    def _forget_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
+        """Drops plans whose gradients have moved elsewhere, or all; they hold on to memory."""
+        if any(self._group(i).captured for i in range(len(self.param_groups))):
+            return  # a graph may still write where its plan lies
+        now = {id(update.segment): update.launch.rows for update in updates}
+
+        def is_useful(plan: list[Wave]) -> bool:
+            members = [member for wave in plan for member in wave.members]
+            return all(now.get(id(member.segment), member.rows) is member.rows for member in members)
+
+        self._plans = {key: plan for key, plan in self._plans.items() if not everything and is_useful(plan)}
+
+
+def _require(condition: bool, key: str, expected: str, group: Mapping[str, Any]) -> None:
+    if not condition:
+        raise OptionError(
+            f"the optimizer's {key} is outside its range",
+            expected=expected,
+            got=repr(group[key]),
+            fix=f"{key}=..., or group[{key!r}] = ... later",
+        )

@@ -1,0 +1,59 @@
+"""The Newton-Schulz iteration: from a matrix to the nearest one whose singular values are all equal.
+
+With `X = U S V^T`, the odd polynomial `a X + b (X X^T) X + c (X X^T)^2 X` acts on each singular value as
+`a s + b s^3 + c s^5` and leaves U and V alone. Repeated, it drives every singular value towards 1, using
+nothing but matrix products. The usual coefficients trade the last digits for speed: they do not converge, but
+bring singular values of 0.002 and more into 0.68 to 1.21 within five steps, and bfloat16 suffices.
+
+Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+"""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["COEFFICIENTS", "newton_schulz"]
+
+# Jordan et al., 2024: the steepest slope at zero for which five steps stay in a band around 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(
+    matrices: torch.Tensor,
+    *,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = 5,
+    eps: torch.Tensor | float = 1e-7,
+) -> torch.Tensor:
+    """Orthogonalises matrices of one shape.
+
+    Args:
+        matrices: [count, rows, columns], in the dtype of the iteration, and unchanged; bfloat16 has the
+            range of float32, which float16 lacks.
+        coefficients: a, b and c.
+        steps: how often the polynomial is applied.
+        eps: the least norm a matrix is divided by; a number, or a scalar on the device.
+
+    Returns:
+        A tensor like `matrices`.
+
+    Streams:
+        The current stream; three batched products a step.
+
+    Capture:
+        Safe: nothing is read back.
+    """
+    a, b, c = coefficients
+    # Powers of the smaller Gram matrix are the cheaper ones.
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    # The Frobenius norm bounds the spectral one, and the polynomial wants singular values of at most 1. It is
+    # rounded to the dtype of the iteration, as torch.optim.Muon does, so that results are equal.
+    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
+    least = torch.as_tensor(eps, device=x.device).to(x.dtype) if isinstance(eps, torch.Tensor) else eps
+    x = x / norm.clamp(min=least)
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.mT if is_tall else x

@@ -1,0 +1,90 @@
+"""In which dtypes an optimizer keeps what it keeps.
+
+[Note: Exact weights]
+A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding. Three ways out, all written
+in the same pass as the weight itself:
+
+* `master="float32"`: a float32 copy is what is trained, the weight is its rounding (6 bytes a parameter);
+* `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes, bit for bit the same
+  training, except that ties round up);
+* `stochastic_rounding=True`: no more memory, and right on average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from shardgrad.errors import OptionError
+
+__all__ = ["Master", "Precision"]
+
+Master = Literal["float32", "remainder"] | None
+
+_HALVES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Options of every optimizer here. See [Note: Exact weights].
+
+    Attributes:
+        moment_dtype: of moments and momentum; None for float32, or float64 under float64 parameters.
+        master: what is kept beside weights of 16 bits.
+        stochastic_rounding: round bf16 weights up or down at random, without bias.
+        seed: of that.
+    """
+
+    moment_dtype: torch.dtype | None = None
+    master: Master = None
+    stochastic_rounding: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.moment_dtype not in (None, torch.float32, torch.bfloat16, torch.float64):
+            raise OptionError(
+                "moments cannot be kept in this dtype",
+                expected="None, torch.float32, torch.bfloat16 or torch.float64",
+                got=repr(self.moment_dtype),
+                fix="moment_dtype=torch.bfloat16",
+            )
+        if self.master not in (None, "float32", "remainder"):
+            raise OptionError(
+                "there is no such master copy",
+                expected='None, "float32" or "remainder"',
+                got=repr(self.master),
+                fix='master="float32"',
+            )
+        if self.master is not None and self.stochastic_rounding:
+            raise OptionError(
+                "stochastic rounding is for weights without a master copy",
+                expected="one of master and stochastic_rounding",
+                got=f"master={self.master!r} and stochastic_rounding=True",
+                fix="leave one out",
+            )
+
+    def dtypes(self, param_dtype: torch.dtype, moments: tuple[str, ...]) -> Mapping[str, torch.dtype]:
+        """Returns the state buffers for parameters of a dtype, by name."""
+        wide = torch.float64 if param_dtype is torch.float64 else torch.float32
+        dtypes = dict.fromkeys(moments, self.moment_dtype or wide)
+        if self.master == "float32" and param_dtype in _HALVES:
+            dtypes["master"] = torch.float32
+        elif self.master == "remainder" and param_dtype is torch.bfloat16:
+            dtypes["remainder"] = torch.int16
+        elif self.master == "remainder" and param_dtype is torch.float16:
+            raise OptionError(
+                "a remainder completes bf16 weights only",
+                expected="parameters of torch.bfloat16, or wider ones, which need none",
+                got="parameters of torch.float16",
+                fix='master="float32"',
+            )
+        return dtypes
+
+    @staticmethod
+    def exact(state: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Returns the master or remainder buffer among a segment's state, if there is one."""
+        master = state.get("master")
+        return state.get("remainder") if master is None else master

@@ -1,0 +1,383 @@
+"""What one launch of an optimizer's kernel updates.
+
+[Note: Segments]
+The parameters of one group that one entry of `param_groups` updates are a *segment*: they lie in one flat
+shard, their gradients in another, their moments in flat buffers of the segment's own, and a table in device
+memory says which ranges belong together. A launch takes the flat buffers and the table, whatever the number
+of parameters. Nothing is looked up through `param.grad`: the engine knows where gradients lie.
+
+A parameter that no unit shards (left out on purpose, or a model without any unit) is a segment by itself.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgrad import ops
+from shardgrad.errors import GradientError, OptimizerParameterError
+from shardgrad.faces import face_over, in_own_storage
+from shardgrad.gradient_shard import GradientShard
+from shardgrad.managed_param import ManagedParam
+from shardgrad.param_group import ParamGroup
+from shardgrad.selection import gradients_of
+
+__all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The tensors of one launch that are not the optimizer's own.
+
+    Attributes:
+        param: 1-D, this rank's part of the parameters.
+        grad: 1-D, read in its own dtype.
+        touched: flags, one for each row's `flag_index`; the parameter is updated if its flag is above zero.
+        rows: int64 table on the device; see `ops.segment_rows`.
+        tiles: as `ops.segment_rows` counted them.
+        owed: device scalar that gradients are still to be multiplied by, or None.
+        nonfinite: device scalar, above zero if somebody found the gradients not finite, or None.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    touched: torch.Tensor
+    rows: torch.Tensor
+    tiles: int
+    owed: torch.Tensor | None
+    nonfinite: torch.Tensor | None
+
+
+class Segment(ABC):
+    """Parameters that are updated by one launch, and their state.
+
+    Attributes:
+        params: the optimizer's own objects, in the order of their state.
+        names: of the parameters, for messages.
+        device: where everything lies.
+        dtype: of the parameters.
+        numel: elements of each flat state buffer.
+        rank: which of the shards this is.
+        number: the optimizer's count of its segments.
+        steps: float32, updates per parameter; None before `allocate`.
+        ticket: int32 scratch of the kernels; None before `allocate`.
+        state: flat buffers by name, each `numel` elements; empty before `allocate`.
+    """
+
+    params: list[nn.Parameter]
+    names: list[str]
+    device: torch.device
+    dtype: torch.dtype
+    numel: int
+    rank = 0
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.steps: torch.Tensor
+        self.ticket: torch.Tensor
+        self.state: dict[str, torch.Tensor] = {}
+        self.is_allocated = False
+
+    @property
+    @abstractmethod
+    def has_data(self) -> bool:
+        """False while parameters are on the meta device."""
+
+    @abstractmethod
+    def settle(self) -> Launch | None:
+        """Makes the device's picture agree with what the program has bound, and describes the launch.
+
+        Returns:
+            None if no parameter has a gradient.
+
+        Raises:
+            OptimizerParameterError: a parameter was replaced.
+            ForeignParameterError, GradientError: a gradient that cannot be used.
+        """
+
+    @abstractmethod
+    def flat_param(self) -> torch.Tensor:
+        """Returns the parameters as the kernel sees them, 1-D."""
+
+    @abstractmethod
+    def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a state buffer into the local tensor of each parameter, in order."""
+
+    @abstractmethod
+    def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """Returns a parameter's piece of state as a program sees it: a DTensor like the parameter's."""
+
+    @abstractmethod
+    def forget_gradients(self, *, set_to_none: bool) -> None:
+        """Does `zero_grad` for the segment's parameters."""
+
+    def seed(self, base: int) -> int:
+        """Returns the seed of stochastic rounding: another for every segment and shard, one for replicas."""
+        return base + (self.number << 40) + (self.rank << 16)
+
+    def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Makes zeroed state buffers, for good."""
+        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=self.device)
+        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.state = {
+            name: torch.zeros(self.numel, dtype=dtype, device=self.device) for name, dtype in dtypes.items()
+        }
+        self.is_allocated = True
+
+
+class ShardedSegment(Segment):
+    """Parameters of one group that `fully_shard` made.
+
+    Args:
+        group: the group.
+        members: those of its parameters that are updated, in the group's order.
+    """
+
+    def __init__(self, group: ParamGroup, members: Sequence[ManagedParam]) -> None:
+        super().__init__()
+        self._group = group
+        self._members = list(members)
+        self.params = [managed.sharded for managed in members]
+        self._place = {id(managed): i for i, managed in enumerate(group.params)}
+        self._offsets = []
+        offset = 0
+        for managed in members:
+            self._offsets.append(offset)
+            offset += group.layout.pieces[self._place[id(managed)]].span
+        self.numel = offset
+        self.rank = group.mesh.shard_rank
+        self._shard: GradientShard | None = None
+        self._places: list[int] = []
+        self._rows: torch.Tensor
+        self._tiles = 0
+
+    @property
+    def names(self) -> list[str]:  # type: ignore[override]
+        """Fully qualified once a forward has run."""
+        return [managed.name for managed in self._members]
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The mesh's, also while the parameters are on the meta device."""
+        return self._group.mesh.device
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """Of the group's shard."""
+        return self._group.dtype
+
+    @property
+    def has_data(self) -> bool:
+        """See `Segment.has_data`."""
+        return self._group.shard.device.type != "meta"
+
+    def flat_param(self) -> torch.Tensor:
+        """See `Segment.flat_param`."""
+        return self._group.shard
+
+    def settle(self) -> Launch | None:
+        """See `Segment.settle`."""
+        self._require_same_params()
+        shard = gradients_of(self._group, self.params)
+        if shard is None:
+            return None
+        if shard is not self._shard:
+            self._tabulate(shard)
+        if not any(shard.settle(self._places)):
+            return None
+        return Launch(
+            self._group.shard, shard.flat, shard.flags, self._rows, self._tiles, shard.owed, shard.nonfinite
+        )
+
+    def _require_same_params(self) -> None:
+        for param, managed in zip(self.params, self._members, strict=True):
+            if managed.sharded is not param:
+                raise OptimizerParameterError(
+                    f"parameter {managed.name} was replaced after the optimizer was built",
+                    expected="the parameter the optimizer was given",
+                    got="another one in its place: load_state_dict(assign=True), or model.to(dtype)",
+                    where=f"unit {self._group.name}",
+                    fix="build the optimizer after the last change of this kind",
+                )
+            if not managed.is_intact:
+                raise OptimizerParameterError(
+                    f"the data of parameter {managed.name} was replaced",
+                    expected="the piece of the shard that the engine gathers from",
+                    got="a tensor of its own, which the next forward would not see",
+                    where=f"unit {self._group.name}",
+                    fix="change parameters in place: param.copy_(new) under torch.no_grad()",
+                )
+
+    def _tabulate(self, shard: GradientShard) -> None:
+        """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""
+        pieces, places = [], []
+        for i, (managed, offset) in enumerate(zip(self._members, self._offsets, strict=True)):
+            place = shard.place_of(managed.sharded)
+            if place is None:
+                continue
+            piece = self._group.layout.pieces[self._place[id(managed)]]
+            numel = piece.local_numel(self._group.mesh.shard_rank)
+            gradient = shard.piece(place).shard_offset
+            pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
+            places.append(place)
+        rows, self._tiles = ops.segment_rows(pieces)
+        self._rows = rows.to(self.device)
+        self._shard, self._places = shard, places
+
+    def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """See `Segment.local_views`."""
+        rank = self._group.mesh.shard_rank
+        views = []
+        for managed, offset in zip(self._members, self._offsets, strict=True):
+            piece = self._group.layout.pieces[self._place[id(managed)]]
+            views.append(flat.narrow(0, offset, piece.local_numel(rank)).view(piece.local_shape(rank)))
+        return views
+
+    def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """See `Segment.face`."""
+        param = self.params[index]
+        return face_over(in_own_storage(local), self._group.mesh, param.shape, param.stride())
+
+    def forget_gradients(self, *, set_to_none: bool) -> None:
+        """See `Segment.forget_gradients`."""
+        if set_to_none:
+            attribute = self._group.gradient_policy.attribute
+            for param in self.params:
+                setattr(param, attribute, None)
+            return
+        shard = gradients_of(self._group, self.params)
+        if shard is not None:
+            shard.zero([place for param in self.params if (place := shard.place_of(param)) is not None])
+
+
+class PlainSegment(Segment):
+    """One parameter that no unit shards: an ordinary tensor, or another library's DTensor.
+
+    Args:
+        param: the parameter.
+        name: for messages.
+    """
+
+    def __init__(self, param: nn.Parameter, name: str) -> None:
+        super().__init__()
+        self.params = [param]
+        self.names = [name]
+        local = _local(param)
+        if not _is_dense(local):
+            raise OptimizerParameterError(
+                f"parameter {name} has gaps or overlaps in memory",
+                expected="a dense tensor",
+                got=f"shape {tuple(local.shape)} with strides {local.stride()}",
+                fix="param.data = param.data.contiguous()",
+            )
+        self.device = local.device
+        self.dtype = param.dtype
+        self.numel = local.numel()
+        rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
+        self._table = rows
+        self._rows: torch.Tensor | None = None
+
+    @property
+    def has_data(self) -> bool:
+        """See `Segment.has_data`."""
+        return _local(self.params[0]).device.type != "meta"
+
+    def flat_param(self) -> torch.Tensor:
+        """See `Segment.flat_param`."""
+        return _in_memory_order(_local(self.params[0]).detach())
+
+    def settle(self) -> Launch | None:
+        """See `Segment.settle`."""
+        param = self.params[0]
+        grad = _gradient_of(param)
+        if grad is None:
+            return None
+        local, grad = _local(param).detach(), _local(grad).detach()
+        self._check(local, grad)
+        if grad.stride() != local.stride():
+            # Memory orders differ: only then is a gradient copied.
+            grad = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
+        if self._rows is None:
+            self._rows = self._table.to(local.device)
+            self._touched = torch.ones(1, dtype=torch.float32, device=local.device)
+        return Launch(
+            _in_memory_order(local),
+            _in_memory_order(grad),
+            self._touched,
+            self._rows,
+            self._tiles,
+            None,
+            None,
+        )
+
+    def _check(self, local: torch.Tensor, grad: torch.Tensor) -> None:
+        if local.numel() != self.numel or local.dtype != self.dtype:
+            raise OptimizerParameterError(
+                f"the data of parameter {self.names[0]} was replaced by something else",
+                expected=f"{self.numel} elements of {self.dtype}",
+                got=f"{local.numel()} elements of {local.dtype}",
+                fix="build the optimizer after the last change of this kind",
+            )
+        if grad.layout is not torch.strided or grad.shape != local.shape:
+            raise GradientError(
+                f"the gradient of parameter {self.names[0]} cannot be used",
+                expected=f"a dense tensor of shape {tuple(local.shape)}",
+                got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
+                fix="sparse=False in the embedding, or torch.optim.SparseAdam for it",
+            )
+
+    def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """See `Segment.local_views`."""
+        local = _local(self.params[0])
+        return [flat.as_strided(local.shape, local.stride())]
+
+    def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
+        """See `Segment.face`."""
+        param = self.params[0]
+        if not isinstance(param, DTensor):
+            return local
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    def forget_gradients(self, *, set_to_none: bool) -> None:
+        """See `Segment.forget_gradients`."""
+        param = self.params[0]
+        for attribute in ("grad", "decoupled_grad"):
+            grad = getattr(param, attribute, None)
+            if grad is not None and set_to_none:
+                setattr(param, attribute, None)
+            elif grad is not None:
+                grad.detach().zero_()
+
+
+def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _in_memory_order(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a dense tensor's memory as one dimension, without copying."""
+    return tensor.as_strided((tensor.numel(),), (1,))

@@ -1,0 +1,131 @@
+"""`SGD` with momentum: one launch for each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from shardgrad import ops
+from shardgrad.errors import OptionError, unsupported
+from shardgrad.optim.flat import FlatOptimizer, Update
+from shardgrad.optim.hyper import Hyper, at_least_zero
+from shardgrad.optim.precision import Master, Precision
+from shardgrad.optim.segment import Segment
+
+__all__ = ["SGD"]
+
+
+class SGD(FlatOptimizer):
+    """Stochastic gradient descent over flat segments; arguments as in `torch.optim.SGD`, and a few more.
+
+    Args:
+        params: see `FlatOptimizer`.
+        lr: learning rate, a number or a one-element tensor.
+        momentum: share of the last direction that is kept. It can change later, but not start from 0: without
+            momentum there is no buffer for it.
+        dampening: share of the gradient that is not added to the momentum.
+        weight_decay: L2 penalty, added to the gradient.
+        nesterov: look ahead along the momentum.
+        maximize: go up instead of down.
+        foreach: ignored, as is `fused`: every step is fused and capturable.
+        differentiable: must be False.
+        fused: see `foreach`.
+        decoupled_weight_decay: take `lr * weight_decay` of the weight off it instead of the L2 penalty.
+        moment_dtype: of the momentum; None for float32, or float64 under float64 parameters.
+        master: "float32" or "remainder" beside 16-bit weights. See [Note: Exact weights].
+        stochastic_rounding: of bf16 weights without a master.
+        seed: of that.
+        check_finite: see `FlatOptimizer`.
+
+    Raises:
+        OptionError, OptimizerParameterError, UnsupportedError.
+    """
+
+    hypers: ClassVar[Sequence[Hyper]] = (
+        Hyper("lr", at_least_zero, may_be_tensor=True),
+        Hyper("momentum", at_least_zero),
+        Hyper("dampening", at_least_zero),
+        Hyper("weight_decay", at_least_zero),
+    )
+    fixed: ClassVar[Sequence[str]] = ("maximize", "nesterov", "decoupled_weight_decay")
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | torch.Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        moment_dtype: torch.dtype | None = None,
+        master: Master = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        check_finite: bool = False,
+    ) -> None:
+        if differentiable:
+            raise unsupported("differentiable=True", instead="torch.optim.SGD")
+        self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "decoupled_weight_decay": decoupled_weight_decay,
+        }
+        super().__init__(params, defaults, check_finite=check_finite)
+
+    def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Refuses momentum where there is no buffer for it, and nesterov without plain momentum."""
+        if new["nesterov"] and (not new["momentum"] or new["dampening"]):
+            raise OptionError(
+                "Nesterov momentum requires a momentum and zero dampening",
+                expected="momentum > 0 and dampening=0",
+                got=f"momentum={new['momentum']!r}, dampening={new['dampening']!r}",
+                fix="nesterov=False, or momentum=0.9",
+            )
+        if new["momentum"] and not old["momentum"]:
+            raise OptionError(
+                "this group was built without momentum",
+                expected="momentum=0, as it was, or an optimizer built with momentum",
+                got=f"momentum={new['momentum']!r}",
+                fix="SGD(..., momentum=0.9)",
+            )
+
+    def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
+        """A momentum buffer, if there is momentum, and what the precision asks for."""
+        moments = ("momentum_buffer",) if group["momentum"] else ()
+        return self._precision.dtypes(segment.dtype, moments)
+
+    def update(self, update: Update) -> None:
+        """See `ops.sgd_`."""
+        segment, launch, precision = update.segment, update.launch, self._precision
+        ops.sgd_(
+            launch.param,
+            launch.grad,
+            segment.state.get("momentum_buffer"),
+            steps=segment.steps,
+            ticket=segment.ticket,
+            touched=launch.touched,
+            rows=launch.rows,
+            tiles=launch.tiles,
+            hyper=update.hyper,
+            master=precision.exact(segment.state),
+            scale=update.scale,
+            found_inf=update.skip,
+            nesterov=update.group["nesterov"],
+            decoupled=update.group["decoupled_weight_decay"],
+            maximize=update.group["maximize"],
+            stochastic_rounding=precision.stochastic_rounding,
+            seed=segment.seed(precision.seed),
+        )

@@ -1,0 +1,119 @@
+"""Loading a saved optimizer state into buffers that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+from shardgrad.errors import OptimizerStateError
+from shardgrad.optim.hyper import OptimGroup
+
+__all__ = ["load_state", "local_part", "misfit"]
+
+# A list of copies to make, once everything has been looked at.
+_Copies = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def load_state(
+    groups: Sequence[OptimGroup],
+    state: Mapping[Any, Mapping[str, torch.Tensor]],
+    state_dict: Mapping[str, Any],
+) -> None:
+    """Copies what `state_dict` holds into the groups and buffers of an optimizer.
+
+    Args:
+        groups: its `param_groups`.
+        state: its `state`, complete.
+        state_dict: what is loaded.
+
+    A parameter the state has nothing about starts anew. State of torch's optimizers that has no place here
+    (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a master copy) is
+    made from the parameter at the next step.
+
+    Raises:
+        OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
+    """
+    saved_groups = state_dict["param_groups"]
+    ours, theirs = ([len(g["params"]) for g in g_list] for g_list in (groups, saved_groups))
+    if ours != theirs:
+        raise misfit("its groups are others", f"groups of {ours} parameters", f"groups of {theirs}")
+    ids = chain.from_iterable(group["params"] for group in saved_groups)
+    params = chain.from_iterable(group["params"] for group in groups)
+    saved_state = state_dict["state"]
+    copies: _Copies = []
+    for number, (key, param) in enumerate(zip(ids, params, strict=True)):
+        copies += _copies(number, state[param], saved_state.get(key, {}))
+    for group, saved in zip(groups, saved_groups, strict=True):
+        group.check({key: value for key, value in saved.items() if key != "params"})
+    with torch.no_grad():
+        for into, value in copies:
+            into.copy_(value)
+    for group, saved in zip(groups, saved_groups, strict=True):
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _copies(
+    number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields what has to be copied for one parameter, after looking at all of it."""
+    unknown = [key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)]
+    if unknown:
+        raise misfit(
+            f"parameter {number} has state this optimizer does not keep",
+            f"{sorted(ours)}",
+            f"{sorted(unknown)}",
+        )
+    for key, into in ours.items():
+        value = saved.get(key)
+        if key == "step":
+            # torch's SGD counts no steps; a momentum means there has been one.
+            count = value if value is not None else float(saved.get("momentum_buffer") is not None)
+            yield into, torch.as_tensor(count, dtype=torch.float32).reshape(())
+        elif value is None:
+            yield into, torch.zeros((), dtype=into.dtype, device=into.device)
+        else:
+            yield _local(into), local_part(into, value, f"{key} of parameter {number}")
+
+
+def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
+    """Returns this rank's part of a saved tensor.
+
+    Args:
+        into: what it is for: a DTensor, or a whole tensor.
+        value: a DTensor with any placements on any mesh, or a whole tensor. A collective if it has to move.
+        what: its name, for the message.
+
+    Raises:
+        OptimizerStateError: it has another shape, or is no tensor.
+    """
+    if not isinstance(value, torch.Tensor) or value.shape != into.shape:
+        got = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise misfit(f"{what} has another shape", str(tuple(into.shape)), str(got))
+    if not isinstance(into, DTensor):
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    if not isinstance(value, DTensor):
+        value = DTensor.from_local(
+            value.to(into.device), into.device_mesh, [Replicate()] * into.device_mesh.ndim, run_check=False
+        )
+    elif value.device_mesh != into.device_mesh:
+        value = distribute_tensor(value.full_tensor(), into.device_mesh, into.placements)
+    local: torch.Tensor = value.redistribute(placements=into.placements).to_local()
+    return local
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def misfit(what: str, expected: str, got: str) -> OptimizerStateError:
+    """Returns the error for a state that does not fit."""
+    return OptimizerStateError(
+        f"the optimizer state was not loaded: {what}",
+        expected=expected,
+        got=got,
+        fix="load it into an optimizer built the same way, over a model with the same parameters in order",
+    )

@@ -1,0 +1,293 @@
+"""Groups of an optimizer are dictionaries whose numbers live on the device, and refuse what cannot be."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardgrad
+from shardgrad.errors import (
+    CaptureError,
+    GradientError,
+    OptimizerParameterError,
+    OptionError,
+    UnsupportedError,
+)
+from shardgrad.optim import SGD, Adam, AdamW
+from shardgrad.optim.hyper import OptimGroup
+
+CPU = torch.device("cpu")
+
+
+def plain(*sizes: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+
+
+def mirror(optim: torch.optim.Optimizer, group: int = 0) -> list[float]:
+    return optim.param_groups[group].on(CPU).tolist()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (AdamW, torch.optim.AdamW),
+        (Adam, torch.optim.Adam),
+        (lambda p: SGD(p, momentum=0.9), lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9)),
+    ],
+)
+def test_a_plain_module_trains_as_with_torch(ours: Any, theirs: Any) -> None:
+    a, b = plain(5, 7, 3), plain(5, 7, 3)
+    a_optim, b_optim = ours(a.parameters()), theirs(b.parameters())
+    for step in range(5):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        for model, optim in ((a, a_optim), (b, b_optim)):
+            optim.zero_grad()
+            model(x).square().mean().backward()
+            optim.step()
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        assert optim.state[q].keys() <= {"step", *a_optim.state[p].keys()}
+
+
+def test_parameters_whose_memory_is_not_in_row_order_are_updated_in_place() -> None:
+    p = nn.Parameter(torch.arange(12.0).view(3, 4).t())
+    q = nn.Parameter(p.detach().clone())
+    for param, optim in (
+        (p, SGD([p], lr=1.0, momentum=0.9)),
+        (q, torch.optim.SGD([q], lr=1.0, momentum=0.9)),
+    ):
+        for _ in range(2):
+            (param * torch.arange(12.0).view(4, 3)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    assert torch.equal(p, q)
+
+
+def test_an_assignment_reaches_the_device_at_once() -> None:
+    optim = AdamW(plain(2, 2).parameters(), lr=0.5, betas=(0.25, 0.75), eps=0.125, weight_decay=0.0625)
+    assert mirror(optim) == [0.5, 0.25, 0.75, 0.125, 0.0625]
+    numbers = optim.param_groups[0].on(CPU)
+    optim.param_groups[0]["lr"] = 0.75
+    optim.param_groups[0]["betas"] = (0.5, 0.875)
+    optim.param_groups[0].update(eps=0.25, weight_decay=0.0)
+    assert numbers.tolist() == [0.75, 0.5, 0.875, 0.25, 0.0]
+    assert optim.param_groups[0]["lr"] == 0.75
+
+
+def test_schedules_reach_the_device() -> None:
+    optim = SGD(plain(2, 2).parameters(), lr=1.0, momentum=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optim, step_size=1, gamma=0.5)
+    numbers = optim.param_groups[0].on(CPU)
+    optim.step()
+    schedule.step()
+    assert numbers[0] == 0.5
+
+
+def test_a_learning_rate_that_is_a_tensor_is_read_at_every_step() -> None:
+    rate = torch.tensor(0.5)
+    p = nn.Parameter(torch.ones(3))
+    optim = SGD([p], lr=rate)
+    for value in (0.5, 0.25):
+        rate.fill_(value)
+        p.grad = torch.ones(3)
+        optim.step()
+    assert torch.equal(p, torch.full((3,), 0.25))
+
+
+BAD = [
+    ({"lr": -1.0}, "lr"),
+    ({"lr": math.nan}, "lr"),
+    ({"lr": math.inf}, "lr"),
+    ({"lr": "fast"}, "lr"),
+    ({"lr": torch.ones(2)}, "lr"),
+    ({"betas": (0.9, 1.0)}, "betas"),
+    ({"betas": 0.9}, "betas"),
+    ({"eps": -1e-8}, "eps"),
+    ({"weight_decay": -0.1}, "weight_decay"),
+    ({"moment_dtype": torch.int8}, "moments"),
+    ({"master": "float64"}, "master"),
+    ({"master": "float32", "stochastic_rounding": True}, "stochastic"),
+]
+
+
+@pytest.mark.parametrize(("options", "says"), BAD)
+def test_bad_options_are_refused_at_construction(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(OptionError, match=says):
+        AdamW(plain(2, 2).parameters(), **options)
+
+
+@pytest.mark.parametrize(("options", "says"), BAD[:9])
+def test_bad_values_are_refused_at_assignment_and_nothing_changes(options: dict[str, Any], says: str) -> None:
+    optim = AdamW(plain(2, 2).parameters())
+    before = mirror(optim), dict(optim.param_groups[0])
+    with pytest.raises(OptionError, match=says):
+        optim.param_groups[0].update(options)
+    assert (mirror(optim), dict(optim.param_groups[0])) == before
+
+
+def test_what_is_not_offered_is_refused_by_name() -> None:
+    for options in ({"amsgrad": True}, {"differentiable": True}):
+        with pytest.raises(UnsupportedError, match=next(iter(options))):
+            AdamW(plain(2, 2).parameters(), **options)
+    AdamW(plain(2, 2).parameters(), fused=True, foreach=False, capturable=True)
+
+
+def test_momentum_cannot_start_late_and_nesterov_needs_it() -> None:
+    params = list(plain(2, 2).parameters())
+    optim = SGD(params, lr=0.1)
+    with pytest.raises(OptionError, match="without momentum"):
+        optim.param_groups[0]["momentum"] = 0.9
+    with pytest.raises(OptionError, match="Nesterov"):
+        SGD(params, lr=0.1, nesterov=True)
+    optim = SGD(params, lr=0.1, momentum=0.9)
+    optim.param_groups[0]["momentum"] = 0.0
+    optim.param_groups[0]["momentum"] = 0.5
+
+
+@pytest.mark.parametrize(
+    ("param", "says"),
+    [
+        (lambda: nn.Parameter(torch.zeros(2, dtype=torch.complex64)), "complex"),
+        (lambda: nn.Parameter(torch.zeros(2, dtype=torch.int32), requires_grad=False), "int32"),
+        (lambda: nn.Parameter(torch.zeros(2).expand(3, 2)), "gaps or overlaps"),
+    ],
+)
+def test_parameters_that_cannot_be_updated_are_refused(param: Any, says: str) -> None:
+    optim = AdamW(plain(2, 2).parameters())
+    groups = len(optim.param_groups)
+    with pytest.raises(OptimizerParameterError, match=says):
+        optim.add_param_group({"params": [param()]})
+    assert len(optim.param_groups) == groups
+
+
+def test_sparse_gradients_are_refused_before_anything_changes() -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.Embedding(4, 3, sparse=True)])
+    optim = AdamW(model.parameters(), lr=0.1)
+    model[0](model[1](torch.tensor([1]))).sum().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(GradientError, match="SparseAdam"):
+        optim.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_replaced_data_of_another_size_is_refused() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optim = SGD([p], lr=0.1)
+    p.data = torch.ones(4)
+    p.grad = torch.ones(4)
+    with pytest.raises(OptimizerParameterError, match="replaced"):
+        optim.step()
+
+
+def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optim = SGD([p], lr=0.5)
+
+    @torch.no_grad()
+    def step() -> Any:
+        def closure() -> torch.Tensor:
+            assert torch.is_grad_enabled()
+            loss = p.sum()
+            loss.backward()
+            return loss
+
+        return optim.step(closure)
+
+    assert step() == 3.0
+    assert torch.equal(p, torch.full((3,), 0.5))
+
+
+def test_a_group_added_later_has_its_own_numbers() -> None:
+    first, second = plain(2, 2), plain(3, 3)
+    optim = AdamW(first.parameters(), lr=0.5)
+    optim.add_param_group({"params": list(second.parameters()), "lr": 0.25})
+    assert (mirror(optim, 0)[0], mirror(optim, 1)[0]) == (0.5, 0.25)
+    second(torch.ones(1, 3)).sum().backward()
+    before = second[0].weight.detach().clone()
+    optim.step()
+    assert not torch.equal(second[0].weight, before)
+
+
+def test_named_parameters_are_accepted() -> None:
+    optim = AdamW(plain(2, 2).named_parameters())
+    assert optim.param_groups[0]["param_names"] == ["0.weight", "0.bias"]
+    assert optim.state_dict()["param_groups"][0]["param_names"] == ["0.weight", "0.bias"]
+
+
+def test_a_group_pickles_as_a_dictionary() -> None:
+    optim = AdamW(plain(2, 2).parameters())
+    assert type(pickle.loads(pickle.dumps(optim.state_dict()))["param_groups"][0]) is dict
+    assert isinstance(optim.param_groups[0], OptimGroup)
+
+
+def test_zero_grad_zeroes_or_forgets_decoupled_gradients_too() -> None:
+    p = nn.Parameter(torch.ones(3))
+    optim = SGD([p], lr=1.0)
+    p.decoupled_grad = torch.ones(3)  # type: ignore[attr-defined]
+    optim.step()
+    assert torch.equal(p, torch.zeros(3))
+    optim.zero_grad(set_to_none=False)
+    assert not p.decoupled_grad.any()  # type: ignore[attr-defined]
+    optim.zero_grad()
+    assert p.decoupled_grad is None  # type: ignore[attr-defined]
+
+
+class TestUnderCapture:
+    """A device that says it is capturing; the CPU has no graphs of its own."""
+
+    @pytest.fixture
+    def capturing(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+        state = [False]
+        monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: state[0], raising=False)
+        return state
+
+    def test_an_assignment_would_be_repeated_by_every_replay_and_is_refused(
+        self, capturing: list[bool]
+    ) -> None:
+        optim = AdamW(plain(2, 2).parameters(), lr=0.5)
+        before = mirror(optim)
+        capturing[0] = True
+        with pytest.raises(CaptureError, match=r"scheduler\.step"):
+            optim.param_groups[0]["lr"] = 0.25
+        capturing[0] = False
+        assert (mirror(optim), optim.param_groups[0]["lr"]) == (before, 0.5)
+
+    def test_a_learning_rate_on_the_host_is_refused(self, capturing: list[bool]) -> None:
+        meta_rate = torch.tensor(0.5)
+        group = OptimGroup({"lr": meta_rate}, AdamW.hypers[:1], (), lambda old, new: None)
+        capturing[0] = True
+        assert group.on(CPU)[0] == 0.5  # the same device: a copy that replays
+
+    def test_what_a_launch_has_as_an_argument_is_fixed_by_a_capture(self, capturing: list[bool]) -> None:
+        p = nn.Parameter(torch.ones(3))
+        optim = SGD([p], lr=1.0)
+        p.grad = torch.ones(3)
+        optim.step()
+        optim.param_groups[0]["maximize"] = True
+        capturing[0] = True
+        optim.step()
+        capturing[0] = False
+        with pytest.raises(CaptureError, match="maximize"):
+            optim.param_groups[0]["maximize"] = False
+        optim.param_groups[0]["lr"] = 0.5
+
+
+def test_a_scaler_and_a_clip_work_on_plain_parameters() -> None:
+    p, q = (nn.Parameter(torch.ones(4)) for _ in range(2))
+    for param, optim, scaler, clip in (
+        (p, SGD([p], lr=1.0), shardgrad.GradScaler(), shardgrad.clip_grad_norm_),
+        (q, torch.optim.SGD([q], lr=1.0), torch.amp.GradScaler("cpu"), nn.utils.clip_grad_norm_),
+    ):
+        scaler.scale((param * torch.arange(4.0)).sum()).backward()
+        scaler.unscale_(optim)
+        clip([param], 1.0)
+        scaler.step(optim)
+        scaler.update()
+    torch.testing.assert_close(p, q)
