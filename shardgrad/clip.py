@@ -27,7 +27,8 @@ def clip_grad_norm_(
     written: the optimizers of `shardgrad.optim` multiply by it in their own pass, and whoever else reads a
     `param.grad` finds the clipped values ([Note: Owed factor] in `owed_gradient.py`). Only where part of a
     unit's gradients is clipped are those multiplied at once. If a gradient is not finite, the optimizers of
-    `shardgrad.optim` skip their next step.
+    `shardgrad.optim` skip their next step. (The verdict is kept with the shards: an optimizer over a model
+    without any unit has to be given `check_finite=True`.)
 
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.

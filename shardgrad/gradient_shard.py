@@ -17,6 +17,7 @@ assigns, is noted there by `settle` before a kernel looks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -65,6 +66,7 @@ class GradientShard:
         self._params = list(params)
         self._layout = layout
         self._attribute = policy.attribute
+        self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self.flat = torch.zeros(layout.chunk_numel, dtype=dtype, device=mesh.device)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
@@ -81,10 +83,11 @@ class GradientShard:
         self._index = {id(param): i for i, param in enumerate(self._params)}
         # What the flags in device memory say, as far as the host has made sure of it.
         self._flagged = [False] * len(self._params)
-        if not policy.decoupled:
-            for param in self._params:
-                if param.dtype != dtype:
-                    param.grad_dtype = dtype
+        for param in self._params:
+            if policy.decoupled:
+                setattr(param, self._attribute, getattr(param, self._attribute, None))
+            elif param.dtype != dtype:
+                param.grad_dtype = dtype
 
     # -- before and after a reduction -------------------------------------------------------------------
 
@@ -187,6 +190,10 @@ class GradientShard:
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
+        # In a steady step every gradient is bound as it was: one pass in C over however many there are.
+        bound = self._faces if self.owed is None else self._owing
+        if len(places) == self.count and all(map(is_, map(self._read, self._params), bound)):
+            return [True] * self.count
         live = []
         for i in places:
             grad = getattr(self._params[i], self._attribute, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,15 @@ from .faces import in_own_storage
 if TYPE_CHECKING:
     from .param_group import ParamGroup
 
-__all__ = ["ManagedParam", "Owner", "is_sharded_by_us", "local_of", "managed_by", "mark_sharded"]
+__all__ = [
+    "ManagedParam",
+    "Owner",
+    "Snapshot",
+    "is_sharded_by_us",
+    "local_of",
+    "managed_by",
+    "mark_sharded",
+]
 
 _SHARDED = "_shardgrad_sharded"
 
@@ -23,6 +33,10 @@ _SHARDED = "_shardgrad_sharded"
 _managed: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
+
+# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
+_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+_LOCAL = attrgetter("_local_tensor")
 
 
 @dataclass(eq=False)
@@ -36,6 +50,7 @@ class ManagedParam:
         unsharded: the tensor compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
         group: the group it travels in.
+        expected_local: the local tensor of the sharded face, as the engine left it.
     """
 
     name: str
@@ -46,25 +61,11 @@ class ManagedParam:
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)
     group: ParamGroup = field(init=False, repr=False)
-    _expected_storage: int = field(default=0, repr=False)
 
     def alias(self, local: torch.Tensor) -> None:
         """Makes the sharded face show `local`, a view of the shard."""
-        self.sharded._local_tensor = in_own_storage(local)  # type: ignore[attr-defined]
-        self.remember()
-
-    def remember(self) -> None:
-        """Takes note of the sharded face as it is now."""
-        self.expected_local = local_of(self.sharded)
-        self._expected_storage = _storage_of(self.sharded)
-
-    @property
-    def is_intact(self) -> bool:
-        """False if the program assigned other data to the sharded face: torch lets `param.data = x` pass."""
-        return (
-            local_of(self.sharded) is self.expected_local
-            and _storage_of(self.sharded) == self._expected_storage
-        )
+        self.expected_local = in_own_storage(local)
+        self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
 
     def register(self, face: nn.Parameter) -> None:
         """Makes `face` what the owning modules show."""
@@ -77,6 +78,27 @@ class ManagedParam:
         if self.unsharded is None:
             raise RuntimeError(f"{self.name} has no unsharded face yet")
         return self.unsharded
+
+
+class Snapshot:
+    """What a program sees of some parameters, to be compared with later; a comparison is one pass in C.
+
+    Args:
+        params: sharded faces.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = list(params)
+        self._locals = list(map(_LOCAL, self._params))
+        self._storages = list(map(_storage_of, self._params))
+
+    @property
+    def still_holds(self) -> bool:
+        """False if a local tensor or a storage was replaced; torch lets `param.data = x` pass in silence."""
+        return (
+            all(map(is_, map(_LOCAL, self._params), self._locals))
+            and list(map(_storage_of, self._params)) == self._storages
+        )
 
 
 def mark_sharded(managed: ManagedParam) -> None:
@@ -100,9 +122,3 @@ def local_of(param: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's local tensor itself, not a view of it."""
     local: torch.Tensor = param._local_tensor  # type: ignore[attr-defined]
     return local
-
-
-def _storage_of(param: torch.Tensor) -> int:
-    """Returns what identifies a storage; a DTensor's holds no data, but is replaced along with it."""
-    storage: int = torch._C._storage_id(param)  # type: ignore[attr-defined]
-    return storage

@@ -23,7 +23,7 @@ from shardgrad import ops
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.faces import face_over, in_own_storage
 from shardgrad.gradient_shard import GradientShard
-from shardgrad.managed_param import ManagedParam
+from shardgrad.managed_param import ManagedParam, Snapshot
 from shardgrad.param_group import ParamGroup
 from shardgrad.selection import gradients_of
 
@@ -152,6 +152,8 @@ class ShardedSegment(Segment):
         self.numel = offset
         self.rank = group.mesh.shard_rank
         self._shard: GradientShard | None = None
+        self._generation = group.generation
+        self._snapshot = Snapshot(self.params)
         self._places: list[int] = []
         self._rows: torch.Tensor
         self._tiles = 0
@@ -195,23 +197,27 @@ class ShardedSegment(Segment):
         )
 
     def _require_same_params(self) -> None:
-        for param, managed in zip(self.params, self._members, strict=True):
-            if managed.sharded is not param:
-                raise OptimizerParameterError(
-                    f"parameter {managed.name} was replaced after the optimizer was built",
-                    expected="the parameter the optimizer was given",
-                    got="another one in its place: load_state_dict(assign=True), or model.to(dtype)",
-                    where=f"unit {self._group.name}",
-                    fix="build the optimizer after the last change of this kind",
-                )
-            if not managed.is_intact:
-                raise OptimizerParameterError(
-                    f"the data of parameter {managed.name} was replaced",
-                    expected="the piece of the shard that the engine gathers from",
-                    got="a tensor of its own, which the next forward would not see",
-                    where=f"unit {self._group.name}",
-                    fix="change parameters in place: param.copy_(new) under torch.no_grad()",
-                )
+        """Refuses parameters that the program replaced, or whose data it replaced."""
+        if self._generation != self._group.generation:
+            for param, managed in zip(self.params, self._members, strict=True):
+                if managed.sharded is not param:
+                    raise OptimizerParameterError(
+                        f"parameter {managed.name} was replaced after the optimizer was built",
+                        expected="the parameter the optimizer was given",
+                        got="another one in its place: load_state_dict(assign=True), or model.to(dtype)",
+                        where=f"unit {self._group.name}",
+                        fix="build the optimizer after the last change of this kind",
+                    )
+            self._snapshot = Snapshot(self.params)
+            self._generation = self._group.generation
+        if not self._snapshot.still_holds:
+            raise OptimizerParameterError(
+                f"the data of a parameter among {', '.join(self.names)} was replaced",
+                expected="the piece of the shard that the engine gathers from",
+                got="a tensor of its own, which the next forward would not see",
+                where=f"unit {self._group.name}",
+                fix="change parameters in place: param.copy_(new) under torch.no_grad()",
+            )
 
     def _tabulate(self, shard: GradientShard) -> None:
         """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""

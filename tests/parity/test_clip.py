@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad.errors import GradientError, OptionError
@@ -301,3 +302,27 @@ def same_bits_every_time() -> None:
 
 def test_a_norm_is_the_same_bits_every_time(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_every_time)
+
+
+def another_librarys_dtensors() -> None:
+    """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of ours."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.arange(24.0).view(4, 6), torch.ones(3, 4)]
+    cut = [
+        nn.Parameter(distribute_tensor(tensor, mesh, [placement]))
+        for tensor, placement in zip(whole, (Shard(1), Replicate()), strict=True)
+    ]
+    for param, tensor in zip(cut, whole, strict=True):
+        param.grad = distribute_tensor(tensor, mesh, param.placements)
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    gradients = [p.grad.full_tensor().clone() for p in (*model.parameters(), *cut)]
+    right = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    norm = shardgrad.clip_grad_norm_([*model.parameters(), *cut], 1.0)
+    torch.testing.assert_close(norm, right)
+    for param, before in zip((*model.parameters(), *cut), gradients, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), before / (right + 1e-6))
+
+
+def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks) -> None:
+    two_ranks.run(another_librarys_dtensors)

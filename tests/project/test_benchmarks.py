@@ -130,7 +130,7 @@ def test_smoke_runs_write_nothing_unasked(tmp_path: Path) -> None:
 
 
 def test_optimizer(tmp_path: Path) -> None:
-    bases = {"small": "fsdp2", "large": "flat", "clip": "fsdp2"}
+    bases = {"one_unit": "fsdp2", "many_units": "fsdp2", "large": "flat", "clip": "fsdp2"}
     for case, base in bases.items():
         record = smoke("optimizer", tmp_path / case, "--case", case)
         assert record["config"]["case"] == case
