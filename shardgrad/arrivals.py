@@ -27,12 +27,13 @@ class Arrivals:
     """Collects the gradients of one group in one backward.
 
     Attributes:
-        home: the stream the parameters were gathered for, on which gradients are packed.
+        home: the stream the parameters were last made whole for, on which gradients are packed; it stays
+            while gradients are here, since those that arrived on it have left no mark.
         gradients: per trainable parameter, what has arrived.
     """
 
     def __init__(self) -> None:
-        self.home: Stream = None
+        self._home: Stream = None
         self.gradients: list[torch.Tensor | None] = []
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, Mark] = {}
@@ -59,6 +60,16 @@ class Arrivals:
             if p.unsharded is not None and _HOOKED not in p.unsharded.__dict__:
                 p.unsharded.__dict__[_HOOKED] = True
                 p.unsharded.register_post_accumulate_grad_hook(hook)
+
+    @property
+    def home(self) -> Stream:
+        """See the class."""
+        return self._home
+
+    @home.setter
+    def home(self, stream: Stream) -> None:
+        if self._count == 0:
+            self._home = stream
 
     @property
     def count(self) -> int:

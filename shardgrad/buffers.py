@@ -1,4 +1,5 @@
-"""Memory with an owner: slots that know who wrote them and when they are free, and the ring that lends them.
+"""Memory with an owner: slots that know who wrote them and when they are free, the ring that lends them, and
+flat buffers whose storage comes and goes.
 
 [Note: Slots]
 Staging memory is reused from group to group, and two streams touch it: one fills it, another moves it. The
@@ -21,7 +22,7 @@ import torch
 
 from .streams import Mark, Stream, Streams
 
-__all__ = ["Chunks", "Holder", "Slot", "SlotRing"]
+__all__ = ["Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
 
 class Holder(Protocol):
@@ -75,6 +76,8 @@ class Slot:
             with torch.inference_mode(mode=False):
                 self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
                 self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            # Whoever had these bytes before may still use them here, and the first writer may be elsewhere.
+            self._free.record(self._allocated_on)
 
     def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0) -> Chunks:
         """Returns `count` pieces of `numel` elements, behind `skip` elements; the same objects each time."""
@@ -164,3 +167,40 @@ class SlotRing:
         """Starts the turns over, so that every step lends the same slot to the same group."""
         if all(slot.holder is None for slot in self._made):
             self._turns = list(self._made)
+
+
+class RecurringBuffer:
+    """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
+
+    Storage belongs to the stream that was current when it was allocated, and the allocator may lend it to
+    that stream again as soon as it is freed.
+
+    Attributes:
+        tensor: 1-D, made for training even in inference mode; its storage is there from the start.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> None:
+        self._streams = streams
+        self._home = streams.current()
+        with torch.inference_mode(mode=False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+
+    def allocate(self) -> None:
+        """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.tensor.numel() * self.tensor.itemsize)
+            self._home = self._streams.current()
+
+    def free(self) -> None:
+        """Gives the storage back, after the last use on the current stream; nothing if it is gone.
+
+        Streams: the stream that the storage came from waits for the current one.
+        """
+        storage = self.tensor.untyped_storage()
+        current = self._streams.current()
+        if storage.nbytes() and current != self._home:
+            used = self._streams.mark()
+            used.record(current)
+            used.wait(self._home)
+        storage.resize_(0)

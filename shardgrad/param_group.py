@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import ops
 from .adoption import adopt
-from .buffers import Slot
+from .buffers import RecurringBuffer, Slot
 from .collectives import Flight
 from .errors import MetaParameterError
 from .faces import face_over, in_own_storage
@@ -36,6 +36,7 @@ from .layout import ShardLayout, alignment_numel
 from .managed_param import ManagedParam, Owner, local_of, mark_sharded
 from .mesh import DataParallelMesh
 from .policies import GradientPolicy
+from .post_forward import PostForwardShard
 from .runtime import Runtime
 from .streams import Mark
 from .trace import span
@@ -94,6 +95,7 @@ class ParamGroup:
         name: of the unit, for errors and traces.
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype.
+        generation: how often parameters were replaced and taken over; see `adoption.py`.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
     """
 
@@ -114,8 +116,10 @@ class ParamGroup:
         # Called once the unsharded parameters exist; the reducer puts its hooks on them.
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: _Gathering | None = None
+        self._whole: Mark | None = None
         self._noted_version = -1
         self.steps_taken = 0
+        self.generation = 0
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
         self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
@@ -130,7 +134,8 @@ class ParamGroup:
         self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
         self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
         self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
-        self._labelled: torch.Tensor | None = None  # the chunk that ends in its label already
+        self._labelled: torch.Tensor | None = None  # the shard, once it ends in its label
+        self._post_forward: PostForwardShard | None = None
 
     # -- facts ------------------------------------------------------------------------------------------
 
@@ -159,7 +164,7 @@ class ParamGroup:
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
             )
             p.sharded.__dict__.update(attributes)
-            p.remember()
+            p.expected_local = local_of(p.sharded)
 
     def _allocate(self, device: torch.device) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
@@ -171,9 +176,8 @@ class ParamGroup:
 
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
-        self._unsharded_flat: torch.Tensor | None = None
-        self._post_forward: tuple[ShardLayout, torch.Tensor] | None = None
-        self._post_forward_ready: Mark | None = None
+        self._unsharded: RecurringBuffer | None = None
+        self._post_forward = None
         self._labelled = None
         self._trainable: tuple[bool, ...] | None = None
         self.gradient_layout: ShardLayout | None = None
@@ -251,8 +255,8 @@ class ParamGroup:
         n = source.layout.chunk_numel
         gathering = _Gathering(self, source)
         stream = runtime.streams.gather
-        if self._labelled is not source.chunk:
-            source.write_label()
+        if source.ready is None and self._labelled is not source.chunk:
+            source.write_label()  # once; the host waits
             self._labelled = source.chunk
         with span("all_gather", self.name), runtime.streams.on(stream):
             runtime.parameters_ready.wait(stream)
@@ -274,11 +278,10 @@ class ParamGroup:
 
     def _source(self) -> _Source:
         if self.state is ShardState.SHARDED_POST_FORWARD:
-            if self._post_forward is None or self.post_forward_mesh is None:
+            cut = self._post_forward
+            if cut is None:
                 raise RuntimeError("the post-forward shard is gone")
-            layout, chunk = self._post_forward
-            ready = self._post_forward_ready
-            return _Source(layout, chunk, self.post_forward_mesh, self._regather_label, ready)
+            return _Source(cut.layout, cut.chunk, cut.mesh, cut.label, cut.ready)
         return _Source(self.layout, self.shard, self.mesh, self._gather_label, None)
 
     def wait_for_unshard(self) -> None:
@@ -291,6 +294,8 @@ class ParamGroup:
         """
         gathering = self._gathering
         if gathering is None:
+            if self._whole is not None:  # another stream may have copied them out
+                self._whole.wait(self._runtime.streams.current())
             return
         self._gathering = None
         stream = self._runtime.streams.current()
@@ -303,8 +308,11 @@ class ParamGroup:
                 ops.unpack(chunks, flat, gathering.source.layout.table)
             finally:
                 gathering.slot.release(stream)
+        self._whole = self._whole or self._runtime.streams.mark()
+        self._whole.record(stream)
         self.state = ShardState.UNSHARDED
-        self._free_post_forward()
+        if self._post_forward is not None:
+            self._post_forward.free()
         for p in self.params:
             face = p.whole
             for module, attribute in p.owners:
@@ -312,20 +320,18 @@ class ParamGroup:
 
     def _unsharded_storage(self) -> torch.Tensor:
         """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
-        flat = self._unsharded_flat
-        if flat is None:
-            # Made for training even if the first forward is an evaluation in inference mode.
-            with torch.inference_mode(mode=False):
-                numel = self.layout.unsharded_numel
-                flat = torch.empty(numel, dtype=self.gather_dtype, device=self.mesh.device)
-                self._unsharded_flat = flat
-                for p, view in zip(self.params, self.layout.unsharded_views(flat), strict=True):
-                    # `.data` gives the view a version counter of its own: see the module docstring.
-                    p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
-            self.on_new_unsharded()
-        else:
-            flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
-        return flat
+        if self._unsharded is not None:
+            self._unsharded.allocate()
+            return self._unsharded.tensor
+        numel, streams = self.layout.unsharded_numel, self._runtime.streams
+        self._unsharded = RecurringBuffer(numel, self.gather_dtype, self.mesh.device, streams)
+        # Made for training even if the first forward is an evaluation in inference mode.
+        with torch.inference_mode(mode=False):
+            for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
+                # `.data` gives the view a version counter of its own: see the module docstring.
+                p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
+        self.on_new_unsharded()
+        return self._unsharded.tensor
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather nobody will use; waits until its memory is ours again."""
@@ -334,6 +340,8 @@ class ParamGroup:
             return
         self._gathering = None
         gathering.flight.wait()
+        # The gather has read the shard, which the program may write next.
+        gathering.slot.start_reading(self._runtime.streams.current())
         gathering.slot.release(self._runtime.streams.gather)
 
     # -- reshard ----------------------------------------------------------------------------------------
@@ -346,8 +354,10 @@ class ParamGroup:
         self.cancel_unshard()
         if self.state is ShardState.SHARDED:
             return
-        self._free_unsharded()
-        self._free_post_forward()
+        if self._unsharded is not None:
+            self._unsharded.free()
+        if self._post_forward is not None:
+            self._post_forward.free()
         self.state = ShardState.SHARDED
         for p in self.params:
             for module, attribute in p.owners:
@@ -360,43 +370,30 @@ class ParamGroup:
             return
         if self.state is not ShardState.UNSHARDED:
             return
-        layout, chunk = self._post_forward_storage(self.post_forward_mesh)
-        rank = self.post_forward_mesh.shard_rank
-        views = layout.local_views(chunk, rank)
-        with torch.no_grad():
-            for p, view, piece in zip(self.params, views, layout.pieces, strict=True):
-                begin, end = piece.rows(rank)
-                view.copy_(p.whole.detach()[begin:end])
-        if self._post_forward_ready is None:
-            self._post_forward_ready = self._runtime.streams.mark()
-        self._post_forward_ready.record(self._runtime.streams.current())
-        self._free_unsharded()
+        cut = self._post_forward_shard(self.post_forward_mesh)
+        cut.fill([p.whole for p in self.params])
+        if self._unsharded is not None:
+            self._unsharded.free()
         self.state = ShardState.SHARDED_POST_FORWARD
-        for p, view, piece in zip(self.params, views, layout.pieces, strict=True):
+        for p, view, piece in zip(self.params, cut.views, cut.layout.pieces, strict=True):
             if p.post_forward is None:
-                face = face_over(view, self.post_forward_mesh, piece.shape)
+                face = face_over(view, cut.mesh, piece.shape)
                 p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 
-    def _post_forward_storage(self, mesh: DataParallelMesh) -> tuple[ShardLayout, torch.Tensor]:
+    def _post_forward_shard(self, mesh: DataParallelMesh) -> PostForwardShard:
         if self._post_forward is None:
-            layout = ShardLayout.of(
-                [p.shape for p in self.params], mesh.shard_size, alignment=self.alignment, with_flags=False
+            self._post_forward = PostForwardShard(
+                [p.shape for p in self.params],
+                mesh,
+                self._runtime.streams,
+                alignment=self.alignment,
+                dtype=self.gather_dtype,
+                label=self._regather_label,
             )
-            chunk = torch.zeros(layout.chunk_numel, dtype=self.gather_dtype, device=mesh.device)
-            self._post_forward = (layout, chunk)
-        else:
-            chunk = self._post_forward[1]
-            chunk.untyped_storage().resize_(chunk.numel() * chunk.itemsize)
+            for p in self.params:
+                p.post_forward = None
         return self._post_forward
-
-    def _free_post_forward(self) -> None:
-        if self._post_forward is not None:
-            self._post_forward[1].untyped_storage().resize_(0)
-
-    def _free_unsharded(self) -> None:
-        if self._unsharded_flat is not None:
-            self._unsharded_flat.untyped_storage().resize_(0)
 
     def note_version(self) -> None:
         """Remembers which values the whole parameters hold, if they are going to stay whole for a while."""
@@ -451,6 +448,7 @@ class ParamGroup:
 
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         """Copies replacements into the shard, a new one if dtype or device changed, and shows it in them."""
+        self.generation += 1
         locals_ = [local_of(p) for p in shown]
         if dtype != self.dtype or self.shard.device != self.mesh.device:
             self._set_dtypes(dtype)
