@@ -1,5 +1,15 @@
 """Helpers for tests of programs and of the engine itself."""
 
+from .check_streams import Order, StreamCheckError, StreamHazard, StreamReport, StreamUse, check_streams
 from .recorded_streams import Hazard, RecordedStreams
 
-__all__ = ["Hazard", "RecordedStreams"]
+__all__ = [
+    "Hazard",
+    "Order",
+    "RecordedStreams",
+    "StreamCheckError",
+    "StreamHazard",
+    "StreamReport",
+    "StreamUse",
+    "check_streams",
+]

@@ -1,0 +1,108 @@
+"""What is ordered after what on a device, learnt from its events as they are recorded and waited for.
+
+Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies its stream's clock into
+it, a wait merges it into the waiting stream's, and when the host waits it knows what it waited for, and with
+it everything that is launched later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["EventOrder"]
+
+_Clock = dict[int, int]
+
+
+def _merge(into: _Clock, other: _Clock) -> None:
+    for stream, time in other.items():
+        into[stream] = max(into.get(stream, 0), time)
+
+
+class EventOrder:
+    """Follows torch's trace of a CUDA device's events: everybody's who uses torch's, NCCL and autograd too.
+
+    Args:
+        device: the one whose current stream is asked about.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._clocks: dict[int, _Clock] = {}
+        self._events: dict[int, _Clock] = {}
+        self._host: _Clock = {}
+
+    # -- asking -----------------------------------------------------------------------------------------
+
+    def current(self) -> int:
+        """Returns the handle of the current stream, as the trace calls it."""
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
+    def now(self) -> tuple[int, int]:
+        """Returns the current stream and its time, which this moves on."""
+        stream = self.current()
+        return stream, self._tick(stream)[stream]
+
+    def is_ordered(self, moment: tuple[int, int]) -> bool:
+        """Returns whether what the current stream is given now runs after `moment`."""
+        stream, time = moment
+        return self._clock(self.current()).get(stream, 0) >= time
+
+    def _clock(self, stream: int) -> _Clock:
+        clock = self._clocks.setdefault(stream, {})
+        _merge(clock, self._host)  # what the host has seen finish is before anything it launches
+        return clock
+
+    def _tick(self, stream: int) -> _Clock:
+        clock = self._clock(stream)
+        clock[stream] = clock.get(stream, 0) + 1
+        return clock
+
+    # -- listening --------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begins to listen. Torch has no way to switch its trace off again."""
+        torch._C._activate_gpu_trace()
+        for registry, listener in self._listeners():
+            registry.callback_list.append(listener)
+
+    def stop(self) -> None:
+        """Ends listening."""
+        for registry, listener in self._listeners():
+            if listener in registry.callback_list:
+                registry.callback_list.remove(listener)
+
+    def _listeners(self) -> list[tuple[Any, Callable[..., None]]]:
+        from torch.cuda import _gpu_trace as trace
+
+        return [
+            (trace.EventCreationCallbacks, self._forget),
+            (trace.EventDeletionCallbacks, self._forget),
+            (trace.EventRecordCallbacks, self._recorded),
+            (trace.EventWaitCallbacks, self._waited),
+            (trace.EventSynchronizationCallbacks, self._host_waited_for_event),
+            (trace.StreamSynchronizationCallbacks, self._host_waited_for_stream),
+            (trace.DeviceSynchronizationCallbacks, self._host_waited),
+        ]
+
+    def _forget(self, event: int) -> None:
+        self._events.pop(event, None)
+
+    def _recorded(self, event: int, stream: int) -> None:
+        self._events[event] = dict(self._tick(stream))
+
+    def _waited(self, event: int, stream: int) -> None:
+        _merge(self._clock(stream), self._events.get(event, {}))
+
+    def _host_waited_for_event(self, event: int) -> None:
+        _merge(self._host, self._events.get(event, {}))
+
+    def _host_waited_for_stream(self, stream: int) -> None:
+        _merge(self._host, self._clock(stream))
+
+    def _host_waited(self, *_: object) -> None:
+        for clock in self._clocks.values():
+            _merge(self._host, clock)
