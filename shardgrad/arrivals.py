@@ -15,6 +15,7 @@ from types import MethodType
 
 import torch
 
+from .errors import GradientError
 from .managed_param import ManagedParam
 from .streams import Mark, Stream, Streams
 
@@ -82,11 +83,22 @@ class Arrivals:
         return self._count == len(self.gradients)
 
     def take(self, unsharded: torch.Tensor, streams: Streams) -> bool:
-        """Takes a parameter's gradient from autograd, leaving None; False if there is none."""
+        """Takes a parameter's gradient from autograd, leaving None; False if there is none.
+
+        Raises:
+            GradientError: it is sparse.
+        """
         grad = unsharded.grad
         if grad is None:
             return False
         unsharded.grad = None
+        if grad.layout is not torch.strided:
+            raise GradientError(
+                "a gradient of a sharded parameter cannot be used",
+                expected="a dense gradient",
+                got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
+                fix="sparse=False in the embedding, or leave it out: fully_shard(..., ignored_params=...)",
+            )
         stream = streams.current()
         index = self._index[id(unsharded)]
         earlier = self.gradients[index]

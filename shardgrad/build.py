@@ -24,7 +24,7 @@ from .errors import (
     UnsupportedParameterError,
     unsupported,
 )
-from .managed_param import ManagedParam, Owner, is_sharded_by_us
+from .managed_param import CLAIM, ManagedParam, Owner, is_sharded_by_us
 from .mesh import DataParallelMesh
 from .roots import unit_of, units_under
 
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from .unit import Unit
 
 __all__ = ["Collected", "Guest", "collect", "validate_modules"]
-
-# Set on an original parameter once a unit has taken it, for those who still register the original.
-CLAIM = "_shardgrad_claim"
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -1,9 +1,10 @@
 """Noticing at the first step that a parameter is not being trained.
 
 A run can go on for days while part of the model stands still, because an optimizer looks at another attribute
-than the one that has the gradients, was given an empty list, or makes steps that vanish in rounding. So the
-first step of every optimizer over sharded parameters is looked at, on a sample of each parameter: whoever has
-a gradient that is not zero has to move. It is the only step for which the host waits.
+than the one that has the gradients, was given an empty list, frozen parameters, or those that fully_shard has
+replaced since, or makes steps that vanish in rounding. So the first step of every optimizer over sharded
+parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero has to move.
+It is the only step for which the host waits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .managed_param import ManagedParam, local_of, managed_by
+from .managed_param import ManagedParam, is_replaced, local_of, managed_by
 from .owed_gradient import OwedGradient
 from .streams import is_capturing
 
@@ -71,11 +72,13 @@ class _Watch:
     def __init__(self) -> None:
         self.is_over = False
         self._samples: list[_Sample] = []
+        self._without: list[str] = []
 
     def before(self, optimizer: Optimizer) -> None:
         """Takes samples."""
         self._samples, self._without = [], []
-        for param in _params(optimizer):
+        moving = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
+        for param in (param for group in moving for param in group["params"]):
             managed = managed_by(param)
             if managed is None:
                 continue
@@ -90,13 +93,13 @@ class _Watch:
         samples, self._samples = self._samples, []
         verdicts = torch.stack([sample.stands_still() for sample in samples]).tolist() if samples else []
         still = [sample.name for sample, stuck in zip(samples, verdicts, strict=True) if stuck]
-        if still and _is_meant_to_stand_still(optimizer):
+        if _is_meant_to_stand_still(optimizer):
             return  # the next step will tell
         self.is_over = True
         if still:
             _warn(
                 optimizer,
-                f"did not move, although they have gradients: {_few(still)}",
+                f"parameters did not move, although they have gradients: {_few(still)}",
                 "does the optimizer read the attribute that GradientPolicy binds (grad or decoupled_grad), "
                 "and is a step more than half a unit in the last place of a 16-bit weight (else keep a "
                 "master)?",
@@ -104,8 +107,22 @@ class _Watch:
         if self._without:
             _warn(
                 optimizer,
-                f"require a gradient and have none: {_few(self._without)}",
+                f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
+            )
+        replaced = sum(map(is_replaced, _params(optimizer)))
+        if replaced:
+            _warn(
+                optimizer,
+                f"{replaced} parameters were those from before fully_shard, which nothing computes with",
+                "was the optimizer built after the last fully_shard?",
+            )
+        idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
+        if idle:
+            _warn(
+                optimizer,
+                f"groups have no parameter that requires a gradient: {_few(idle)}",
+                "is the rule that chose their parameters right, and was nothing frozen by accident?",
             )
 
 
@@ -121,6 +138,10 @@ def _is_meant_to_stand_still(optimizer: Optimizer) -> bool:
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 
 
+def _is_idle(group: dict[str, Any]) -> bool:
+    return not any(param.requires_grad for param in group["params"])
+
+
 def _params(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
@@ -132,7 +153,7 @@ def _few(names: list[str]) -> str:
 
 def _warn(optimizer: Optimizer, what: str, question: str) -> None:
     warnings.warn(
-        f"shardgrad: in the first step of {type(optimizer).__name__} parameters {what}. To check: {question}",
+        f"shardgrad: in the first step of {type(optimizer).__name__} {what}. To check: {question}",
         UntrainedParameterWarning,
         stacklevel=4,
     )
@@ -146,8 +167,9 @@ def _watch(optimizer: Optimizer) -> _Watch | None:
     watch = _watches.get(optimizer)
     if watch is None:
         watch = _watches[optimizer] = _Watch()
-        first = next((param for param in _params(optimizer) if managed_by(param) is not None), None)
-        watch.is_over = first is None
+        watch.is_over = not any(
+            managed_by(param) is not None or is_replaced(param) for param in _params(optimizer)
+        )
     if watch.is_over:
         return None
     first = next(_params(optimizer))

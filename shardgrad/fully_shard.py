@@ -12,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Shard
 
-from .build import CLAIM, Claim, Collected, collect, validate_modules
+from .build import Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
 from .errors import OptionError, unsupported
 from .first_step import watch_first_steps
-from .managed_param import mark_sharded
+from .managed_param import CLAIM, mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
 from .optimizer_steps import notice_optimizer_steps

@@ -17,14 +17,19 @@ if TYPE_CHECKING:
     from .param_group import ParamGroup
 
 __all__ = [
+    "CLAIM",
     "ManagedParam",
     "Owner",
     "Snapshot",
+    "is_replaced",
     "is_sharded_by_us",
     "local_of",
     "managed_by",
     "mark_sharded",
 ]
+
+# Set on an original parameter once a unit has taken it, for those who still register the original.
+CLAIM = "_shardgrad_claim"
 
 _SHARDED = "_shardgrad_sharded"
 
@@ -116,6 +121,11 @@ def managed_by(param: torch.Tensor) -> ManagedParam | None:
 def is_sharded_by_us(param: torch.Tensor) -> bool:
     """Returns whether a parameter is a sharded face, and not a plain tensor or another library's DTensor."""
     return _SHARDED in param.__dict__
+
+
+def is_replaced(param: torch.Tensor) -> bool:
+    """Returns whether `fully_shard` has put a sharded parameter in this one's place."""
+    return CLAIM in param.__dict__
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from .gradient_shard import GradientShard
 from .managed_param import ManagedParam, managed_by
 from .param_group import ParamGroup
 
-__all__ = ["Gradients", "Selection", "gradients_of", "select"]
+__all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradientS
     return group.gradients()
 
 
+def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns the gradient of a parameter that no unit shards: `.grad`, else `.decoupled_grad`."""
+    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+
+
 def select(params: Iterable[torch.Tensor]) -> Gradients:
     """Finds the gradients of parameters, and makes the device's flags agree with what is bound to them.
 
@@ -84,8 +89,8 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         managed = managed_by(param)
         if managed is not None:
             by_group.setdefault(managed.group, []).append(managed)
-        elif param.grad is not None:
-            plain.append(param.grad)
+        elif (grad := plain_gradient(param)) is not None:
+            plain.append(grad)
     selections = []
     for group, members in by_group.items():
         shard = gradients_of(group, [managed.sharded for managed in members])

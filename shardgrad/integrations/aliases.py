@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.faces import face_over
-from shardgrad.managed_param import ManagedParam, local_of, managed_by
+from shardgrad.managed_param import ManagedParam, is_replaced, local_of, managed_by
 from shardgrad.param_group import ParamGroup
 from shardgrad.selection import gradients_of
 
@@ -68,6 +68,8 @@ class Alias:
         Raises:
             OptimizerParameterError: it was replaced.
         """
+        if is_replaced(self.param):
+            raise _replaced(self.name, "a parameter of the model, and not the one from before fully_shard")
         if self.param.data_ptr() != self.local.data_ptr():
             raise _replaced(self.name, "the memory it had when the optimizer was built")
 

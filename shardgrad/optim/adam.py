@@ -52,6 +52,13 @@ class Adam(FlatOptimizer):
         Hyper("weight_decay", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = ("maximize", "decoupled_weight_decay")
+    torch_keys: ClassVar[Mapping[str, Any]] = {
+        "amsgrad": False,
+        "foreach": None,
+        "capturable": None,
+        "differentiable": False,
+        "fused": None,
+    }
 
     def __init__(
         self,
@@ -74,8 +81,6 @@ class Adam(FlatOptimizer):
         seed: int = 0,
         check_finite: bool = False,
     ) -> None:
-        if amsgrad:
-            raise unsupported("amsgrad=True", instead="amsgrad=False, or torch.optim.AdamW")
         if differentiable:
             raise unsupported("differentiable=True", instead="torch.optim.AdamW")
         self._precision = Precision(moment_dtype, master, stochastic_rounding, seed)
@@ -84,10 +89,16 @@ class Adam(FlatOptimizer):
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
             "maximize": maximize,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         super().__init__(params, defaults, check_finite=check_finite)
+
+    def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+        """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of torch's."""
+        if new.get("amsgrad"):
+            raise unsupported("amsgrad=True", instead="amsgrad=False, or torch.optim.AdamW")
 
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """Two moments, and what the precision asks for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.errors import DeepcopyError, OptimizerParameterError
-from shardgrad.managed_param import ManagedParam, managed_by
+from shardgrad.managed_param import ManagedParam, is_replaced, managed_by
 from shardgrad.norms import find_nonfinite
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
@@ -67,6 +67,9 @@ class FlatOptimizer(Optimizer):
     # What a subclass has: mirrored keys in kernel order, and keys that are arguments of a launch.
     hypers: ClassVar[Sequence[Hyper]]
     fixed: ClassVar[Sequence[str]] = ("maximize",)
+    # Keys that torch's optimizer of this name has in a group and this one has no use for. They are there so
+    # that a checkpoint of the one, which names every key, loads into the other.
+    torch_keys: ClassVar[Mapping[str, Any]] = {}
 
     # Scalers then leave `grad_scale` and `found_inf` as attributes for the length of a step, instead of
     # reading them on the host.
@@ -88,8 +91,10 @@ class FlatOptimizer(Optimizer):
         """
         super().add_param_group(param_group)
         plain = self.param_groups.pop()
-        group = OptimGroup(plain, self.hypers, self.fixed, self.validate_group)
+        group = OptimGroup({**self.torch_keys, **plain}, self.hypers, self.fixed, self.validate_group)
         segments = self._segments_of(group, len(self.param_groups))
+        if "capturable" in self.torch_keys and any(segment.device.type != "cpu" for segment in segments):
+            group["capturable"] = True  # to torch: step counts are on the device. It refuses that on the CPU
         for segment in segments:
             self.state_dtypes(segment, group)  # what it refuses, it refuses before anything is added
         self.param_groups.append(group)
@@ -119,6 +124,12 @@ class FlatOptimizer(Optimizer):
             what = "complex" if param.is_complex() else str(param.dtype)
             raise self._cannot_update(
                 name, f"it is {what}", "floating-point parameters; torch.optim has others"
+            )
+        if managed is None and is_replaced(param):
+            raise self._cannot_update(
+                name,
+                "fully_shard has put a sharded one in its place",
+                "model.parameters() after fully_shard",
             )
 
     def _refuse_two_engines(self, group: OptimGroup, sharded: Mapping[ParamGroup, Any]) -> None:
@@ -162,6 +173,8 @@ class FlatOptimizer(Optimizer):
                 "step": segment.steps[i],
                 **{name: segment.face(i, views[i]) for name, views in pieces.items()},
             }
+        if self._skipped is None:  # not under a capture, whose every replay would make it zero again
+            self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
@@ -170,7 +183,8 @@ class FlatOptimizer(Optimizer):
         with any placements, or a whole tensor.
 
         Raises:
-            OptimizerStateError: it does not fit; nothing was changed.
+            OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has hyperparameters that
+                cannot be; nothing was changed.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -181,7 +195,7 @@ class FlatOptimizer(Optimizer):
             if not segment.is_allocated:
                 self._require_data(segment)
                 self._allocate(segment, self._group(index))
-        load_state(self.param_groups, self.state, state_dict)  # type: ignore[arg-type]
+        load_state(self.param_groups, self.state, state_dict, ignored=self.torch_keys)  # type: ignore[arg-type]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -249,11 +263,10 @@ class FlatOptimizer(Optimizer):
 
     def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
         """Returns a device scalar, above zero if the gradients are not finite; None if nobody has looked."""
-        found = {
-            id(x): x
-            for x in (getattr(self, "found_inf", None), *(launch.nonfinite for _, _, launch in launches))
-            if x is not None
-        }
+        # torch's scaler leaves the number 0 if it met no gradient.
+        of_scaler = getattr(self, "found_inf", None)
+        verdicts_there = (of_scaler, *(launch.nonfinite for _, _, launch in launches))
+        found = {id(x): x for x in verdicts_there if isinstance(x, torch.Tensor)}
         if not found and self._check_finite and launches:
             params = [param for segment, _, _ in launches for param in segment.params]
             return find_nonfinite(params, launches[0][0].device)
@@ -283,6 +296,30 @@ class FlatOptimizer(Optimizer):
         """
         for segment, _ in self._segments:
             segment.forget_gradients(set_to_none=set_to_none)
+
+    # -- for graphs -------------------------------------------------------------------------------------
+
+    def facts(self) -> Hashable:
+        """Returns what the host decides by: constants of the launches, and which segments there are."""
+        segments = tuple(
+            (index, segment.is_allocated, segment.device.type) for segment, index in self._segments
+        )
+        groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
+        return segments, groups, self._check_finite
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the memory in which state lives, with names."""
+        yield "skipped steps", self.skipped_steps
+        for segment, _ in self._segments:
+            if segment.is_allocated:
+                yield f"step counts of segment {segment.number}", segment.steps
+                for name, flat in segment.state.items():
+                    yield f"{name} of segment {segment.number}", flat
+
+    def forget_captures(self) -> None:
+        """Says that no graph holds a step of this optimizer: its constants may be assigned again."""
+        for i in range(len(self.param_groups)):
+            self._group(i).captured = False
 
     # -- inside -----------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ or the next replay, sees the new value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -61,13 +61,17 @@ class Hyper:
     def numbers(self, value: Any) -> Sequence[float] | None:
         """Returns the mirror's numbers, or None if the value is a tensor.
 
+        Streams: outside a capture the host waits for a tensor, to look at what is in it now.
+
         Raises:
             OptionError: the value is outside its range.
         """
-        if isinstance(value, torch.Tensor) and self.may_be_tensor and value.numel() == 1:
+        is_tensor = isinstance(value, torch.Tensor) and self.may_be_tensor and value.numel() == 1
+        if is_tensor and (value.is_meta or is_capturing(value.device)):
             return None
         try:
-            return self.read(value)
+            numbers = self.read(value.item() if is_tensor else value)
+            return None if is_tensor else numbers
         except ValueError as error:
             raise OptionError(
                 f"the optimizer's {self.name} is outside its range",
@@ -153,8 +157,7 @@ class OptimGroup(dict[str, Any]):
         hyper = self._hypers.get(key)
         numbers = hyper.numbers(value) if hyper is not None else None
         self._validate(self._built_with, {**self, key: value})
-        if self.captured and key in self._fixed and value != self.get(key):
-            self._refuse_fixed(key, value)
+        self._require_changeable(key, value)
         if hyper is not None and numbers is not None:
             for device, mirror in self._mirrors.items():
                 if is_capturing(device):
@@ -163,15 +166,24 @@ class OptimGroup(dict[str, Any]):
                     mirror[self._slots[key] + i].fill_(number)
         super().__setitem__(key, value)
 
+    def constants(self) -> Hashable:
+        """Returns what a launch has as arguments, and which hyperparameters are tensors, by address."""
+        tensors = tuple(
+            (name, value.data_ptr()) for name in self._hypers if isinstance(value := self[name], torch.Tensor)
+        )
+        return tuple(self.get(key) for key in sorted(self._fixed)), tensors
+
     def check(self, values: Mapping[str, Any]) -> None:
         """Looks at what is about to be assigned together, without assigning.
 
         Raises:
             OptionError: a value is outside its range, or the values do not go together.
+            CaptureError: a value is another than the one a graph has as a constant.
         """
         for key, value in values.items():
             if key in self._hypers:
                 self._hypers[key].numbers(value)
+            self._require_changeable(key, value)
         self._validate(self._built_with, {**self, **values})
 
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +199,9 @@ class OptimGroup(dict[str, Any]):
         # Copies and pickles are plain dictionaries: the mirrors belong to one optimizer.
         return dict, (dict(self),)
 
-    def _refuse_fixed(self, key: str, value: Any) -> NoReturn:
+    def _require_changeable(self, key: str, value: Any) -> None:
+        if not self.captured or key not in self._fixed or value == self.get(key):
+            return
         raise CaptureError(
             f"the optimizer's {key} is a constant of a captured graph",
             expected=f"{key}={self.get(key)!r}, as it was when the graph was captured",

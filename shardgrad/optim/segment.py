@@ -23,9 +23,9 @@ from shardgrad import ops
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.faces import face_over, in_own_storage
 from shardgrad.gradient_shard import GradientShard
-from shardgrad.managed_param import ManagedParam, Snapshot
+from shardgrad.managed_param import ManagedParam, Snapshot, is_replaced
 from shardgrad.param_group import ParamGroup
-from shardgrad.selection import gradients_of
+from shardgrad.selection import gradients_of, plain_gradient
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
@@ -87,6 +87,11 @@ class Segment(ABC):
     @abstractmethod
     def has_data(self) -> bool:
         """False while parameters are on the meta device."""
+
+    @property
+    def state_device(self) -> torch.device | None:
+        """Where the state is; None before `allocate`."""
+        return self.steps.device if self.is_allocated else None
 
     @abstractmethod
     def settle(self) -> Launch | None:
@@ -232,6 +237,15 @@ class ShardedSegment(Segment):
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
             places.append(place)
         rows, self._tiles = ops.segment_rows(pieces)
+        ops.check_rows(
+            rows,
+            self._tiles,
+            param_numel=self._group.shard.numel(),
+            grad_numel=shard.values.numel(),
+            state_numel=self.numel,
+            steps_numel=len(self.params),
+            touched_numel=shard.flags.numel(),
+        )
         self._rows = rows.to(self.device)
         self._shard, self._places = shard, places
 
@@ -281,12 +295,17 @@ class PlainSegment(Segment):
                 got=f"shape {tuple(local.shape)} with strides {local.stride()}",
                 fix="param.data = param.data.contiguous()",
             )
-        self.device = local.device
         self.dtype = param.dtype
         self.numel = local.numel()
+        self._form = _form_of(local)
         rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
         self._table = rows
         self._rows: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """Of the parameter, which may have been on the meta device when the optimizer was built."""
+        return _local(self.params[0]).device
 
     @property
     def has_data(self) -> bool:
@@ -300,7 +319,8 @@ class PlainSegment(Segment):
     def settle(self) -> Launch | None:
         """See `Segment.settle`."""
         param = self.params[0]
-        grad = _gradient_of(param)
+        self._require_in_use()
+        grad = plain_gradient(param)
         if grad is None:
             return None
         local, grad = _local(param).detach(), _local(grad).detach()
@@ -321,12 +341,31 @@ class PlainSegment(Segment):
             None,
         )
 
+    def _require_in_use(self) -> None:
+        """Refuses a parameter that nothing computes with any more: its optimizer would train nothing."""
+        param, got = self.params[0], ""
+        if is_replaced(param):
+            got = "the parameter from before fully_shard, which has put a sharded one in its place"
+        elif not self.has_data:
+            got = "one on the meta device, which model.to_empty() has replaced by another"
+        if got:
+            raise OptimizerParameterError(
+                f"parameter {self.names[0]} is not part of the model any more",
+                expected="a parameter that the model computes with",
+                got=got,
+                fix="build the optimizer after fully_shard and after to_empty",
+            )
+
     def _check(self, local: torch.Tensor, grad: torch.Tensor) -> None:
-        if local.numel() != self.numel or local.dtype != self.dtype:
+        # Moments lie in the memory order that the parameter had, on its device.
+        device = self.state_device or local.device
+        if _form_of(local) != self._form or local.device != device:
+            shape, strides, dtype = self._form
             raise OptimizerParameterError(
                 f"the data of parameter {self.names[0]} was replaced by something else",
-                expected=f"{self.numel} elements of {self.dtype}",
-                got=f"{local.numel()} elements of {local.dtype}",
+                expected=f"{dtype} of shape {shape} with strides {strides} on {device}",
+                got=f"{local.dtype} of shape {tuple(local.shape)} with strides {local.stride()} on "
+                f"{local.device}",
                 fix="build the optimizer after the last change of this kind",
             )
         if grad.layout is not torch.strided or grad.shape != local.shape:
@@ -367,8 +406,10 @@ class PlainSegment(Segment):
                 grad.detach().zero_()
 
 
-def _gradient_of(param: torch.Tensor) -> torch.Tensor | None:
-    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+def _form_of(local: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+    """Returns shape, strides and dtype; a dimension of one element has any stride, so it counts as none."""
+    strides = zip(local.shape, local.stride(), strict=True)
+    return tuple(local.shape), tuple(stride if size > 1 else 0 for size, stride in strides), local.dtype
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -50,6 +50,7 @@ class SGD(FlatOptimizer):
         Hyper("weight_decay", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = ("maximize", "nesterov", "decoupled_weight_decay")
+    torch_keys: ClassVar[Mapping[str, Any]] = {"foreach": None, "differentiable": False, "fused": None}
 
     def __init__(
         self,

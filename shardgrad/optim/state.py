@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,6 +22,8 @@ def load_state(
     groups: Sequence[OptimGroup],
     state: Mapping[Any, Mapping[str, torch.Tensor]],
     state_dict: Mapping[str, Any],
+    *,
+    ignored: Collection[str] = (),
 ) -> None:
     """Copies what `state_dict` holds into the groups and buffers of an optimizer.
 
@@ -29,6 +31,7 @@ def load_state(
         groups: its `param_groups`.
         state: its `state`, complete.
         state_dict: what is loaded.
+        ignored: keys of groups that are checked, and not taken over.
 
     A parameter the state has nothing about starts anew. State of torch's optimizers that has no place here
     (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a master copy) is
@@ -53,7 +56,7 @@ def load_state(
         for into, value in copies:
             into.copy_(value)
     for group, saved in zip(groups, saved_groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+        group.update({k: value for k, value in saved.items() if k != "params" and k not in ignored})
 
 
 def _copies(
@@ -70,13 +73,27 @@ def _copies(
     for key, into in ours.items():
         value = saved.get(key)
         if key == "step":
-            # torch's SGD counts no steps; a momentum means there has been one.
-            count = value if value is not None else float(saved.get("momentum_buffer") is not None)
-            yield into, torch.as_tensor(count, dtype=torch.float32).reshape(())
+            yield into, _count(number, value, saved.get("momentum_buffer"))
         elif value is None:
             yield into, torch.zeros((), dtype=into.dtype, device=into.device)
         else:
             yield _local(into), local_part(into, value, f"{key} of parameter {number}")
+
+
+def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
+    """Returns how many steps a parameter has taken, float32.
+
+    torch's SGD counts none, and a checkpoint without counts leaves 0; a momentum means there has been one.
+    """
+    if step is None:
+        step = float(momentum is not None)
+    count = torch.as_tensor(step, dtype=torch.float32)
+    if count.numel() != 1:
+        raise misfit(f"step of parameter {number} has another shape", "()", str(tuple(count.shape)))
+    count = count.reshape(())
+    if isinstance(momentum, torch.Tensor):
+        count = count.maximum(_local(momentum).any().to(count))
+    return count
 
 
 def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import shardgrad
 from shardgrad import UntrainedParameterWarning
@@ -82,6 +83,44 @@ def a_warm_up_from_zero_is_waited_for() -> None:
     assert said(optim.step), "the first step that should have moved something is the one that counts"
 
 
+def a_pretended_step_is_waited_for() -> None:
+    """torch's state dict functions take a step with a learning rate and gradients of zero to make state."""
+    model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    assert not said(lambda: get_optimizer_state_dict(model, optim))
+    backward(model, torch.bfloat16)
+    (text,) = said(optim.step)
+    assert "did not move" in text
+
+
+def a_group_that_is_warmed_up_later_is_not_spoken_of() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.0}, {"params": [model[0].bias]}], lr=0.1)
+    backward(model)
+    assert not said(optim.step)
+
+
+def groups_without_parameters_or_with_frozen_ones() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    model[0].requires_grad_(False)
+    groups = [list(model[2].parameters()), [], list(model[0].parameters())]
+    for home in (torch.optim, shardgrad.optim):
+        optim = home.SGD([{"params": group} for group in groups], lr=0.1)
+        backward(model)
+        (text,) = said(optim.step)
+        assert "groups have no parameter that requires a gradient: 1, 2." in text
+        assert not said(optim.step)
+
+
+def parameters_from_before_sharding() -> None:
+    model = stack(5, 3)
+    optim = torch.optim.AdamW(model.parameters())
+    SHARDGRAD.fully_shard(model)
+    backward(model)
+    (text,) = said(optim.step)
+    assert "2 parameters were those from before fully_shard" in text
+
+
 def a_skipped_step_is_waited_for() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
@@ -100,6 +139,10 @@ def a_skipped_step_is_waited_for() -> None:
         silence_when_all_is_well,
         a_warm_up_from_zero_is_waited_for,
         a_skipped_step_is_waited_for,
+        a_pretended_step_is_waited_for,
+        a_group_that_is_warmed_up_later_is_not_spoken_of,
+        groups_without_parameters_or_with_frozen_ones,
+        parameters_from_before_sharding,
     ],
     ids=lambda case: case.__name__,
 )

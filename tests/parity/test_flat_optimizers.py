@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import shardgrad
 from shardgrad import ops
@@ -163,21 +163,80 @@ def test_the_step_never_looks_through_a_gradient(two_ranks: Ranks) -> None:
     two_ranks.run(the_step_never_looks_through_a_gradient)
 
 
-def nothing_is_allocated_after_the_first_step() -> None:
-    model = SHARDGRAD.fully_shard(stack(300, 300, 300))
-    optim = shardgrad.optim.AdamW(model.parameters())
-    for step in range(3):
-        model(SHARDGRAD.inputs(step, 300)).square().mean().backward()
+# Parameters, gradients, and how the optimizer keeps the rest.
+KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
+    "all float32": (torch.float32, torch.float32, shardgrad.optim.AdamW),
+    "bf16 gradients": (torch.float32, torch.bfloat16, shardgrad.optim.AdamW),
+    "float32 gradients, a master": (
+        torch.bfloat16,
+        torch.float32,
+        lambda p: shardgrad.optim.AdamW(p, master="float32"),
+    ),
+    "bf16 moments, a remainder": (
+        torch.bfloat16,
+        torch.bfloat16,
+        lambda p: shardgrad.optim.Adam(p, master="remainder", moment_dtype=torch.bfloat16),
+    ),
+    "momentum": (torch.float32, torch.bfloat16, lambda p: shardgrad.optim.SGD(p, lr=1e-3, momentum=0.9)),
+    "looks for itself": (
+        torch.float32,
+        torch.float32,
+        lambda p: shardgrad.optim.AdamW(p, check_finite=True),
+    ),
+}
+
+
+def nothing_is_allocated_after_the_first_step(name: str) -> None:
+    """A copy of this rank's gradients, in whatever dtype, is at least 2 MiB here."""
+    param_dtype, grad_dtype, make = KEPT[name]
+    model = stack(1024, 1024, 1024).to(param_dtype)
+    shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=grad_dtype))
+    optim = make(model.parameters())
+    for step in range(2):
+        model(SHARDGRAD.inputs(step, 1024, dtype=param_dtype)).square().mean().backward()
         with torch.profiler.profile(profile_memory=True) as profile:
-            shardgrad.clip_grad_norm_(model, 1.0)
+            if name != "looks for itself":
+                shardgrad.clip_grad_norm_(model, 1e-3)
             optim.step()
         optim.zero_grad()
+    assert {p.grad_dtype for p in model.parameters()} <= {grad_dtype, None}
     total = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
     assert total < 1 << 20, f"{total} bytes were allocated"
 
 
-def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks) -> None:
-    two_ranks.run(nothing_is_allocated_after_the_first_step)
+@pytest.mark.parametrize("name", KEPT)
+def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(nothing_is_allocated_after_the_first_step, name)
+
+
+# -- clipping by torch, groups that come later ---------------------------------------------------------------
+
+
+def train_with_torchs_clipping(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = build("adamw", engine, [p for p in model.parameters() if p.ndim > 1])
+    history: Tensors = {}
+    for step in range(4):
+        if step == 2:
+            optim.add_param_group({"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 5e-3})
+        token_loss(model, engine.tokens(step)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        history[f"norm {step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm.detach()
+        optim.step()
+        optim.zero_grad()
+        model.zero_grad()
+    return {**history, **engine.snapshot(model)}
+
+
+def torchs_clipping_and_later_groups_work() -> None:
+    with float64():
+        ours, theirs = train_with_torchs_clipping(GATHERED), train_with_torchs_clipping(UNSHARDED)
+    assert_close(ours, theirs, tolerance=1e-10)
+
+
+def test_torchs_clipping_and_a_group_added_later_work_as_unsharded(two_ranks: Ranks) -> None:
+    two_ranks.run(torchs_clipping_and_later_groups_work)
 
 
 # -- None, and gradients by hand ---------------------------------------------------------------------------
@@ -434,12 +493,15 @@ def test_a_replaced_parameter_is_refused_before_anything_changes(two_ranks: Rank
 def data_assigned_to_a_sharded_parameter_is_not_lost() -> None:
     """`param.data = x` on a sharded parameter: what torch lets through must not be trained past."""
     model = SHARDGRAD.fully_shard(stack(5, 3))
-    optim = shardgrad.optim.SGD(model.parameters(), lr=0.0)
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    bias = model[0].bias.to_local().clone()
     new = torch.full_like(model[0].weight.detach(), 7.0)
     model[0].weight.data = new
     with pytest.raises(OptimizerParameterError, match=r"0\.weight"):
         optim.step()
+    assert torch.equal(model[0].bias.to_local(), bias)
+    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {0.0}
 
 
 def test_data_assigned_to_a_sharded_parameter_is_noticed(two_ranks: Ranks) -> None:
@@ -460,3 +522,18 @@ def gradients_sharded_otherwise_are_refused() -> None:
 
 def test_a_gradient_that_is_sharded_otherwise_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(gradients_sharded_otherwise_are_refused)
+
+
+def an_optimizer_built_before_sharding_is_refused() -> None:
+    model = stack(5, 3)
+    early, params = shardgrad.optim.AdamW(model.parameters(), lr=0.1), list(model.parameters())
+    SHARDGRAD.fully_shard(model)
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    with pytest.raises(OptimizerParameterError, match="before fully_shard"):
+        early.step()
+    with pytest.raises(OptimizerParameterError, match="in its place"):
+        shardgrad.optim.SGD(params, lr=0.1)
+
+
+def test_an_optimizer_that_was_built_before_sharding_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(an_optimizer_built_before_sharding_is_refused)

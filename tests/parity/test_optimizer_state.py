@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -153,6 +154,89 @@ def test_torchs_state_dict_functions_work(two_ranks: Ranks, full: bool, cpu_offl
     two_ranks.run(full_and_sharded_options, full, cpu_offload)
 
 
+def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -> None:
+    """Through torch's functions, and through a checkpoint if there is a folder; both train on."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optim = build(source)
+    run(source, model, optim, range(2))
+    right = whole_state(model, optim)
+    other, other_optim = build(target)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
+    if folder is not None:
+        dcp.save({"optimizer": saved}, checkpoint_id=folder)
+        saved = get_optimizer_state_dict(other, other_optim, options=options)
+        dcp.load({"optimizer": saved}, checkpoint_id=folder)
+    set_optimizer_state_dict(other, other_optim, saved, options=options)
+    assert_same_bits(whole_state(other, other_optim), right)
+    before = [p.full_tensor().clone() for p in other.parameters()]
+    run(target, other, other_optim, range(2, 3))
+    after = [p.full_tensor() for p in other.parameters()]
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert {float(other_optim.state[p]["step"]) for p in other.parameters()} == {3.0}
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["from FSDP2", "to FSDP2"]
+)
+def test_state_crosses_through_torchs_functions_and_checkpoints(
+    two_ranks: Ranks, tmp_path: Path, source: Engine, target: Engine, checkpoint: bool, flatten: bool
+) -> None:
+    two_ranks.run(crosses, source, target, str(tmp_path) if checkpoint else None, flatten)
+
+
+def a_loaded_state_says_nothing_about_how_torch_computes() -> None:
+    """`capturable=False` of a saved group would make a capture be refused; it is torch's affair."""
+    _, optim = build(SHARDGRAD)
+    before = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+    other, other_optim = build(FSDP2, foreach=False)
+    run(FSDP2, other, other_optim, range(1))
+    saved = copy.deepcopy(other_optim.state_dict())
+    saved["param_groups"][0].update(capturable=True, lr=0.5)
+    optim.load_state_dict(saved)
+    after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+    assert after == before | {"lr": 0.5}
+
+
+def test_a_loaded_state_says_nothing_about_how_torch_computes(two_ranks: Ranks) -> None:
+    two_ranks.run(a_loaded_state_says_nothing_about_how_torch_computes)
+
+
+def save_momentum(folder: str) -> Tensors:
+    model = FSDP2.shard_tower(tower())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run(FSDP2, model, optim, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
+    return {name: optim.state[p]["momentum_buffer"].full_tensor() for name, p in model.named_parameters()}
+
+
+def load_momentum(folder: str) -> None:
+    """torch's SGD saves no step counts, so a checkpoint of it has no entry for ours."""
+    right = save_momentum(folder)
+    model = SHARDGRAD.shard_tower(tower())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"optimizer": get_optimizer_state_dict(model, optim)}
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(model, optim, state["optimizer"])
+    loaded = {n: optim.state[p]["momentum_buffer"].full_tensor().clone() for n, p in model.named_parameters()}
+    assert_same_bits(loaded, right)
+    gradients = {}
+    token_loss(model, SHARDGRAD.tokens(2)).backward()
+    for name, param in model.named_parameters():
+        gradients[name] = param.grad.full_tensor().clone()
+    optim.step()
+    for name, param in model.named_parameters():
+        now = optim.state[param]["momentum_buffer"].full_tensor()
+        torch.testing.assert_close(now, 0.9 * right[name] + gradients[name])
+
+
+def test_momentum_of_a_checkpoint_without_step_counts_is_not_taken_for_a_fresh_start(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(load_momentum, str(tmp_path))
+
+
 def save_checkpoint(folder: str) -> Tensors:
     model, optim = build(SHARDGRAD, master="float32")
     run(SHARDGRAD, model, optim, range(2))
@@ -210,8 +294,10 @@ def misfits_are_refused_before_anything_changes() -> None:
     refused(lambda saved: saved["param_groups"][0]["params"].pop())
     refused(lambda saved: saved["state"][3].update(exp_avg=torch.zeros(2, 2)))
     refused(lambda saved: saved["state"][3].update(exp_avg="a string"))
+    refused(lambda saved: saved["state"][3].update(step=torch.zeros(2)))
     refused(lambda saved: saved["state"][3].update(max_exp_avg_sq=torch.zeros(2, 2)))
     refused(lambda saved: saved["param_groups"][0].update(betas=(2.0, 0.5)), ValueError)
+    refused(lambda saved: saved["param_groups"][0].update(weight_decay=float("nan")), ValueError)
 
 
 def test_a_state_that_does_not_fit_is_refused_before_anything_changes(two_ranks: Ranks) -> None:

@@ -276,6 +276,21 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]
 }
 
 
+def sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    shardgrad.fully_shard(model)
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(errors.GradientError, match=r"sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+    model.reshard()
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    model[0].sparse = False
+    model(torch.tensor([1])).sum().backward()
+    optim.step()
+    assert not torch.equal(model[0].weight.full_tensor(), before[0])
+
+
 def methods_refuse() -> None:
     model = SHARDGRAD.shard_tower(tower())
     model(SHARDGRAD.tokens(0)[0])
@@ -319,6 +334,10 @@ def test_a_refused_module_can_be_sharded_afterwards(two_ranks: Ranks) -> None:
 
 def test_a_forward_with_meta_parameters_names_them(two_ranks: Ranks) -> None:
     two_ranks.run(meta_parameters_are_named)
+
+
+def test_a_sparse_gradient_of_a_sharded_parameter_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(sparse_gradients_are_refused)
 
 
 def test_methods_refuse_bad_values_and_what_is_not_offered(two_ranks: Ranks) -> None:

@@ -112,6 +112,10 @@ def an_assignment_takes_effect_at_the_next_replay() -> None:
     with side:
         model(batch(0, torch.float32)).square().mean().backward()
         optim.step()
+        saved = optim.state_dict()
+        saved["param_groups"][0]["capturable"] = False  # as torch's would have it; it is not taken over
+        optim.load_state_dict(saved)
+        assert optim.param_groups[0]["capturable"] is True
         with graph.capture(side):
             optim.step()
         for lr, decay, moves in ((0.0, 0.0, False), (0.0, 0.5, False), (1e-2, 0.0, True)):
@@ -124,6 +128,30 @@ def an_assignment_takes_effect_at_the_next_replay() -> None:
 
 def test_an_assignment_takes_effect_at_the_next_replay() -> None:
     VirtualRanks(2).run(an_assignment_takes_effect_at_the_next_replay)
+
+
+def skips_are_counted_by_replays_alone() -> None:
+    """The first verdict that the optimizer ever gets is inside the graph."""
+    model = build(torch.float32)
+    optim = shardgrad.optim.AdamW(model.parameters())
+    graph, side = Graph(), torch.Stream("sim")
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        model(batch(0, torch.float32)).square().mean().backward()
+        optim.step()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        with graph.capture(side):
+            shardgrad.clip_grad_norm_(model, 1.0)
+            optim.step()
+        model[0].weight.grad.to_local().fill_(math.nan)
+        for skipped in (1, 2, 3):
+            graph.replay()
+            assert optim.skipped_steps.item() == skipped
+        assert optim.state[model[0].weight]["step"] == 1
+
+
+def test_replays_count_the_steps_they_skip() -> None:
+    VirtualRanks(2).run(skips_are_counted_by_replays_alone)
 
 
 def what_cannot_be_captured_is_refused() -> None:

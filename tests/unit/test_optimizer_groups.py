@@ -107,6 +107,8 @@ BAD = [
     ({"lr": math.inf}, "lr"),
     ({"lr": "fast"}, "lr"),
     ({"lr": torch.ones(2)}, "lr"),
+    ({"lr": torch.tensor(-1.0)}, "lr"),
+    ({"lr": torch.tensor([math.nan])}, "lr"),
     ({"betas": (0.9, 1.0)}, "betas"),
     ({"betas": 0.9}, "betas"),
     ({"eps": -1e-8}, "eps"),
@@ -123,7 +125,7 @@ def test_bad_options_are_refused_at_construction(options: dict[str, Any], says: 
         AdamW(plain(2, 2).parameters(), **options)
 
 
-@pytest.mark.parametrize(("options", "says"), BAD[:9])
+@pytest.mark.parametrize(("options", "says"), BAD[:11])
 def test_bad_values_are_refused_at_assignment_and_nothing_changes(options: dict[str, Any], says: str) -> None:
     optim = AdamW(plain(2, 2).parameters())
     before = mirror(optim), dict(optim.param_groups[0])
@@ -177,13 +179,70 @@ def test_sparse_gradients_are_refused_before_anything_changes() -> None:
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
 
 
-def test_replaced_data_of_another_size_is_refused() -> None:
-    p = nn.Parameter(torch.ones(3))
-    optim = SGD([p], lr=0.1)
-    p.data = torch.ones(4)
-    p.grad = torch.ones(4)
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: torch.ones(4, 3),
+        lambda: torch.ones(3, 2),
+        lambda: torch.ones(2, 3, dtype=torch.float64),
+        lambda: torch.ones(3, 2).t(),  # the moments would belong to other elements
+        lambda: torch.ones(2, 6)[:, ::2],  # the kernel would write what lies between
+    ],
+)
+def test_replaced_data_of_another_form_is_refused_before_anything_changes(other: Any) -> None:
+    p, q = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))
+    optim = AdamW([q, p], lr=0.1)
+    for param in (p, q):
+        param.grad = torch.ones_like(param)
+    p.grad, p.data = None, other()
+    p.grad = torch.ones_like(p)
     with pytest.raises(OptimizerParameterError, match="replaced"):
         optim.step()
+    assert (p == 1).all()
+    assert (q == 1).all()
+    assert (optim.state[q]["step"], optim.state[p]["step"]) == (0, 0)
+
+
+def test_replaced_data_of_the_same_form_is_trained() -> None:
+    p = nn.Parameter(torch.ones(2, 1))
+    optim = SGD([p], lr=0.5)
+    p.data = torch.full((1, 2), 3.0).t()
+    p.grad = torch.ones(2, 1)
+    optim.step()
+    assert (p == 2.5).all()
+
+
+def test_an_optimizer_whose_parameters_to_empty_has_replaced_says_so() -> None:
+    with torch.device("meta"):
+        model = plain(2, 2)
+    optim = AdamW(model.parameters())
+    model.to_empty(device="cpu")
+    with pytest.raises(OptimizerParameterError, match="to_empty"):
+        optim.step()
+    AdamW(model.parameters()).step()
+
+
+def test_a_state_of_torchs_with_amsgrad_is_refused_before_anything_changes() -> None:
+    optim, other = AdamW(plain(2, 2).parameters()), torch.optim.AdamW(plain(2, 2).parameters(), amsgrad=True)
+    other.param_groups[0]["lr"] = 0.5
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        optim.load_state_dict(other.state_dict())
+    assert (optim.param_groups[0]["lr"], optim.param_groups[0]["amsgrad"]) == (1e-3, False)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_decoupled_decay_of_sgd_shrinks_the_weight_and_stays_out_of_the_momentum(momentum: float) -> None:
+    p, q = (nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64)) for _ in range(2))
+    ours = SGD([p], lr=0.1, momentum=momentum, weight_decay=0.5, decoupled_weight_decay=True)
+    theirs = torch.optim.SGD([q], lr=0.1, momentum=momentum)
+    for step in range(5):
+        for param in (p, q):
+            param.grad = torch.full_like(param, step - 2.0)
+        with torch.no_grad():
+            q.mul_(1 - 0.1 * 0.5)
+        ours.step()
+        theirs.step()
+    torch.testing.assert_close(p, q, rtol=1e-14, atol=1e-15)
 
 
 def test_a_closure_is_called_with_gradients_enabled_and_its_loss_returned() -> None:
@@ -277,6 +336,22 @@ class TestUnderCapture:
         with pytest.raises(CaptureError, match="maximize"):
             optim.param_groups[0]["maximize"] = False
         optim.param_groups[0]["lr"] = 0.5
+        saved = optim.state_dict()
+        saved["param_groups"][0].update(maximize=False, lr=0.25)
+        saved["state"] = {0: {"step": torch.tensor(7.0)}}
+        with pytest.raises(CaptureError, match="maximize"):
+            optim.load_state_dict(saved)
+        assert (optim.param_groups[0]["lr"], optim.state[p]["step"]) == (0.5, 2)
+
+    def test_a_loss_scale_that_every_replay_would_reset_is_refused(self, capturing: list[bool]) -> None:
+        scaler, loss = shardgrad.GradScaler(), torch.ones(())
+        capturing[0] = True
+        with pytest.raises(CaptureError, match="first loss"):
+            scaler.scale(loss)
+        capturing[0] = False
+        assert scaler.scale(loss) == 2.0**16
+        capturing[0] = True
+        assert scaler.scale(loss) == 2.0**16
 
 
 def test_an_optimizer_over_plain_parameters_can_look_for_itself() -> None:
@@ -300,3 +375,29 @@ def test_a_scaler_and_a_clip_work_on_plain_parameters() -> None:
         scaler.step(optim)
         scaler.update()
     torch.testing.assert_close(p, q)
+
+
+def test_gradients_beside_the_parameter_are_clipped_and_unscaled_too() -> None:
+    p = nn.Parameter(torch.ones(4))
+    optim, scaler = SGD([p], lr=1.0), shardgrad.GradScaler(init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    p.decoupled_grad = torch.full((4,), 16.0)  # type: ignore[attr-defined]
+    scaler.unscale_(optim)
+    assert shardgrad.clip_grad_norm_([p], 1.0) == 4.0
+    torch.testing.assert_close(p.decoupled_grad, torch.full((4,), 0.5))  # type: ignore[attr-defined]
+    p.decoupled_grad.fill_(math.inf)  # type: ignore[attr-defined]
+    scaler.step(optim)
+    assert (p == 1).all()
+    assert optim.skipped_steps == 1
+
+
+def test_torchs_scaler_may_meet_an_optimizer_without_gradients() -> None:
+    p, q = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    optim, idle = SGD([p], lr=0.5), SGD([q], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(p.sum()).backward()
+    scaler.step(idle)
+    scaler.step(optim)
+    scaler.update()
+    assert (p == 0.5).all()
+    assert (q == 1).all()
