@@ -7,6 +7,7 @@ from .errors import ShardgradError
 from .first_step import UntrainedParameterWarning
 from .fully_shard import fully_shard
 from .grad_scaler import GradScaler
+from .graphs import GraphPool, UncapturableStepWarning, graphed_step
 from .module import FSDPModule, register_fsdp_forward_method
 from .participation import participate
 from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -18,14 +19,17 @@ __all__ = [
     "FSDPModule",
     "GradScaler",
     "GradientPolicy",
+    "GraphPool",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
+    "UncapturableStepWarning",
     "UntrainedParameterWarning",
     "__version__",
     "clip_grad_norm_",
     "fully_shard",
     "gradient_report",
+    "graphed_step",
     "optim",
     "participate",
     "register_fsdp_forward_method",

@@ -204,6 +204,19 @@ class RootContext:
             unit.abandon()
         self.scheduler.abandon(self.reducers)
 
+    def rest(self) -> None:
+        """Brings everything under this root to rest: nothing in flight, no parameter whole.
+
+        An iteration that an exception cut short is cleared.
+
+        Streams: the current stream waits for what was in flight. Capture: safe.
+        """
+        if self._forward_root is not None or self.scheduler.backward_running:
+            self.recover()
+        self.scheduler.join()
+        for unit in self.units:
+            unit.reshard()
+
     def inherit(self, other: RootContext) -> None:
         """Takes over what an inner unit's own context had noted before this root first ran."""
         for unit in other._backward_order:

@@ -28,8 +28,11 @@ __all__ = [
     "ParticipationError",
     "PartnerUnavailableError",
     "RankDisagreementError",
+    "ReplayMismatchError",
     "RootError",
     "ShardgradError",
+    "StepInputError",
+    "StepOutputError",
     "TiedParameterError",
     "UnitBypassedError",
     "UnsupportedError",
@@ -169,6 +172,18 @@ class GradientError(ShardgradError, RuntimeError):
 
 class CaptureError(ShardgradError, RuntimeError):
     """Something that cannot be part of a CUDA graph was asked for while one is being captured."""
+
+
+class StepInputError(ShardgradError, ValueError, TypeError):
+    """A graphed step was called with something it cannot take, or with another number than before."""
+
+
+class StepOutputError(ShardgradError, TypeError):
+    """A graphed step returned something that a replay cannot bring up to date."""
+
+
+class ReplayMismatchError(ShardgradError, RuntimeError):
+    """A replay and an eager step, or two replays, from the same state gave different bits."""
 
 
 def unsupported(name: str, *, instead: str) -> UnsupportedError:

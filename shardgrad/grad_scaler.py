@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
-from .errors import OptionError
+from .errors import CaptureError, OptionError
 from .norms import find_nonfinite
 from .optim.flat import FlatOptimizer
 from .selection import select
+from .streams import is_capturing
 
 __all__ = ["GradScaler"]
 
@@ -182,10 +183,40 @@ class GradScaler:
     def _on(self, device: torch.device) -> torch.Tensor:
         """Returns the scale, float32, making it on this device at the first call."""
         if self._scale is None:
+            if is_capturing(device):
+                raise CaptureError(
+                    "a loss scaler meets its first loss while a graph is being captured",
+                    expected="one iteration before the capture",
+                    got="a scale that every replay would set back to where it began",
+                    fix="one iteration as warm-up",
+                )
             scale, good_steps = self._initial
             self._scale = torch.full((), scale, dtype=torch.float32, device=device)
             self._good_steps = torch.full((), good_steps, dtype=torch.int32, device=device)
         return self._scale.to(device)
+
+    # -- for graphs -------------------------------------------------------------------------------------
+
+    def facts(self) -> Hashable:
+        """Returns what the host decides by: settings, and which optimizers were unscaled since `update`."""
+        settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
+        return settings, self._scale is None, tuple(map(id, self._found))
+
+    def image(self) -> Callable[[], None]:
+        """Returns a function that puts the host's side back into its present state."""
+        found = dict(self._found)
+
+        def restore() -> None:
+            self._found.clear()
+            self._found.update(found)
+
+        return restore
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the scale and the count of good steps."""
+        if self._scale is not None:
+            yield "loss scale", self._scale
+            yield "good steps of the loss scale", self._good_steps
 
     # -- reading and saving -----------------------------------------------------------------------------
 

@@ -12,12 +12,19 @@ Kernels that read the shard (norms, optimizers) do not look at `param.grad`: beh
 has one element per parameter, and a parameter is *live* if its element is above zero. A reduction brings
 these flags along ([Note: Touched flags] in `scheduler.py`); a gradient that the program sets to None, or
 assigns, is noted there by `settle` before a kernel looks.
+
+[Note: None under a graph]
+Whether a parameter without a gradient on this rank had one on another is read by the host, which a capture
+forbids. There, what the host saw in an eager step with the same gradients on this rank stands in; if it saw
+none, every parameter counts as having one, and the flags on the device decide at each replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from operator import attrgetter, is_
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,8 +37,25 @@ from .layout import Piece, ShardLayout
 from .mesh import DataParallelMesh
 from .owed_gradient import OwedGradient
 from .policies import GradientPolicy
+from .streams import is_capturing
 
-__all__ = ["GradientShard"]
+__all__ = ["Binding", "GradientShard"]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What the host holds about a gradient shard; the values are in device memory.
+
+    Attributes:
+        gradients: what is bound to each parameter.
+        owed, nonfinite: as in `GradientShard`.
+        flagged: what the flags say, as far as the host knows.
+    """
+
+    gradients: tuple[torch.Tensor | None, ...]
+    owed: torch.Tensor | None
+    nonfinite: torch.Tensor | None
+    flagged: tuple[bool, ...]
 
 
 class GradientShard:
@@ -83,6 +107,8 @@ class GradientShard:
         self._index = {id(param): i for i, param in enumerate(self._params)}
         # What the flags in device memory say, as far as the host has made sure of it.
         self._flagged = [False] * len(self._params)
+        self._seen: dict[tuple[bool, ...], list[bool]] = {}
+        self._own = {id(None), *map(id, self._faces), *map(id, self._owing)}
         for param in self._params:
             if policy.decoupled:
                 setattr(param, self._attribute, getattr(param, self._attribute, None))
@@ -115,13 +141,11 @@ class GradientShard:
 
         Args:
             touched: per parameter, whether it got a gradient on this rank. Where it did not, the reduced
-                flags tell whether another rank had one; only then is the shard read by the host.
+                flags tell whether another rank had one; only then does the host read the shard, and not in a
+                capture. See [Note: None under a graph].
         """
-        anywhere = list(touched)
-        if not all(anywhere):
-            flags = self.flags.tolist()
-            anywhere = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
-        self._flagged = anywhere
+        anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
+        self._flagged = list(anywhere)
         for param, face, live in zip(self._params, self._faces, anywhere, strict=True):
             if not live:
                 continue
@@ -133,6 +157,13 @@ class GradientShard:
             if hooks:
                 for hook in list(hooks.values()):
                     hook(param)
+
+    def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
+        if is_capturing(self.flat.device):
+            return self._seen.get(touched, [True] * len(touched))
+        flags = self.flags.tolist()
+        self._seen[touched] = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
+        return self._seen[touched]
 
     def unbind(self) -> None:
         """Forgets the gradients: each parameter's becomes None."""
@@ -173,6 +204,8 @@ class GradientShard:
                 for place in places
             ]
             rows, tiles = ops.segment_rows(pieces)
+            limits = {"grad_numel": self.values.numel(), "touched_numel": self.flags.numel()}
+            ops.check_rows(rows, tiles, **limits)
             table = self._tables[places] = rows.to(self.flat.device), tiles
         return table
 
@@ -222,6 +255,32 @@ class GradientShard:
             self.flags[index].fill_(1)
         self._flagged[index] = True
         setattr(self._params[index], self._attribute, face)
+
+    # -- for graphs -------------------------------------------------------------------------------------
+
+    def facts(self) -> tuple[Any, ...]:
+        """Returns what the host decides by, hashable: which gradients are bound, owed, and known to be there.
+
+        Somebody else's tensor is taken over first.
+        """
+        bound = tuple(map(id, map(self._read, self._params)))
+        if not self._own.issuperset(bound):
+            self.settle(range(self.count))
+            bound = tuple(map(id, map(self._read, self._params)))
+        return bound, self.owed is None, self.nonfinite is None, *self._flagged
+
+    def binding(self) -> Binding:
+        """Returns what `rebind` takes."""
+        gradients = tuple(map(self._read, self._params))
+        return Binding(gradients, self.owed, self.nonfinite, tuple(self._flagged))
+
+    def rebind(self, binding: Binding) -> None:
+        """Makes the host hold what it held when `binding` was made; device memory is not touched."""
+        self.owed, self.nonfinite = binding.owed, binding.nonfinite
+        self._flagged = list(binding.flagged)
+        if not all(map(is_, map(self._read, self._params), binding.gradients)):
+            for param, grad in zip(self._params, binding.gradients, strict=True):
+                setattr(param, self._attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import MethodType
+from typing import Any
 
 import torch
 
@@ -65,6 +66,29 @@ class GroupReducer:
         self.scheduler: ReductionScheduler
         group.on_new_unsharded = self.attach
         self.forget()
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
+        settings = self.requires_sync, self.requires_all_reduce, self.divide_factor
+        waiting = self.deferred, self._accumulating, self._partial_live, tuple(self._touched)
+        return settings, waiting
+
+    @state.setter
+    def state(self, state: tuple[Any, ...]) -> None:
+        settings, waiting = state
+        self.requires_sync, self.requires_all_reduce, self.divide_factor = settings
+        self.deferred, self._accumulating, self._partial_live, touched = waiting
+        self._touched = list(touched)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the memory in which sums wait for a later backward, by kind."""
+        found: dict[str, torch.Tensor] = {}
+        if self._accumulator is not None and self._accumulating:
+            found["sum of unreduced gradients"] = self._accumulator_chunks()[1].whole
+        if self._partial is not None and self._partial_live:
+            found["partial sum of gradients"] = self._partial
+        return found
 
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""

@@ -6,6 +6,11 @@ the engine's code is the same.
 
 The engine uses three streams: the caller's *compute* stream (whatever is current), one for all-gathers and
 one for reductions.
+
+[Note: The border of a capture]
+An event that was recorded outside of a capture cannot be waited for inside, and the other way round. Both
+borders are crossed while nothing is in flight: before a capture the host has waited for the device, and a
+replay is work of one stream, which whoever comes next waits for. So at both of them all marks are forgotten.
 """
 
 from __future__ import annotations
@@ -49,6 +54,9 @@ class Streams(Protocol):
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which work goes to `stream`."""
 
+    def forget_marks(self) -> None:
+        """Makes every mark one that was never recorded. See [Note: The border of a capture]."""
+
 
 class _FreeMark:
     """A mark on a device that runs everything in order."""
@@ -82,24 +90,30 @@ class NoStreams:
         """Returns an empty context."""
         return self._context
 
+    def forget_marks(self) -> None:
+        """Does nothing: there are none."""
+
 
 class _EventMark:
     """A mark kept by one reusable event."""
 
-    __slots__ = ("_event", "_stream")
+    __slots__ = ("_era", "_event", "_stream", "_streams")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: AcceleratorStreams) -> None:
         self._event = torch.Event(device)
+        self._streams = streams
         self._stream: Stream = None
+        self._era = -1
 
     def record(self, stream: Stream) -> None:
         _require(stream)
         self._event.record(stream)
         self._stream = stream
+        self._era = self._streams.era
 
     def wait(self, stream: Stream) -> None:
         # Work of one stream is in order already; a wait there would only lengthen a captured graph.
-        if self._stream is not None and self._stream != stream:
+        if self._era == self._streams.era and self._stream != stream:
             _require(stream)
             self._event.wait(stream)
 
@@ -112,10 +126,15 @@ def _require(stream: Stream) -> torch.Stream:
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator; two side streams of high priority, made once."""
+    """Streams of one accelerator; two side streams of high priority, made once.
+
+    Attributes:
+        era: marks of an earlier one count as never recorded.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.era = 0
         self.gather: Stream = torch.Stream(device, priority=-1)
         self.reduce: Stream = torch.Stream(device, priority=-1)
 
@@ -125,11 +144,15 @@ class AcceleratorStreams:
 
     def mark(self) -> Mark:
         """Returns a mark kept by one `torch.Event`."""
-        return _EventMark(self._device)
+        return _EventMark(self._device, self)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
         return _require(stream)
+
+    def forget_marks(self) -> None:
+        """See `Streams.forget_marks`."""
+        self.era += 1
 
 
 def is_capturing(device: torch.device) -> bool:

@@ -342,6 +342,11 @@ class _Pair:
 class _Watch(TorchDispatchMode):
     """Sees every operation of the block, also those of autograd's threads."""
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Lets compiled regions run compiled; under other modes torch skips them, and goes on to."""
+        return True
+
     def __init__(self, contexts: list[RootContext], order: Order, report: StreamReport) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._contexts = contexts

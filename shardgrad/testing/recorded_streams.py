@@ -54,12 +54,14 @@ class _RecordedMark:
     def __init__(self, streams: RecordedStreams) -> None:
         self._streams = streams
         self._clock: _Clock | None = None
+        self._era = -1
 
     def record(self, stream: Any) -> None:
         self._clock = dict(self._streams.tick(stream))
+        self._era = self._streams.era
 
     def wait(self, stream: Any) -> None:
-        if self._clock is None:
+        if self._clock is None or self._era != self._streams.era:
             return
         clock = self._streams.tick(stream)
         for name, time in self._clock.items():
@@ -72,6 +74,7 @@ class RecordedStreams:
     Attributes:
         hazards: what was found, in order.
         gather, reduce: names of the engine's side streams.
+        era: marks of an earlier one count as never recorded.
     """
 
     gather: Any = "gather"
@@ -79,6 +82,7 @@ class RecordedStreams:
 
     def __init__(self) -> None:
         self.hazards: list[Hazard] = []
+        self.era = 0
         self._current: list[str] = ["compute"]
         self._clocks: dict[str, _Clock] = {}
         self._accesses: list[_Access] = []
@@ -102,6 +106,10 @@ class RecordedStreams:
     def on(self, stream: Any) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is current."""
         return self._switch(stream)
+
+    def forget_marks(self) -> None:
+        """See `shardgrad.streams.Streams.forget_marks`."""
+        self.era += 1
 
     def tick(self, stream: str) -> _Clock:
         """Advances a stream's own time and returns its clock."""

@@ -28,9 +28,14 @@ def test_every_exported_error_is_one_of_ours_and_a_builtin() -> None:
         assert issubclass(cls, ShardgradError)
         if cls is not ShardgradError:
             builtins = {base for base in cls.__mro__ if base.__module__ == "builtins"}
-            assert builtins & {ValueError, RuntimeError, NotImplementedError, AssertionError, ImportError}, (
-                cls
-            )
+            assert builtins & {
+                ValueError,
+                TypeError,
+                RuntimeError,
+                NotImplementedError,
+                AssertionError,
+                ImportError,
+            }, cls
 
 
 def test_all_errors_are_exported() -> None:

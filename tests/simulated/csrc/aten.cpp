@@ -1,5 +1,6 @@
 // Ops that make memory, change only metadata, or move data between devices and the host.
 
+#include <ATen/ATen.h>
 #include <ATen/TensorUtils.h>
 #include <ATen/native/Resize.h>
 #include <ATen/native/TensorFactories.h>
@@ -142,6 +143,14 @@ int64_t attention_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&
   return 0;
 }
 
+// The CPU's kernel asks for no generator and would draw from the host's.
+std::tuple<at::Tensor, at::Tensor> native_dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  at::Tensor kept = at::empty_like(input, input.options().dtype(at::kBool));
+  if (train.has_value() && !*train) return {input.clone(), kept.fill_(true)};
+  kept.bernoulli_(1 - p);
+  return {input.mul(kept).mul(at::Scalar(p < 1 ? 1 / (1 - p) : 0.0)), kept};
+}
+
 // The state of a device's default generator; setting it takes a state of the same kind.
 at::Tensor generator_state(int64_t device) { return cpu_generator(static_cast<int>(device)).get_state(); }
 
@@ -177,4 +186,5 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_local_scalar_dense", local_scalar);
   library.impl("record_stream", record_stream);
   library.impl("_fused_sdp_choice", attention_choice);
+  library.impl("native_dropout", native_dropout);
 }

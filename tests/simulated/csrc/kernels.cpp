@@ -104,6 +104,15 @@ int device_of(const std::string& name, const std::vector<IValue>& args) {
   return device;
 }
 
+// Copies arguments for one call: a kernel may take the tensors out of a list that it is given.
+Stack own_lists(const Stack& args) {
+  Stack copies;
+  for (const IValue& arg : args)
+    copies.push_back(with_tensors(arg, [](const at::Tensor& tensor) { return tensor; }));
+  return copies;
+}
+
+
 // One call of an op: its arguments here, and their aliases on the CPU.
 class Call {
  public:
@@ -209,7 +218,7 @@ void Call::run(Stack* results) {
   for (const IValue& arg : args_) on_cpu_.push_back(argument_for_cpu(arg));
   for (size_t i = 0; i < args_.size(); ++i)
     if (args_[i].isNone() && schema_.arguments()[i].name() == "generator") on_cpu_[i] = cpu_generator(device_);
-  Stack stack = on_cpu_;
+  Stack stack = own_lists(on_cpu_);
   at::AutoDispatchBelowADInplaceOrView below_autograd;
   op_.redispatchBoxed(kCpuKeys, &stack);
   for (size_t i = 0; i < args_.size(); ++i) {
@@ -241,7 +250,7 @@ void Call::record(const Simulator::Work& work, std::vector<Access> accesses, boo
   for (const at::Tensor& tensor : made_) outputs.push_back(on_cpu(tensor));
   auto run = [op = op_, args, outputs, from = made_from_] {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    Stack stack = *args;
+    Stack stack = own_lists(*args);
     op.redispatchBoxed(kCpuKeys, &stack);
     for (size_t i = 0; i < outputs.size(); ++i) {
       const IValue& result = stack[from[i].first];

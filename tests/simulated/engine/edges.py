@@ -94,7 +94,7 @@ class _WatchedMark(_MarkOfAnEvent):  # type: ignore[misc]
         super().record(stream)
 
     def wait(self, stream: Any) -> None:
-        if self._stream is None or self._stream == stream:
+        if self._era != self._streams.era or self._stream == stream:
             return
         if self.watch.passes(Edge(self._place, _place(sys._getframe(1)))):
             super().wait(stream)

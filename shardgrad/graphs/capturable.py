@@ -1,0 +1,298 @@
+"""What takes part in a graphed step, and what a graph has to know about it.
+
+A graph repeats what a step launched. What the step launched was decided by Python, from facts of the host:
+which parameters train, whether a gradient is there to be added to, whether a module is in training mode. So
+whoever takes part tells its facts; a graph is replayed while they are what they were, and another one is
+captured when they are not. And since a replay runs no Python, whoever takes part can put the host's side into
+the state that the captured step left it in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardgrad.context import RootContext
+from shardgrad.errors import OptionError
+from shardgrad.grad_scaler import GradScaler
+from shardgrad.managed_param import managed_by
+from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.roots import units_under
+
+__all__ = ["Capturable", "capturable"]
+
+
+class Capturable:
+    """Something that a step uses and that has state. Subclass it for what is neither module nor optimizer."""
+
+    def facts(self) -> Hashable:
+        """Returns what is not fixed on the host and decides what a step launches. Called at every step."""
+        return None
+
+    def rest(self) -> None:
+        """Leaves nothing half-done: called before a capture and at its end, inside it."""
+
+    def broken_off(self) -> None:
+        """Drops what a capture that failed has left on the host."""
+
+    def image(self) -> Callable[[], None]:
+        """Returns a function that puts the host's side back into its present state. Memory is not touched."""
+        return _nothing
+
+    def replayed(self) -> None:
+        """Takes note that a replay has changed what `tensors` returns."""
+
+    def released(self) -> None:
+        """Takes note that no graph depends on its facts any more."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the memory in which state lives from step to step, with names."""
+        return iter(())
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """Returns device scalars that a progress display may want, by name."""
+        return {}
+
+
+def _nothing() -> None:
+    pass
+
+
+def capturable(value: Any) -> Capturable:
+    """Returns `value` as a `Capturable`.
+
+    Raises:
+        OptionError: it is nothing that a step can have as state.
+    """
+    if isinstance(value, Capturable):
+        return value
+    if isinstance(value, nn.Module):
+        return _Module(value)
+    if isinstance(value, FlatOptimizer):
+        return _FlatOptimizer(value)
+    if isinstance(value, Optimizer):
+        return _Optimizer(value)
+    if isinstance(value, GradScaler):
+        return _Scaler(value)
+    raise OptionError(
+        f"graphed_step was given a {type(value).__name__}",
+        expected="modules, optimizers, a shardgrad.GradScaler, or a shardgrad.graphs.Capturable",
+        got=_hint(value),
+        fix="graphed_step(model, optimizer)(function)",
+    )
+
+
+def _hint(value: Any) -> str:
+    if isinstance(value, torch.amp.GradScaler):
+        return "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler does not"
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return "a schedule; step it between calls, outside of the graph"
+    if callable(value):
+        return "a function, which goes into the second pair of parentheses"
+    return repr(value)
+
+
+_TRAINING = attrgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_GRAD = attrgetter("grad")
+_IS_LAST = attrgetter("is_last_backward")
+_STATE = attrgetter("state")
+_CONTEXT = attrgetter("context")
+_GENERATION = attrgetter("generation")
+_SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+_ADDRESS = torch.Tensor.data_ptr
+
+
+class _Module(Capturable):
+    """A module: sharded, plain, or a mixture."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self._look()
+
+    def _look(self) -> None:
+        """Finds what is in the module; units learn of their root in the first forward."""
+        self._units = units_under(self._module)
+        self._context_of = list(map(_CONTEXT, self._units))
+        known = {id(context): context for context in self._context_of if context is not None}
+        self._contexts: list[RootContext] = list(known.values())
+        self._groups = [group for unit in self._units for group in unit.groups]
+        self._reducers = [reducer for unit in self._units for reducer in unit.reducers]
+        self._sharded = [p.sharded for group in self._groups for p in group.params]
+        self._plain = [p for p in self._module.parameters() if managed_by(p) is None]
+        self._buffers = list(self._module.buffers())
+
+    def facts(self) -> Hashable:
+        """See `Capturable`."""
+        replaced = [group.adopt() for group in self._groups]
+        if any(replaced) or list(map(_CONTEXT, self._units)) != self._context_of:
+            self._look()
+        return (
+            tuple(map(_REQUIRES_GRAD, self._sharded)),
+            tuple(map(_REQUIRES_GRAD, self._plain)),
+            tuple(map(id, map(_GRAD, self._plain))),
+            tuple(map(_ADDRESS, self._plain)),
+            tuple(map(_ADDRESS, self._buffers)),
+            tuple(map(_GENERATION, self._groups)),
+            *(group.gradients().facts() for group in self._groups if group.has_gradients),
+            self._switches(),
+        )
+
+    def _switches(self) -> tuple[Any, ...]:
+        """Returns what a step may set, besides gradients."""
+        return (
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(_SWITCHES, self._units)),
+            tuple(map(_IS_LAST, self._contexts)),
+            tuple(map(_STATE, self._reducers)),
+        )
+
+    def _set_switches(self, switches: tuple[Any, ...]) -> None:
+        training, of_units, is_last, states = switches
+        for module, flag in zip(self._modules, training, strict=True):
+            module.training = flag
+        for unit, (after_forward, after_backward, in_backward) in zip(self._units, of_units, strict=True):
+            unit.reshard_after_forward = after_forward
+            unit.reshard_after_backward = after_backward
+            unit.unshard_in_backward = in_backward
+        for context, flag in zip(self._contexts, is_last, strict=True):
+            context.is_last_backward = flag
+        for reducer, state in zip(self._reducers, states, strict=True):
+            reducer.state = state
+
+    def rest(self) -> None:
+        """See `Capturable`, and [Note: The border of a capture] in `streams.py`."""
+        for context in self._contexts:
+            context.rest()
+            context.runtime.streams.forget_marks()
+
+    def broken_off(self) -> None:
+        """See `Capturable`."""
+        for context in self._contexts:
+            context.runtime.streams.forget_marks()
+            context.recover()
+
+    def image(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        gradients = [(p, p.grad) for p in self._plain]
+        shards = [group.gradients() for group in self._groups if group.has_gradients]
+        bindings = [(shard, shard.binding()) for shard in shards]
+        switches = self._switches()
+
+        def restore() -> None:
+            for param, grad in gradients:
+                if param.grad is not grad:
+                    param.grad = grad
+            for shard, binding in bindings:
+                shard.rebind(binding)
+            if self._switches() != switches:
+                self._set_switches(switches)
+
+        return restore
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
+        flags = [group.gradients().flags for group in self._groups if group.has_gradients]
+        return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
+
+    def replayed(self) -> None:
+        """See `Capturable`. Parameters that somebody keeps whole are stale now."""
+        for group in self._groups:
+            group.steps_taken += 1
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        for name, param in self._module.named_parameters():
+            if managed_by(param) is None:
+                yield name, param.detach()
+                if param.grad is not None:
+                    yield f"gradient of {name}", param.grad
+        yield from self._module.named_buffers()
+        for group, reducer in zip(self._groups, self._reducers, strict=True):
+            yield f"shard of {group.name}", group.shard
+            if group.has_gradients:
+                shard = group.gradients()
+                yield f"gradient shard of {group.name}", shard.flat
+                if shard.owed is not None:
+                    yield f"factor that gradients of {group.name} owe", shard.owed
+            for what, buffer in reducer.buffers().items():
+                yield f"{what} of {group.name}", buffer
+
+
+class _FlatOptimizer(Capturable):
+    """One of `shardgrad.optim`: whatever can change is in device memory."""
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def facts(self) -> Hashable:
+        """See `Capturable`."""
+        return self._optimizer.facts()
+
+    def released(self) -> None:
+        """See `Capturable`."""
+        self._optimizer.forget_captures()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        for what, tensor in self._optimizer.buffers():
+            yield f"{what} of {type(self._optimizer).__name__}", tensor
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`."""
+        return {"skipped steps": self._optimizer.skipped_steps}
+
+
+class _Optimizer(Capturable):
+    """Any other optimizer. Numbers in its groups are constants of a graph, and so facts."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def facts(self) -> Hashable:
+        """See `Capturable`."""
+        numbers = tuple(
+            (key, value if isinstance(value, Hashable) else repr(value))
+            for group in self._optimizer.param_groups
+            for key, value in group.items()
+            if key != "params" and not isinstance(value, torch.Tensor)
+        )
+        members = tuple(len(group["params"]) for group in self._optimizer.param_groups)
+        return numbers, members, tuple(tensor.data_ptr() for _, tensor in self.tensors())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        for number, of in enumerate(self._optimizer.state.values()):
+            for key, value in of.items():
+                if isinstance(value, torch.Tensor):
+                    local = getattr(value, "_local_tensor", value)
+                    yield f"{key} of parameter {number} of {type(self._optimizer).__name__}", local
+
+
+class _Scaler(Capturable):
+    """`shardgrad.GradScaler`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def facts(self) -> Hashable:
+        """See `Capturable`."""
+        return self._scaler.facts()
+
+    def image(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        return self._scaler.image()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        return self._scaler.buffers()
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`."""
+        return {name: tensor for name, tensor in self._scaler.buffers() if name == "loss scale"}

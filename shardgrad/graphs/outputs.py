@@ -1,0 +1,57 @@
+"""What a step returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_only
+
+from shardgrad.errors import StepOutputError
+
+__all__ = ["clones", "detached", "scalars"]
+
+
+def detached(outputs: Any) -> Any:
+    """Returns a step's outputs without their autograd graph.
+
+    Raises:
+        StepOutputError: something besides tensors and None is among them, which no replay brings up to date.
+    """
+
+    def check(path: Any, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach()
+        if leaf is None:
+            return None
+        raise StepOutputError(
+            f"a graphed step returned a {type(leaf).__name__}, output{keystr(path)}",
+            expected="tensors and None, in any tree",
+            got=f"{leaf!r}, which would be the same for ever",
+            fix="return the tensor it was made of, without .item(); or compute it outside of the step",
+        )
+
+    leaves, spec = tree_flatten_with_path(outputs)
+    return torch.utils._pytree.tree_unflatten([check(path, leaf) for path, leaf in leaves], spec)
+
+
+def clones(outputs: Any) -> Any:
+    """Returns copies, which no later replay overwrites. Streams: made on the current stream."""
+    return tree_map(lambda leaf: None if leaf is None else leaf.clone(), outputs)
+
+
+def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
+    """Returns the outputs, and tells the allocator that another stream is going to use them."""
+    if stream is not None:
+        tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), outputs)
+    return outputs
+
+
+def scalars(outputs: Any) -> dict[str, torch.Tensor]:
+    """Returns the outputs that have one element, by their path in the tree, without brackets."""
+    leaves, _ = tree_flatten_with_path(outputs)
+    return {
+        keystr(path).strip("[]'") or "output": leaf
+        for path, leaf in leaves
+        if isinstance(leaf, torch.Tensor) and leaf.numel() == 1 and not leaf.is_complex()
+    }

@@ -1,0 +1,23 @@
+"""The random numbers that a step draws."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["RandomState"]
+
+
+class RandomState:
+    """The state of the host's and of one device's default generator at the moment this was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host = torch.get_rng_state()
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._state = None if self._module is None else self._module.get_rng_state(device)
+
+    def put_back(self) -> None:
+        """Makes both generators go on from that moment."""
+        torch.set_rng_state(self._host)
+        if self._module is not None:
+            self._module.set_rng_state(self._state, self._device)
