@@ -1,7 +1,8 @@
-"""Draws the timelines of `docs/explanation/order_between_streams.md`: `python docs/pictures.py`.
+"""Draws the timelines of `docs/explanation/`: `python docs/pictures.py`.
 
 Each picture is data: lanes, boxes in them, arrows between boxes. A solid arrow is a wait that the program
-has; the red, dashed one is the wait it lacks. The ground is white on dark pages too.
+has; the red, dashed one is the wait it lacks. A frame encloses what a graph holds. The ground is white on
+dark pages too.
 """
 
 from __future__ import annotations
@@ -38,15 +39,27 @@ class Arrow:
 
 
 @dataclass(frozen=True)
+class Frame:
+    """What belongs together: a stretch of time on neighbouring lanes."""
+
+    first_lane: int
+    last_lane: int
+    begin: float
+    end: float
+    text: str
+
+
+@dataclass(frozen=True)
 class Picture:
-    """One timeline; boxes are named by keys."""
+    """One timeline; boxes are named by keys. `wrong` says what the wait that is missing leads to."""
 
     name: str
     title: str
     lanes: tuple[str, ...]
     boxes: dict[str, Box]
     arrows: tuple[Arrow, ...]
-    wrong: str
+    wrong: str = ""
+    frame: Frame | None = None
 
 
 PICTURES = [
@@ -111,6 +124,40 @@ PICTURES = [
         (Arrow("fill", "late"), Arrow("reduce", "next", missing=True)),
         "another tensor's numbers are sent",
     ),
+    Picture(
+        "one_captured_step",
+        "One replay: forks and joins lie inside of the graph, and only one stream reaches out of it",
+        ("caller", "compute", "gather", "reduce"),
+        {
+            "before": Box(0, 0, 1.1, "(before)", "late"),
+            "copy": Box(1, 1.0, 1.1, "copy in"),
+            "begin": Box(1, 2.5, 0.8, "begin"),
+            "gather a": Box(2, 3.3, 1.3, "gather a", "read"),
+            "forward a": Box(1, 4.6, 1.4, "forward a"),
+            "gather b": Box(2, 4.8, 1.3, "gather b", "read"),
+            "forward b": Box(1, 6.1, 1.4, "forward b"),
+            "backward b": Box(1, 7.6, 1.9, "backward b", "write"),
+            "gather again": Box(2, 6.9, 1.3, "gather a", "read"),
+            "backward a": Box(1, 9.6, 1.9, "backward a", "write"),
+            "reduce b": Box(3, 9.6, 1.6, "reduce b", "read"),
+            "reduce a": Box(3, 11.6, 1.6, "reduce a", "read"),
+            "update": Box(1, 13.2, 2.3, "clip, update, zero", "write"),
+            "after": Box(0, 15.9, 1.5, "read loss", "late"),
+        },
+        (
+            Arrow("before", "copy"),
+            Arrow("begin", "gather a"),
+            Arrow("gather a", "forward a"),
+            Arrow("gather b", "forward b"),
+            Arrow("forward a", "gather again"),
+            Arrow("gather again", "backward a"),
+            Arrow("backward b", "reduce b"),
+            Arrow("backward a", "reduce a"),
+            Arrow("reduce a", "update"),
+            Arrow("update", "after"),
+        ),
+        frame=Frame(1, 3, 2.3, 15.7, "what the graph holds"),
+    ),
 ]
 
 
@@ -132,6 +179,15 @@ def draw_lane(number: int, name: str, width: float) -> list[str]:
     return [
         text(MARGIN, y + 5, name, font_weight="bold"),
         f'<line x1="{LABEL_WIDTH - 8}" y1="{y}" x2="{width - MARGIN}" y2="{y}" stroke="#9aa7b5"/>',
+    ]
+
+
+def draw_frame(frame: Frame) -> list[str]:
+    x, y = LABEL_WIDTH + UNIT * frame.begin, TOP + LANE_HEIGHT * frame.first_lane + 2
+    width, height = UNIT * (frame.end - frame.begin), LANE_HEIGHT * (frame.last_lane - frame.first_lane + 1)
+    return [
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="10" fill="#f5f7fa" '
+        f'stroke="{WAIT}" stroke-dasharray="3 4"/>'
     ]
 
 
@@ -165,16 +221,26 @@ def marker(name: str, colour: str) -> str:
     )
 
 
-def legend(y: float, wrong: str) -> list[str]:
+def legend(y: float, picture: Picture) -> list[str]:
     x = LABEL_WIDTH
-    return [
+    lines = [
         f'<line x1="{x}" y1="{y}" x2="{x + 40}" y2="{y}" stroke="{WAIT}" stroke-width="2.5" '
         f'marker-end="url(#wait)"/>',
         text(x + 50, y + 5, "waits"),
-        f'<line x1="{x + 120}" y1="{y}" x2="{x + 160}" y2="{y}" stroke="{MISSING}" stroke-width="2.5" '
-        f'stroke-dasharray="7 5" marker-end="url(#missing)"/>',
-        text(x + 170, y + 5, f"should wait; without it, {wrong}", fill=MISSING),
     ]
+    if picture.wrong:
+        lines += [
+            f'<line x1="{x + 120}" y1="{y}" x2="{x + 160}" y2="{y}" stroke="{MISSING}" stroke-width="2.5" '
+            f'stroke-dasharray="7 5" marker-end="url(#missing)"/>',
+            text(x + 170, y + 5, f"should wait; without it, {picture.wrong}", fill=MISSING),
+        ]
+    if picture.frame is not None:
+        lines += [
+            f'<rect x="{x + 120}" y="{y - 8}" width="40" height="16" rx="5" fill="#f5f7fa" stroke="{WAIT}" '
+            f'stroke-dasharray="3 4"/>',
+            text(x + 170, y + 5, picture.frame.text),
+        ]
+    return lines
 
 
 def draw(picture: Picture) -> str:
@@ -191,13 +257,15 @@ def draw(picture: Picture) -> str:
         text(MARGIN, 28, picture.title, font_size="15"),
         text(width - MARGIN, 52, "time →", text_anchor="end", fill=WAIT),
     ]
+    if picture.frame is not None:
+        lines += draw_frame(picture.frame)
     for number, name in enumerate(picture.lanes):
         lines += draw_lane(number, name, width)
     for box in boxes:
         lines += draw_box(box)
     for arrow in picture.arrows:
         lines += draw_arrow(picture.boxes[arrow.first], picture.boxes[arrow.then], missing=arrow.missing)
-    lines += legend(height - 24, picture.wrong)
+    lines += legend(height - 24, picture)
     return "\n".join([*lines, "</svg>", ""])
 
 

@@ -5,6 +5,11 @@ Autograd runs a parameter's hook on the stream its AccumulateGrad node was creat
 stream was current when the parameter was first used. A gradient that arrives on another stream than the one
 the unit was unsharded on (its *home*) leaves a mark there; the home stream waits for exactly these marks
 before it packs, and those streams wait for the pack before their gradient's memory is handed back.
+
+[Note: Branches that send nothing back]
+A unit frees its whole parameters when the gradients of its inputs are there. Part of its backward may be
+missing in them: a branch whose input was detached sends its gradients to the parameters only. If that branch
+runs on another stream, it may still read what is freed. So whoever frees waits for all producers first.
 """
 
 from __future__ import annotations
@@ -38,6 +43,8 @@ class Arrivals:
         self.gradients: list[torch.Tensor | None] = []
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, Mark] = {}
+        # Where gradients arrived at home, or were packed: they have no mark, and home may have moved since.
+        self._homes: dict[Stream, None] = {}
         self._summed: list[torch.Tensor] = []
         self._count = 0
 
@@ -107,7 +114,9 @@ class Arrivals:
             self._count += 1
         else:
             self.gradients[index] = self._add(earlier, grad, stream, streams)
-        if stream != self.home:  # [Note: Producer streams]
+        if stream == self.home:
+            self._homes[stream] = None
+        else:  # [Note: Producer streams]
             mark = self._foreign.get(stream)
             if mark is None:
                 mark = self._foreign[stream] = streams.mark()
@@ -131,8 +140,23 @@ class Arrivals:
         for mark in self._foreign.values():
             mark.wait(self.home)
 
+    def order_before(self, stream: Stream, streams: Streams) -> None:
+        """Makes `stream` wait for every gradient that has arrived since the last call, packed or not.
+
+        See [Note: Branches that send nothing back]. Free where all of backward runs on `stream`.
+        """
+        for mark in self._foreign.values():
+            mark.wait(stream)
+        for home in self._homes:
+            if home != stream:
+                mark = streams.mark()
+                mark.record(home)
+                mark.wait(stream)
+        self._homes.clear()
+
     def let_go(self, streams: Streams) -> None:
         """Drops the gradients, once their streams are ordered after what the home stream did with them."""
+        self._homes[self.home] = None
         if self._foreign:
             packed = streams.mark()
             packed.record(self.home)

@@ -294,6 +294,9 @@ class Unit:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
             if self.reshard_after_backward and not again and not context.keep_gathered:
+                streams = context.runtime.streams
+                for reducer in self.reducers:
+                    reducer.arrivals.order_before(streams.current(), streams)
                 self.reshard()
             if self._outstanding == 0 and context.scheduler.backward_running:
                 for reducer in self.reducers:

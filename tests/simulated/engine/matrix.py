@@ -101,6 +101,15 @@ CASES: dict[str, Scenario] = {
     ),
     "side by side": _case(parallel=True, branches=4),
     "a branch that sends nothing back": _case(detached=True, large=1),
+    "a branch that sends nothing back, unused parameters": _one_side(
+        Model(detached=True, large=1, unused=True), branches=(0, 2)
+    ),
+    "a branch that sends nothing back, two outputs, kept whole": _one_side(
+        Model(detached=True, large=1, two_outputs=True, reshard=False), branches=(1, 2)
+    ),
+    "a branch that sends nothing back beside a frozen one": _one_side(
+        Model(detached=True, large=1, two_outputs=True, frozen=True, depth=2), branches=(0, 2)
+    ),
     "gathered ahead in forward": _case(forward_prefetch=((0, (1, 2)),)),
     "gathered ahead in backward": _case(backward_prefetch=((2, (1, 0)),)),
     "gathered ahead and dropped": _case(backward_prefetch=((0, (2,)),), low_precision=True, reshard=True),

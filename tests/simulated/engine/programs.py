@@ -205,7 +205,9 @@ class Net(nn.Module):
             return checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)
 
         places = [layer.places.runs for layer in layers]
-        total = x
+        # What goes around the layers has a gradient of its own. Torch adds to one in place once nobody holds
+        # it, even if the backward of a detached branch, which nobody waits for, still reads it elsewhere.
+        total = x * 1.0 if self.model.detached else x
         for out in self.streams.all(places, [partial(run, layer) for layer in layers], x):
             for part in out if isinstance(out, tuple) else (out,):
                 total = total + part
