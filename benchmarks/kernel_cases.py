@@ -114,7 +114,7 @@ def _segment(sizes: Sequence[int]) -> tuple[int, list[Tensor], list[object]]:
     pieces = [(at, at, at, n, i, i) for i, (at, n) in enumerate(zip(offsets, sizes, strict=False))]
     rows, tiles = ops.segment_rows(pieces)
     counters = [torch.zeros(len(sizes)), torch.zeros(1, dtype=torch.int32)]
-    return offsets[-1], counters, [torch.ones(len(sizes)), rows, tiles]
+    return offsets[-1], counters, [torch.ones(len(sizes)), rows.to(counters[0].device), tiles]
 
 
 def _adam(

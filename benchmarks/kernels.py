@@ -10,8 +10,8 @@ from typing import Any
 import click
 from rich.table import Table
 
-from benchmarks.measure import cost_of, ratios, settle, spread
-from benchmarks.options import common_options
+from benchmarks.measure import cost_on, ratios, settle, spread
+from benchmarks.options import common_options, device_option
 from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
 
@@ -41,9 +41,19 @@ _PRESETS = ("tiny", "small", "medium")
     help="Of the large parameter of updates and norms.",
 )
 @click.option("--rounds", type=click.IntRange(2), default=40, show_default=True)
+@device_option
 @common_options
-def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bool, out: Path | None) -> None:
-    """Measure the ops beside a plain copy, on one core."""
+def main(
+    preset: str,
+    ranks: int,
+    which: str,
+    numel: int,
+    rounds: int,
+    device: str,
+    smoke: bool,
+    out: Path | None,
+) -> None:
+    """Measure the ops beside a plain copy, on one core or a GPU."""
     import torch
 
     import shardgrad.ops
@@ -52,6 +62,8 @@ def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bo
     if smoke:
         preset, rounds, numel = "tiny", 2, 2**14
     torch.set_num_threads(1)
+    torch.set_default_device(device)
+    clock = "cpu_s" if device == "cpu" else "wall_s"
     settle()
     started = environment()
     samples: dict[str, Any] = {}
@@ -62,8 +74,8 @@ def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bo
         config = {"numel": numel, "tiny": 100 if smoke else 10_000}
         cases = make_segment_cases(**config)
     for case in cases:
-        seconds = _interleave(case.calls, rounds)
-        samples[case.name] = {"nbytes": case.nbytes, "cpu_s": seconds}
+        seconds = _interleave(case.calls, rounds, device, clock)
+        samples[case.name] = {"nbytes": case.nbytes, clock: seconds}
         summary[case.name] = {
             name: {
                 "gb_per_s": spread([case.nbytes / each / 1e9 for each in values]),
@@ -75,7 +87,7 @@ def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bo
         "kernels",
         environment=started,
         ops_backend=shardgrad.ops.backend(),
-        config={"ops": which} | config | {"rounds": rounds, "smoke": smoke},
+        config={"ops": which} | config | {"device": device, "rounds": rounds, "smoke": smoke},
         samples=samples,
         summary=summary,
     )
@@ -84,23 +96,27 @@ def main(preset: str, ranks: int, which: str, numel: int, rounds: int, smoke: bo
         append(out, record)
 
 
-def _interleave(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Returns CPU seconds per call and round."""
-    for call in calls.values():
-        call()
-    repeats = {
-        name: math.ceil(2e-3 / max(cost_of(call, repeats=1).cpu_s, 1e-5)) for name, call in calls.items()
-    }
+def _interleave(
+    calls: dict[str, Callable[[], object]], rounds: int, device: str, clock: str
+) -> dict[str, list[float]]:
+    """Returns seconds per call and round."""
+
+    def seconds_of(name: str, repeats: int) -> float:
+        return float(getattr(cost_on(device, calls[name], repeats=repeats), clock))
+
+    for name in calls:
+        seconds_of(name, 1)
+    repeats = {name: math.ceil(2e-3 / max(seconds_of(name, 1), 1e-5)) for name in calls}
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in calls if number % 2 == 0 else reversed(calls):
-            seconds[name].append(cost_of(calls[name], repeats=repeats[name]).cpu_s)
+            seconds[name].append(seconds_of(name, repeats[name]))
     return seconds
 
 
 def _print(record: dict[str, Any]) -> None:
     table = Table("", "", "GB/s", "quartiles", "time / copy")
-    table.title = ", ".join(f"{name} {value}" for name, value in record["config"].items()) + ", one core"
+    table.title = ", ".join(f"{name} {value}" for name, value in record["config"].items())
     for case, by_name in record["summary"].items():
         for name, of in by_name.items():
             low, high = of["gb_per_s"]["quartiles"]

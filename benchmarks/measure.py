@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import resource
 import statistics
@@ -54,6 +55,23 @@ def cost_of(
     barrier()
     nbytes = loopback_nbytes() - nbytes
     return Cost(wall_s / repeats, cpu_s / repeats, faults / repeats, nbytes / repeats)
+
+
+def cost_on(
+    device: str, work: Callable[[], object], *, repeats: int, barrier: Callable[[], object] = lambda: None
+) -> Cost:
+    """Measures `work` until the device has done it. On a GPU only wall time means something."""
+
+    def repeated() -> None:
+        for _ in range(repeats):
+            work()
+        if device != "cpu":
+            import torch
+
+            torch.accelerator.synchronize()
+
+    cost = cost_of(repeated, repeats=1, barrier=barrier)
+    return Cost(*(value / repeats for value in dataclasses.astuple(cost)))
 
 
 def over_ranks(costs: Sequence[Cost]) -> Cost:

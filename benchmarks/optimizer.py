@@ -20,7 +20,7 @@ import click
 from rich.table import Table
 
 from benchmarks.measure import ratios, spread
-from benchmarks.options import common_options
+from benchmarks.options import common_options, device_option
 from benchmarks.ranks import on_ranks
 from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
@@ -31,18 +31,33 @@ _NBYTES_PER_PARAMETER = 28  # float32: read and write weight and two moments, re
 
 
 @click.command()
-@click.option("--case", "cases", type=click.Choice(list(_CASES)), multiple=True, default=list(_CASES))
+@click.option(
+    "--case",
+    "cases",
+    type=click.Choice(list(_CASES)),
+    multiple=True,
+    help="[default: all; on a GPU, those of one rank]",
+)
 @click.option("--rounds", type=click.IntRange(2), default=15, show_default=True)
 @click.option("--threads", type=click.IntRange(1), default=1, show_default=True, help="Of torch, per rank.")
+@device_option
 @common_options
-def main(cases: Sequence[str], rounds: int, threads: int, smoke: bool, out: Path | None) -> None:
+def main(cases: Sequence[str], rounds: int, threads: int, device: str, smoke: bool, out: Path | None) -> None:
     """Measure optimizer steps. --case may be repeated."""
     if smoke:
         rounds = 2
+    cases = cases or [case for case, ranks in _CASES.items() if device == "cpu" or ranks == 1]
     for case in cases:
         started = environment()
         by_rank = on_ranks(
-            "benchmarks.optimizer:measure", _CASES[case], case, rounds, threads, smoke, keep_heap=True
+            "benchmarks.optimizer:measure",
+            _CASES[case],
+            case,
+            rounds,
+            threads,
+            device,
+            smoke,
+            keep_heap=True,
         )
         samples, numel, backend = by_rank[0]
         for name in samples:  # the step is over when the slowest rank is
@@ -56,6 +71,7 @@ def main(cases: Sequence[str], rounds: int, threads: int, smoke: bool, out: Path
                 "ranks": _CASES[case],
                 "rounds": rounds,
                 "threads": threads,
+                "device": device,
                 "numel": numel,
                 "smoke": smoke,
             },
@@ -67,15 +83,18 @@ def main(cases: Sequence[str], rounds: int, threads: int, smoke: bool, out: Path
             append(out, record)
 
 
-def measure(case: str, rounds: int, threads: int, smoke: bool) -> tuple[dict[str, list[float]], int, str]:
+def measure(
+    case: str, rounds: int, threads: int, device: str, smoke: bool
+) -> tuple[dict[str, list[float]], int, str]:
     """Returns seconds per contestant and round, elements of a model, and which ops ran."""
     import torch
     import torch.distributed as dist
 
     import shardgrad.ops
-    from benchmarks.measure import cost_of, settle
+    from benchmarks.measure import cost_on, settle
 
     torch.set_num_threads(threads)
+    torch.set_default_device(device)
     steps, numel = _CONTESTS[case](smoke)
     for step in steps.values():
         for _ in range(2 if smoke else 3):
@@ -85,7 +104,7 @@ def measure(case: str, rounds: int, threads: int, smoke: bool) -> tuple[dict[str
     samples: dict[str, list[float]] = {name: [] for name in steps}
     for number in range(rounds):
         for name in steps if number % 2 == 0 else reversed(steps):
-            cost = cost_of(steps[name], repeats=repeats, barrier=dist.barrier)
+            cost = cost_on(device, steps[name], repeats=repeats, barrier=dist.barrier)
             samples[name].append(cost.wall_s)
     return samples, numel, shardgrad.ops.backend()
 

@@ -43,3 +43,10 @@ def heap_option(command: Callable[..., Any]) -> Callable[..., Any]:
         show_default=True,
         help="The trainer's heap setting (shardgrad.training.heap), for every engine alike.",
     )(command)
+
+
+def device_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --device."""
+    return click.option(
+        "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Who computes."
+    )(command)

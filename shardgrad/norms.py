@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -94,10 +95,18 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
                 fix="sparse=False in the embedding",
             )
         flat = grad.detach().contiguous().view(-1)
-        table, tiles = ops.segment_rows([(0, 0, 0, flat.numel(), 0, 0)])
         one = torch.ones(1, dtype=torch.float32, device=flat.device)
-        parts.append((_local_norm(flat, one, table.to(flat.device), tiles, norm_type, None, scratch), groups))
+        table, tiles = _table_of_one(flat.numel(), flat.device)
+        parts.append((_local_norm(flat, one, table, tiles, norm_type, None, scratch), groups))
     return parts
+
+
+@lru_cache(maxsize=1024)
+def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Returns the table for a tensor by itself; kept, so that a capture finds it on the device."""
+    with torch.inference_mode(mode=False):
+        rows, tiles = ops.segment_rows([(0, 0, 0, numel, 0, 0)])
+        return rows.to(device), tiles
 
 
 def _local_norm(

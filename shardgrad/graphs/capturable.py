@@ -24,7 +24,7 @@ from shardgrad.managed_param import managed_by
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.roots import units_under
 
-__all__ = ["Capturable", "capturable"]
+__all__ = ["Capturable", "OutsideOptimizer", "capturable"]
 
 
 class Capturable:
@@ -39,6 +39,9 @@ class Capturable:
 
     def broken_off(self) -> None:
         """Drops what a capture that failed has left on the host."""
+
+    def hand_over(self) -> None:
+        """Makes gradients what somebody outside may read: called inside a capture, before a cut."""
 
     def image(self) -> Callable[[], None]:
         """Returns a function that puts the host's side back into its present state. Memory is not touched."""
@@ -79,9 +82,11 @@ def capturable(value: Any) -> Capturable:
         return _Optimizer(value)
     if isinstance(value, GradScaler):
         return _Scaler(value)
+    if isinstance(value, torch.Generator):
+        return Capturable()  # the graph itself knows it
     raise OptionError(
         f"graphed_step was given a {type(value).__name__}",
-        expected="modules, optimizers, a shardgrad.GradScaler, or a shardgrad.graphs.Capturable",
+        expected="modules, optimizers, shardgrad.GradScaler, generators, or a shardgrad.graphs.Capturable",
         got=_hint(value),
         fix="graphed_step(model, optimizer)(function)",
     )
@@ -178,6 +183,12 @@ class _Module(Capturable):
             context.runtime.streams.forget_marks()
             context.recover()
 
+    def hand_over(self) -> None:
+        """See `Capturable`."""
+        for group in self._groups:
+            if group.has_gradients:
+                group.gradients().pay()
+
     def image(self) -> Callable[[], None]:
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
@@ -202,9 +213,10 @@ class _Module(Capturable):
         return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
 
     def replayed(self) -> None:
-        """See `Capturable`. Parameters that somebody keeps whole are stale now."""
+        """See `Capturable`. Parameters that somebody keeps whole are stale now, as after a backward."""
         for group in self._groups:
             group.steps_taken += 1
+            group.reshard()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
@@ -235,6 +247,10 @@ class _FlatOptimizer(Capturable):
         """See `Capturable`."""
         return self._optimizer.facts()
 
+    def image(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        return self._optimizer.image()
+
     def released(self) -> None:
         """See `Capturable`."""
         self._optimizer.forget_captures()
@@ -258,10 +274,10 @@ class _Optimizer(Capturable):
     def facts(self) -> Hashable:
         """See `Capturable`."""
         numbers = tuple(
-            (key, value if isinstance(value, Hashable) else repr(value))
+            (key, _fixed(value))
             for group in self._optimizer.param_groups
             for key, value in group.items()
-            if key != "params" and not isinstance(value, torch.Tensor)
+            if key != "params"
         )
         members = tuple(len(group["params"]) for group in self._optimizer.param_groups)
         return numbers, members, tuple(tensor.data_ptr() for _, tensor in self.tensors())
@@ -273,6 +289,21 @@ class _Optimizer(Capturable):
                 if isinstance(value, torch.Tensor):
                     local = getattr(value, "_local_tensor", value)
                     yield f"{key} of parameter {number} of {type(self._optimizer).__name__}", local
+
+
+def _fixed(value: Any) -> Hashable:
+    """Returns what a graph has of a hyperparameter: a number itself, of a tensor the address."""
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+class OutsideOptimizer(_Optimizer):
+    """An optimizer whose steps run between the pieces of a graph: nothing about it has to be fixed."""
+
+    def facts(self) -> Hashable:
+        """See `Capturable`."""
+        return None
 
 
 class _Scaler(Capturable):

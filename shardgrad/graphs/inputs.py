@@ -196,15 +196,13 @@ def _count(spec: _Spec) -> int:
 def _parts_of(leaf: Any) -> Any:
     """Returns what a leaf is made of, or None if it is one."""
     if isinstance(leaf, BlockMask):
-        return leaf.as_tuple(flatten=False)
+        return dict(vars(leaf))
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
         return {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf)}
     return None
 
 
 def _whole(kind: Any, parts: Any) -> Any:
-    if kind is BlockMask:
-        return BlockMask(*parts)
     whole = object.__new__(kind)
     for name, value in parts.items():
         object.__setattr__(whole, name, value)

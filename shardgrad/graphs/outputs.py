@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map, tree_map_only
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from shardgrad.errors import StepOutputError
 
@@ -32,7 +32,7 @@ def detached(outputs: Any) -> Any:
         )
 
     leaves, spec = tree_flatten_with_path(outputs)
-    return torch.utils._pytree.tree_unflatten([check(path, leaf) for path, leaf in leaves], spec)
+    return tree_unflatten([check(path, leaf) for path, leaf in leaves], spec)
 
 
 def clones(outputs: Any) -> Any:
@@ -43,7 +43,10 @@ def clones(outputs: Any) -> Any:
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
     """Returns the outputs, and tells the allocator that another stream is going to use them."""
     if stream is not None:
-        tree_map_only(torch.Tensor, lambda tensor: tensor.record_stream(stream), outputs)
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor):
+                local: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
+                local.record_stream(stream)
     return outputs
 
 

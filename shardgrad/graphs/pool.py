@@ -91,6 +91,8 @@ class GraphPool:
             )
         gc.collect()  # a tensor of a dead cycle must not be freed into the capture
         torch.accelerator.synchronize(self.device)
+        # What eager steps have reserved and not in use, the graph may have.
+        torch.get_device_module(self.device).empty_cache()
         reserved = self._reserved()
         graph = self._begin(generators)
         collecting = gc.isenabled()
@@ -117,18 +119,30 @@ class GraphPool:
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)
-            handle = self._handle or torch.cuda.graph_pool_handle()
+            self._handle = self._handle or torch.cuda.graph_pool_handle()
             # Not "global": another thread of the process group looks at its events all the time.
-            graph.capture_begin(handle, capture_error_mode="thread_local")
+            graph.capture_begin(self._handle, capture_error_mode="thread_local")
+        elif generators:
+            raise CaptureError(
+                f"graphs of {self.device.type} know the device's own random numbers only",
+                expected="operations without generator=",
+                got=f"{len(generators)} generators",
+                fix="leave torch.Generator out of graphed_step(...), and generator= out of the step",
+            )
         else:
             graph = torch.accelerator.Graph(pool=self._handle)
             graph.capture_begin()
         return graph
 
-    @staticmethod
-    def _give_up(graph: Any) -> None:
-        with suppress(Exception):  # what the device says of a capture that was broken off adds nothing
+    def _give_up(self, graph: Any) -> None:
+        try:
             graph.capture_end()
+        except Exception:
+            # What the device says of a capture that was broken off adds nothing. But torch's allocator has
+            # not been told that it is over, and would hold back memory that other streams have used.
+            if self.device.type == "cuda":
+                with suppress(RuntimeError):
+                    torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
         graph.reset()
 
     def _reserved(self) -> int:

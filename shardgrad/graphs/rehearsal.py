@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TypeVar
+from contextlib import ExitStack
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardgrad.graphs.obstacles import Obstacle
+from shardgrad.graphs.pieces import step_replaced
 from shardgrad.graphs.preflight import Recording, differences, watch
 from shardgrad.graphs.surroundings import surroundings
 
@@ -30,19 +33,29 @@ class Rehearsal:
     Args:
         modules: for the names in what is found.
         optimizers: whether they can be captured.
+        outside: optimizers whose steps will not be part of the graph; they are not watched.
+        generators: that a graph will know.
         device: of the steps.
         warmup: eager steps before the first capture.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer], device: torch.device, warmup: int
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        outside: Sequence[Optimizer],
+        generators: Sequence[torch.Generator],
+        device: torch.device,
+        warmup: int,
     ) -> None:
+        self._generators = list(generators)
         self._modules: Mapping[str, nn.Module] = (
             {"": modules[0]}
             if len(modules) == 1
             else {f"{type(module).__name__} {i}": module for i, module in enumerate(modules)}
         )
         self._optimizers = list(optimizers)
+        self._outside = list(outside)
         self._device = device
         self._warmup = warmup
         self._seen: list[tuple[Hashable, Recording]] = []
@@ -65,7 +78,12 @@ class Rehearsal:
         # In the very first step things are made that later are there.
         if not max(1, self._warmup - _WATCHED) <= earlier < self._warmup:
             return step()
-        result, recording = watch(step, self._modules, self._device, persistent=persistent())
+        with ExitStack() as patches:
+            for optimizer in self._outside:
+                patches.enter_context(step_replaced(optimizer, _unwatched))
+            result, recording = watch(
+                step, self._modules, self._device, persistent=persistent(), generators=self._generators
+            )
         self._seen.append((situation, recording))
         return result
 
@@ -86,3 +104,8 @@ class Rehearsal:
     def forget(self) -> None:
         """Begins anew."""
         self._seen.clear()
+
+
+def _unwatched(call: Callable[[], Any]) -> None:
+    with _disable_current_modes():
+        call()

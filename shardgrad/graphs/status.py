@@ -22,7 +22,7 @@ class StepStatus:
     Attributes:
         step: which call of the graphed step it was, counted from 1.
         values: the outputs that are one number, by their path; and what capturables report, such as
-            "skipped steps".
+            "skipped steps", of several together.
         finite: True if all outputs among them are.
     """
 
@@ -69,7 +69,8 @@ class StatusWord:
         named = scalars(outputs)
         count = len(named)
         for each in self._capturables:
-            named.update(each.reports())
+            for name, value in each.reports().items():
+                named[name] = named[name] + value if name in named else value
         if not named:
             return
         with self._pool.turn(), torch.no_grad():

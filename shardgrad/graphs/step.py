@@ -22,13 +22,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shardgrad.capturable_optimizers import why_not_capturable
 from shardgrad.errors import CaptureError, OptionError
-from shardgrad.graphs.capturable import Capturable, capturable
+from shardgrad.graphs.capturable import Capturable, OutsideOptimizer, capturable
 from shardgrad.graphs.inputs import InputBuffers, Inputs, sort_inputs
 from shardgrad.graphs.lifetime import keep_until_the_process_group_goes
 from shardgrad.graphs.obstacles import Obstacle, explain
 from shardgrad.graphs.outputs import clones, detached, used_on
-from shardgrad.graphs.pool import DeviceGraph, GraphPool
+from shardgrad.graphs.pieces import Pieces
+from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.rehearsal import Rehearsal
 from shardgrad.graphs.status import StatusWord, StepStatus
@@ -57,7 +59,7 @@ class StepSettings:
     accumulate: int | None = None
     clone_outputs: bool = False
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None
-    on_uncapturable: Literal["raise", "eager"] = "raise"
+    on_uncapturable: Literal["raise", "eager", "split"] = "raise"
     verify: int = 0
     replay_twice_every: int = 0
 
@@ -68,10 +70,10 @@ class StepSettings:
                 raise OptionError(
                     f"graphed_step was given {name}={value!r}", expected="at least 1", got=repr(value)
                 )
-        if self.on_uncapturable not in ("raise", "eager"):
+        if self.on_uncapturable not in ("raise", "eager", "split"):
             raise OptionError(
                 f"graphed_step was given on_uncapturable={self.on_uncapturable!r}",
-                expected="'raise' or 'eager'",
+                expected="'raise', 'eager' or 'split'",
                 got=repr(self.on_uncapturable),
             )
 
@@ -84,7 +86,7 @@ def graphed_step(
     accumulate: int | None = None,
     clone_outputs: bool = False,
     bucket: Callable[..., tuple[tuple[Any, ...], dict[str, Any]]] | None = None,
-    on_uncapturable: Literal["raise", "eager"] = "raise",
+    on_uncapturable: Literal["raise", "eager", "split"] = "raise",
     verify: int = 0,
     replay_twice_every: int = 0,
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
@@ -117,7 +119,9 @@ def graphed_step(
         bucket: given a call's arguments, returns the (args, kwargs) to go on with: for padding shapes to a
             few sizes.
         on_uncapturable: what happens if the capture fails, after everything was put back: "raise" a
-            CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly.
+            CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly. "split" is
+            as "eager", but cuts the graph around the steps of optimizers that no graph can hold, and takes
+            those eagerly between the pieces; `outside` names them.
         verify: the first so many replays are taken again eagerly, from a copy of the state, and compared bit
             for bit.
         replay_twice_every: every so many replays one is replayed again from a copy of the state and compared:
@@ -154,17 +158,17 @@ def graphed_step(
 
 
 class _Captured:
-    """One graph, and the state in which the step that it repeats left the host."""
+    """The graphs of a step, and the state in which the step that they repeat left the host."""
 
-    def __init__(self, graph: DeviceGraph, outputs: Any, capturables: Sequence[Capturable]) -> None:
-        self._graph = graph
+    def __init__(self, pieces: Pieces, outputs: Any, capturables: Sequence[Capturable]) -> None:
+        self._pieces = pieces
         self._capturables = capturables
         self._images = [each.image() for each in capturables]
         self.outputs = outputs
 
     def replay(self) -> Any:
         """Takes a step; returns the outputs, always the same tensors."""
-        self._graph.replay()
+        self._pieces.replay()
         for restore in self._images:
             restore()
         for each in self._capturables:
@@ -172,8 +176,8 @@ class _Captured:
         return self.outputs
 
     def reset(self) -> None:
-        """Destroys the graph."""
-        self._graph.reset()
+        """Destroys the graphs."""
+        self._pieces.reset()
 
 
 class _Kind:
@@ -190,6 +194,7 @@ class GraphedStep(Generic[_P, _R]):
 
     Attributes:
         pool: where it runs; give it to another `graphed_step` that uses the same models.
+        outside: optimizers whose steps stay outside of the graph, each with the reason.
         eager_steps: calls that ran eagerly since the last reset.
         captures: graphs made since the last reset.
         replays: calls that were replays since the last reset.
@@ -200,12 +205,22 @@ class GraphedStep(Generic[_P, _R]):
     ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
-        self._capturables = [capturable(each) for each in taking_part]
         self._settings = settings
+        optimizers = [each for each in taking_part if isinstance(each, Optimizer)]
+        self._generators = [each for each in taking_part if isinstance(each, torch.Generator)]
+        self._outside: list[Optimizer] = []
+        if settings.on_uncapturable == "split":
+            self._outside = [each for each in optimizers if why_not_capturable(each) is not None]
+        self._capturables = [
+            OutsideOptimizer(each) if any(each is other for other in self._outside) else capturable(each)
+            for each in taking_part
+        ]
         self.pool = settings.pool or GraphPool(_device_of(self._capturables))
         self._rehearsal = Rehearsal(
             [each for each in taking_part if isinstance(each, nn.Module)],
-            [each for each in taking_part if isinstance(each, Optimizer)],
+            [each for each in optimizers if not any(each is other for other in self._outside)],
+            self._outside,
+            self._generators,
             self.pool.device,
             settings.warmup,
         )
@@ -216,6 +231,11 @@ class GraphedStep(Generic[_P, _R]):
         self._outputs: Any = None
         self._status = StatusWord(self.pool, self._capturables)
         self._forget()
+
+    @property
+    def outside(self) -> list[str]:
+        """See the class."""
+        return [f"{type(each).__name__}: {why_not_capturable(each)}" for each in self._outside]
 
     def _forget(self) -> None:
         self.eager_steps = self.captures = self.replays = 0
@@ -241,7 +261,7 @@ class GraphedStep(Generic[_P, _R]):
             _inside.step = None
 
     def _run(self, choices: Hashable, kind: _Kind) -> Any:
-        facts = tuple(each.facts() for each in self._capturables)
+        facts = (_modes(self.pool.device), *(each.facts() for each in self._capturables))
         captured = self._graphs.get((choices, facts))
         if captured is None and self._is_due(kind, facts):
             captured = self._capture_or_refuse(kind, (choices, facts))
@@ -272,11 +292,17 @@ class GraphedStep(Generic[_P, _R]):
                 lambda: detached(self._function(*args, **kwargs)),
                 capturables,
                 device,
+                self._generators,
                 sides=("a replay", "an eager step"),
             )
         if settings.replay_twice_every and self.replays % settings.replay_twice_every == 0:
             return taken_twice(
-                captured.replay, captured.replay, capturables, device, sides=("a replay", "the same replay")
+                captured.replay,
+                captured.replay,
+                capturables,
+                device,
+                self._generators,
+                sides=("a replay", "the same replay"),
             )
         return captured.replay()
 
@@ -302,6 +328,7 @@ class GraphedStep(Generic[_P, _R]):
     def _make_room(self) -> None:
         """Drops what was used least recently, beyond `max_graphs`."""
         while len(self._graphs) > self._settings.max_graphs:
+            torch.accelerator.synchronize(self.pool.device)  # it may be running
             self._graphs.popitem(last=False)[1].reset()
         with_graphs = {choices for choices, _ in self._graphs}
         idle = [choices for choices in self._kinds if choices not in with_graphs]
@@ -316,7 +343,7 @@ class GraphedStep(Generic[_P, _R]):
             kind.refused = True
             obstacles = self._rehearsal.obstacles(situation)
             if obstacles:
-                self._warn(f"could not be captured on a device with graphs:\n{explain(obstacles)}")
+                self._warn(f"could not be captured on a device with graphs:\n{explain(obstacles)}", depth=5)
             return None
         silent = self._rehearsal.silent(situation)
         if silent:
@@ -337,13 +364,12 @@ class GraphedStep(Generic[_P, _R]):
         for each in self._capturables:
             each.rest()
         images = [each.image() for each in self._capturables]
-        random = RandomState(self.pool.device)
+        random = RandomState(self.pool.device, self._generators)
+        pieces = Pieces(self.pool, self._capturables, self._outside, self._generators)
         args, kwargs = kind.buffers.arguments
         try:
-            with _stale_streams_overridden(), self.pool.capture() as graph:
+            with _stale_streams_overridden(), pieces.recorded():
                 outputs = detached(self._function(*args, **kwargs))
-                for each in self._capturables:
-                    each.rest()
         except BaseException:
             for each in self._capturables:
                 each.broken_off()
@@ -351,17 +377,15 @@ class GraphedStep(Generic[_P, _R]):
                 restore()
             random.put_back()
             raise
-        for each in self._capturables:
-            each.rest()
         self.captures += 1
         keep_until_the_process_group_goes(self)
-        return _Captured(graph, outputs, self._capturables)
+        return _Captured(pieces, outputs, self._capturables)
 
     def _report(self, what: str, obstacles: Sequence[Obstacle], error: Exception | None) -> None:
         """Raises, or warns, of a step that is not going to be a graph."""
         found = f"\n{explain(obstacles)}" if obstacles else ""
-        if self._settings.on_uncapturable == "eager":
-            self._warn(f"{what}. It runs eagerly.{found}")
+        if self._settings.on_uncapturable != "raise":
+            self._warn(f"{what}. It runs eagerly.{found}", depth=6)
             return
         raise CaptureError(
             f"{self._name} {what}{found}",
@@ -371,8 +395,8 @@ class GraphedStep(Generic[_P, _R]):
             "eagerly",
         ) from error
 
-    def _warn(self, what: str) -> None:
-        warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=6)
+    def _warn(self, what: str, *, depth: int) -> None:
+        warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=depth)
 
     @property
     def _name(self) -> str:
@@ -430,6 +454,13 @@ def _device_of(capturables: Sequence[Capturable]) -> torch.device | None:
         for _, tensor in each.tensors():
             return tensor.device
     return None
+
+
+def _modes(device: torch.device) -> Hashable:
+    """Returns the modes of torch that decide what the same code launches."""
+    kind = device.type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
 @contextmanager

@@ -18,10 +18,15 @@ __all__ = ["taken_twice"]
 class _Before:
     """What a step starts from: memory, the host's side, and random numbers. Costs a copy of the state."""
 
-    def __init__(self, capturables: Sequence[Capturable], device: torch.device) -> None:
+    def __init__(
+        self,
+        capturables: Sequence[Capturable],
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+    ) -> None:
         self._images = [each.image() for each in capturables]
         self._memory = [(tensor, tensor.clone()) for each in capturables for _, tensor in each.tensors()]
-        self._random = RandomState(device)
+        self._random = RandomState(device, generators)
 
     def put_back(self) -> None:
         """Makes the next step start from there again."""
@@ -38,6 +43,7 @@ def taken_twice(
     second: Callable[[], Any],
     capturables: Sequence[Capturable],
     device: torch.device,
+    generators: Sequence[torch.Generator] = (),
     *,
     sides: tuple[str, str],
 ) -> Any:
@@ -48,6 +54,7 @@ def taken_twice(
         second: takes it again; what it leaves stays.
         capturables: whose state is compared.
         device: whose random numbers are drawn.
+        generators: whose are drawn besides.
         sides: what the two ways are called in an error.
 
     Returns:
@@ -59,7 +66,7 @@ def taken_twice(
     Raises:
         ReplayMismatchError: naming the first tensor that differs.
     """
-    before = _Before(capturables, device)
+    before = _Before(capturables, device, generators)
     left = {name: tensor.clone() for name, tensor in _seen(first(), capturables)}
     before.put_back()
     outputs = second()

@@ -316,6 +316,16 @@ class FlatOptimizer(Optimizer):
                 for name, flat in segment.state.items():
                     yield f"{name} of segment {segment.number}", flat
 
+    def image(self) -> Callable[[], None]:
+        """Returns a function that puts the host's side back into its present state."""
+        captured = [self._group(i).captured for i in range(len(self.param_groups))]
+
+        def restore() -> None:
+            for i, flag in enumerate(captured):
+                self._group(i).captured = flag
+
+        return restore
+
     def forget_captures(self) -> None:
         """Says that no graph holds a step of this optimizer: its constants may be assigned again."""
         for i in range(len(self.param_groups)):

@@ -74,6 +74,12 @@ class TrainConfig:
     activation_checkpointing: bool = _setting(
         False, "Recompute each block's activations in backward instead of keeping them."
     )
+    graph: str = _setting(
+        "auto",
+        "Capture a step as one graph, with the same numbers; auto: with --engine shardgrad, where a device "
+        "has graphs.",
+        choices=("auto", "on", "off"),
+    )
     timeout: float = _setting(120.0, "Seconds after which a collective gives up.", least=1)
 
     steps: int = _setting(400, "Optimizer steps.", least=1)
@@ -115,6 +121,11 @@ class TrainConfig:
             )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
             raise UsageError("--engine none trains in one process: use --ranks 1, or an engine that shards.")
+        if self.graph == "on" and self.engine == "fsdp2":
+            raise UsageError(
+                "--graph on is for --engine shardgrad or none, whose steps can be one graph as a whole: "
+                "choose one of them, or leave --graph out."
+            )
 
     def global_batch(self, world_size: int) -> int:
         """Sequences that one step consumes on all ranks together."""

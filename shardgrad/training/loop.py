@@ -18,7 +18,7 @@ from shardgrad.training.optimizer import build_optimizer, build_schedule
 from shardgrad.training.parallel import Place, build_mesh, memory_nbytes
 from shardgrad.training.record import RunRecord, StepMetrics
 from shardgrad.training.sharding import build_model
-from shardgrad.training.step import Health, StepResult, train_step, validation_loss
+from shardgrad.training.step import Health, StepResult, TrainStep, validation_loss
 from shardgrad.training.stop import StopRequest
 
 
@@ -90,7 +90,7 @@ class Run:
         self._checkpoints = checkpoints
         self._display = display
         self._record = RunRecord(folder) if place.leads else None
-        self._sampler = Sampler(corpus.train, config.seq_len, config.seed)
+        self._step = TrainStep(state, Sampler(corpus.train, config.seq_len, config.seed), config, place)
         self._health = Health(place.device)
         self._first_step = state.step
         self._entropy = corpus.unigram_entropy()
@@ -125,7 +125,7 @@ class Run:
         """Step, report, validate and save, each when it is due."""
         config, state = self._config, self._state
         while state.step < config.steps:
-            result = train_step(state, self._sampler, config, self._place)
+            result = self._step()
             self._health.watch(state.step, result)
             self._unreported_steps += 1
             if self._is_due(config.log_every):

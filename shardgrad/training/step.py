@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
+from shardgrad.graphs import GraphPool
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler, validation_starts, windows
@@ -17,12 +20,14 @@ from shardgrad.training.model import next_token_loss
 from shardgrad.training.parallel import Place
 from shardgrad.training.sharding import set_gradient_sync
 
+MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
+
 _IGNORED_TARGET = -100  # what cross_entropy leaves out by default
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves on the device, unread.
+    """What a step leaves on the device, unread; the next step may overwrite it.
 
     Args:
         loss: this rank's mean over its micro-batches, fp32 scalar.
@@ -35,27 +40,73 @@ class StepResult:
     lr: float
 
 
-def train_step(state: TrainState, sampler: Sampler, config: TrainConfig, place: Place) -> StepResult:
-    """Forward, backward for each micro-batch, clip, update; advances `state` by one step."""
-    loss = torch.zeros((), device=place.device)
-    for micro_batch in range(config.accumulate):
-        is_last = micro_batch == config.accumulate - 1
-        set_gradient_sync(state.model, is_last or config.sync_every_microbatch)
-        first = state.samples + (micro_batch * place.world_size + place.rank) * config.batch_size
-        tokens, targets = sampler.batch(first, config.batch_size)
-        part = state.model.loss(tokens.to(place.device), targets.to(place.device)) / config.accumulate
-        part.backward()
-        loss += part.detach()
-    # The norm is wanted in any case; an infinite limit clips nothing.
-    clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
-    grad_norm = clip(state.model.parameters(), config.clip or math.inf)
-    lr = float(state.schedule.get_last_lr()[0])
-    state.optimizer.step()
-    state.schedule.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-    state.samples += config.global_batch(place.world_size)
-    return StepResult(loss, grad_norm, lr)
+class TrainStep:
+    """One optimizer step: reads the next batch, updates, and advances the state.
+
+    Everything that computes is in `update`, which takes and returns tensors and waits for nothing, so that
+    it can be one graph of the device (`--graph`). Schedule and counters are the host's, and stay outside.
+
+    Args:
+        state: what the steps change.
+        sampler: where batches come from.
+        config: for batches, clipping and `--graph`.
+        place: this rank.
+
+    Attributes:
+        update: computes a step from micro-batches; a `GraphedStep` where steps are captured.
+    """
+
+    def __init__(self, state: TrainState, sampler: Sampler, config: TrainConfig, place: Place) -> None:
+        self._state = state
+        self._sampler = sampler
+        self._config = config
+        self._place = place
+        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor]] = self._update
+        if _is_graphed(config, place.device):
+            # A model that cannot be captured is trained all the same, unless somebody insists.
+            fallback: Literal["raise", "eager"] = "raise" if config.graph == "on" else "eager"
+            graphed = shardgrad.graphed_step(state.model, state.optimizer, on_uncapturable=fallback)
+            self.update = graphed(self._update)
+
+    def __call__(self) -> StepResult:
+        """Takes one step."""
+        state = self._state
+        lr = float(state.schedule.get_last_lr()[0])
+        loss, grad_norm = self.update(self._micro_batches())
+        state.schedule.step()
+        state.step += 1
+        state.samples += self._config.global_batch(self._place.world_size)
+        return StepResult(loss, grad_norm, lr)
+
+    def _micro_batches(self) -> list[MicroBatch]:
+        """This rank's part of the next global batch, on the host."""
+        size, place = self._config.batch_size, self._place
+        return [
+            self._sampler.batch(self._state.samples + (number * place.world_size + place.rank) * size, size)
+            for number in range(self._config.accumulate)
+        ]
+
+    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
+        """Forward, backward for each micro-batch, clip, update; returns loss and gradient norm."""
+        model, config, device = self._state.model, self._config, self._place.device
+        loss = torch.zeros((), device=device)
+        for number, (tokens, targets) in enumerate(micro_batches, start=1):
+            set_gradient_sync(model, number == len(micro_batches) or config.sync_every_microbatch)
+            part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
+            part.backward()
+            loss += part.detach()
+        # The norm is wanted in any case; an infinite limit clips nothing.
+        clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
+        grad_norm = clip(model.parameters(), config.clip or math.inf)
+        self._state.optimizer.step()
+        self._state.optimizer.zero_grad()
+        return loss, grad_norm
+
+
+def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
+    if config.graph == "auto":
+        return config.engine == "shardgrad" and GraphPool(device).can_capture
+    return config.graph == "on"
 
 
 class Health:

@@ -181,6 +181,19 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: 
     assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
+def test_graphed_steps_repeat_the_plain_ones_to_the_bit_and_so_does_a_resumed_run(tmp_path: Path) -> None:
+    options = ["--ranks", "2", "--accumulate", "2", "--clip", "0.1", "--checkpoint-every", str(HALF)]
+    off, on, resumed = (tmp_path / name for name in ("off", "on", "resumed"))
+    train(*MICRO, *options, "--graph", "off", "--run-dir", off)
+    train(*MICRO, *options, "--graph", "on", "--run-dir", on)
+    assert losses(on) == losses(off)
+    assert validation(on) == validation(off)
+    copy_as_of_half(off, resumed)
+    train("--resume", resumed, "--graph", "on")
+    assert losses(resumed) == losses(off)
+    assert validation(resumed) == validation(off)
+
+
 def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
     """Return when the run has logged so many steps."""
     deadline_s = time.monotonic() + LIMIT_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,42 @@ def test_loss_curves(tmp_path: Path) -> None:
     of = record["summary"]
     assert of["shardgrad, torch.optim"]["largest_relative_difference"] == 0
     assert of["shardgrad, shardgrad.optim"]["largest_relative_difference"] < 1e-5
+
+
+def test_graphed(tmp_path: Path) -> None:
+    record = smoke("graphed", tmp_path, "--device", "cpu")
+    assert set(record["summary"]) == {"fsdp2", "shardgrad", "shardgrad graphed", "ddp"}
+    assert set(record["config"]["left_out"]) == {"fsdp2+compile", "fsdp2 graph", "hand-written"}
+    for of in record["summary"].values():
+        for field in ("wall_s", "host_s", "ratio_to_fsdp2"):
+            assert_spread(of[field])
+    ours = record["summary"]["shardgrad"], record["summary"]["shardgrad graphed"]
+    assert ours[0]["loss_difference"] == ours[1]["loss_difference"]
+
+
+def test_contestants_that_do_not_fit_together_are_measured_in_groups_with_the_base() -> None:
+    from benchmarks.graph_task import groups
+
+    peaks = {"fsdp2": 30, "a": 40, "b": 20, "c": 40, "d": 200}
+    assert groups(peaks, float("inf")) == [["fsdp2", "a", "b", "c", "d"]]
+    assert groups(peaks, 100) == [["fsdp2", "a", "b"], ["fsdp2", "c"], ["fsdp2", "d"]]
+    assert groups({"fsdp2": 30}, 10) == [["fsdp2"]]
+
+
+def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_says_so(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\ncase "$*" in *is_available*) echo cpu;; *"-m pytest "*) exit 1;; esac\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(tmp_path / "out")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
+    results = {line.split()[0]: line.split()[1] for line in summary.splitlines()[-4:]}
+    assert results == {"tests": "failed", "graphed-tiny": "ok", "kernels": "ok", "optimizer": "ok"}

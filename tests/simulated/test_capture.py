@@ -90,6 +90,16 @@ def test_replays_equal_eager_steps_bit_for_bit() -> None:
         assert _equal(training.state(), other.state())
 
 
+def test_a_python_number_takes_the_dtype_of_what_it_meets_in_a_replay_too() -> None:
+    x, y, side, graph = torch.tensor(3.0, device="sim"), torch.zeros((), device="sim"), _side(), Graph()
+    right = 0.1 / (torch.tensor(3.0) + 1e-6)  # in float32 throughout; in float64 another bit
+    with graph.capture(side):
+        y.copy_(0.1 / (x + 1e-6))
+    graph.replay()
+    torch.accelerator.current_stream().wait_stream(side)
+    assert y.item() == right.item()
+
+
 def test_replays_draw_the_random_numbers_an_eager_step_would_draw() -> None:
     training, graph, side = _graphed(dropout=0.5)
     losses = []

@@ -104,6 +104,25 @@ def test_shapes_can_be_bucketed() -> None:
     VirtualRanks(1).run(buckets)
 
 
+def modes() -> None:
+    weight = nn.Parameter(torch.ones(3, device=NAME))
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return torch.full((), float(torch.is_grad_enabled()), device=NAME) + (x * weight).sum()
+
+    for _ in range(3):
+        assert step(torch.ones(3, device=NAME)).item() == 4
+        with torch.no_grad():
+            assert step(torch.ones(3, device=NAME)).item() == 3
+    assert (step.captures, step.replays) == (2, 4)
+    step.close()
+
+
+def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
+    VirtualRanks(1).run(modes)
+
+
 # -- what cannot be captured --------------------------------------------------------------------------------
 
 

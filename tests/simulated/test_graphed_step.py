@@ -370,9 +370,29 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
         group.update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
     elif change == "reshard":
         model[0].set_reshard_after_forward(False)
+    elif change == "another group":
+        extra = nn.Parameter(torch.ones(3, device=NAME))
+        optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    elif change == "evaluated":
+        model.eval()
+        with torch.no_grad():
+            model(batch(99))
+        model.train()
+    elif change == "kept whole":
+        for block in model:
+            block.unshard()
+    elif change == "skipped":
+        loss_of(model, batch(98)).backward()
+        optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("change", ["frozen", "load", "in place", "group", "reshard"])
+CHANGES = (
+    *("frozen", "load", "in place", "group", "another group", "reshard"),
+    *("evaluated", "kept whole", "skipped"),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_followed(change: str) -> None:
     same_on(2, changes_between, change)
 
@@ -405,6 +425,60 @@ def test_a_number_of_torchs_optimizer_that_changes_is_another_graph() -> None:
     same_on(2, stock_optimizer)
 
 
+def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+    """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is followed."""
+    model = build(Setup())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    settings = {} if graphed is eager else {"on_uncapturable": "split", "verify": 1}
+
+    @graphed(model, optimizer, **settings)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        norm = shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss + norm
+
+    seen = []
+    for number in range(8):
+        seen.append(step(batch(number)).item())
+        schedule.step()
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert "AdamW" in step.outside[0]
+        assert "capturable=False" in step.outside[0]
+    require_replays(step, 1, 5)
+    return seen + weights(model)
+
+
+def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold() -> None:
+    same_on(2, uncapturable_optimizer)
+
+
+def compiled(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    for block in model:
+        block.body = torch.compile(block.body, backend="aot_eager")
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = [step(batch(number)).item() for number in range(6)]
+    require_replays(step, 1, 3)
+    return seen + weights(model)
+
+
+def test_compiled_regions_are_part_of_the_graph() -> None:
+    same_on(1, compiled)
+
+
 def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
     with one_at_a_time():
         torch.manual_seed(0)
@@ -421,16 +495,19 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
     def step(x: Tensor) -> Tensor:
         loss = loss_of(model, x)
         loss.backward()
+        shardgrad.clip_grad_norm_(model, 0.3)
         optimizer.step()
         optimizer.zero_grad()
         return loss
 
     seen = []
-    for number in range(8):
-        if make == "torch's":
+    for number in range(14):
+        if make == "torch's" and number < 8:
             lr.fill_(1e-2 / (number + 1))
+        elif make == "torch's" and number == 8:  # another tensor: another graph
+            optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=NAME)
         seen.append(step(batch(number)).item())
-    require_replays(step, 1, 5)
+    require_replays(step, *((1, 11) if make == "ours" else (2, 5 + 5)))
     return [*seen, *(t.detach().cpu() for t in (*model.parameters(), *model.buffers()))]
 
 

@@ -66,6 +66,7 @@ def test_a_bad_file_is_refused_in_words(tmp_path: Path, name: str, text: str, wo
         ({"mesh": "2x2", "ranks": 3}, "room for 4 ranks, not 3"),
         ({"engine": "none", "ranks": 2}, "one process"),
         ({"engine": "none", "mesh": "2"}, "one process"),
+        ({"engine": "fsdp2", "graph": "on"}, "--graph on is for --engine shardgrad or none"),
         ({"override": {"layerz": 2}}, "did you mean 'layers'"),
     ],
 )

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardgrad.graphs import GraphedStep
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler
 from shardgrad.training.model import Transformer, TransformerConfig, materialise
 from shardgrad.training.optimizer import build_optimizer, build_schedule
 from shardgrad.training.parallel import Place
-from shardgrad.training.step import Health, StepResult, train_step
+from shardgrad.training.step import Health, StepResult, TrainStep
 
 CPU = torch.device("cpu")
 ALONE = cast(Place, SimpleNamespace(rank=0, world_size=1, device=CPU))
@@ -56,7 +57,7 @@ def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each(
 ) -> None:
     config = config_of(accumulate=3, sync_every_microbatch=every)
     state = state_for(config)
-    train_step(state, sampler(), config, ALONE)
+    TrainStep(state, sampler(), config, ALONE)()
     assert cast(SyncRecorder, state.model).wishes == wishes
 
 
@@ -66,7 +67,7 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
     for batch_size, accumulate in ((4, 1), (2, 2), (1, 4)):
         config = config_of(batch_size=batch_size, accumulate=accumulate)
         state = state_for(config)
-        result = train_step(state, text, config, ALONE)
+        result = TrainStep(state, text, config, ALONE)()
         results.append((result, state))
     (whole, whole_state), *others = results
     for part, state in others:
@@ -81,10 +82,52 @@ def test_the_update_is_no_longer_than_the_clip_allows(clip: float, length: float
     config = config_of(clip=clip, weight_decay=0.0, warmup_steps=0)
     state = state_for(config)
     before = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
-    result = train_step(state, sampler(), config, ALONE)
+    result = TrainStep(state, sampler(), config, ALONE)()
     moved = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach() - before
     assert result.grad_norm > 0.01
     assert moved.norm().item() == pytest.approx(length or result.grad_norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_graphed_step_trains_bit_for_bit_as_one_without(optimizer: str, accumulate: int) -> None:
+    runs = []
+    for graph in ("off", "on"):
+        config = config_of(
+            graph=graph,
+            engine="none",
+            optimizer=optimizer,
+            accumulate=accumulate,
+            batch_size=2,
+            clip=0.1,
+            warmup_steps=3,
+            lr=0.1,
+        )
+        state = state_for(config)
+        step = TrainStep(state, sampler(), config, ALONE)
+        seen = [(r.loss.item(), r.grad_norm.item(), r.lr) for r in (step() for _ in range(6))]
+        runs.append((seen, state))
+    (right, plain), (ours, graphed) = runs
+    assert right == ours
+    assert len({rate for _, _, rate in right}) == 6, "the schedule went on"
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, graphed.model.state_dict()[name]), name
+    assert (graphed.step, graphed.samples) == (plain.step, plain.samples) == (6, 12 * accumulate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, False),  # a CPU has no graphs
+        ({"graph": "on"}, True),
+        ({"graph": "on", "engine": "none"}, True),
+        ({"graph": "off"}, False),
+    ],
+)
+def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted: bool) -> None:
+    config = config_of(**settings)
+    step = TrainStep(state_for(config), sampler(), config, ALONE)
+    assert isinstance(step.update, GraphedStep) == wanted
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ void Simulator::end_capture(Graph& graph) {
 }
 
 // Does the bookkeeping of one recorded action; the mutex is held.
-void Simulator::step(const Graph& graph, const Item& item, std::vector<Clock>& events) {
+void Simulator::step(const Item& item, std::vector<Clock>& events) {
   LaneState& lane = lanes_[item.lane];
   switch (item.type) {
     case Item::Record:
@@ -140,7 +140,8 @@ void Simulator::step(const Graph& graph, const Item& item, std::vector<Clock>& e
   Stamp stamp = advance(item.lane, item.site);
   for (const Access& access : item.accesses) {
     Block* block = memory_.find(access.begin);
-    if (block == nullptr || block->pool == graph.number) continue;
+    // Memory of a graph, this one's or one it follows, is lent again only in captures of that graph.
+    if (block == nullptr || block->pool != 0) continue;
     if (!block->live || block->generation != access.generation)
       report(HazardKind::UseAfterFree, block->freed, stamp, *block, access.begin - block->base,
              access.begin - block->base + access.nbytes);
@@ -164,7 +165,7 @@ void Simulator::replay(Graph& graph, int64_t stream, Site site) {
   for (const Item& item : graph.items) {
     {
       Lock lock(mutex_);
-      step(graph, item, events);
+      step(item, events);
     }
     if (item.run) item.run();
     if (item.call) item.call(item.lane, item.site);

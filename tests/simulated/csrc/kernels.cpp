@@ -241,9 +241,13 @@ void Call::record(const Simulator::Work& work, std::vector<Access> accesses, boo
     if (resized) (*args)[i] = argument_for_cpu(args_[i]);
     // Numbers go into a launch by value.
     (*args)[i] = with_tensors((*args)[i], [&](const at::Tensor& tensor) {
-      return tensor.defined() && tensor.dim() == 0 && args_[i].isTensor() && !is_simulated(args_[i].toTensor())
-                 ? tensor.clone()
-                 : tensor;
+      bool number =
+          tensor.defined() && tensor.dim() == 0 && args_[i].isTensor() && !is_simulated(args_[i].toTensor());
+      if (!number) return tensor;
+      at::Tensor value = tensor.clone();
+      // A Python number takes the dtype of what it meets, and so must its copy.
+      value.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+      return value;
     });
   }
   std::vector<at::Tensor> outputs;

@@ -178,7 +178,7 @@ class Simulator {
   void check_free(Block& block, const Stamp& now, Clock known);
   void forget_labels(const Block& block);
   std::string labels_of(uintptr_t begin, uintptr_t end) const;
-  void step(const Graph& graph, const Item& item, std::vector<Clock>& events);
+  void step(const Item& item, std::vector<Clock>& events);
 
   std::mutex mutex_;
   std::vector<LaneState> lanes_;

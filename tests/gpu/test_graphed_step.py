@@ -1,0 +1,271 @@
+"""Whole training steps as one graph of a real device: the same bits as eager, on one rank.
+
+On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs eagerly, with
+the same rules for inputs and outputs; what a graph does is shown there by tests/simulated.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad.graphs import GraphedStep, UncapturableStepWarning
+
+HAS_CUDA = torch.cuda.is_available()
+NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
+WIDTH = 64
+STEPS, WARMUP = 20, 3
+Values = list[Any]
+Program = Callable[..., Values]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_CUDA)])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    chosen = torch.device(request.param)
+    backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield chosen
+    dist.destroy_process_group()
+
+
+class Block(nn.Module):
+    """Two layers, and a third one that only some programs use."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second, self.spare = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.second(torch.tanh(self.first(x))))
+
+
+def build(device: torch.device, *, dropout: float = 0.0, reshard: bool = True) -> nn.Sequential:
+    torch.manual_seed(0)  # also of what dropout draws
+    model = nn.Sequential(*(Block(dropout) for _ in range(3))).to(device)
+    mesh = init_device_mesh(device.type, (1,))
+    for unit in (*model, model):
+        shardgrad.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard)
+    return model
+
+
+def batch(number: int, where: torch.device) -> Tensor:
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(number)).to(where)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.flip(0)).square().mean()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().cpu().clone() for p in model.parameters()]
+
+
+def plain(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
+    """Stands where `graphed_step` does, and leaves the function as it is."""
+    return lambda function: function
+
+
+def both(program: Program, device: torch.device, *args: Any) -> None:
+    """Asserts that a program gives the same values, bit for bit, with and without graphs."""
+    right, ours = (program(graphed, device, *args) for graphed in (plain, shardgrad.graphed_step))
+    for number, (expected, got) in enumerate(zip(right, ours, strict=True)):
+        same = torch.equal(expected, got) if isinstance(expected, Tensor) else expected == got
+        assert same, f"value {number}: {expected} and {got}"
+
+
+def require_replays(step: Any, device: torch.device) -> None:
+    """Asserts that all steps but the warm-up were replays of one graph, where the device has graphs."""
+    if isinstance(step, GraphedStep):
+        expected = (1, STEPS - WARMUP) if device.type == "cuda" else (0, 0)
+        assert (step.captures, step.replays) == expected
+
+
+# -- programs -----------------------------------------------------------------------------------------------
+
+
+def training(graphed: Any, device: torch.device, reshard: bool, host: bool) -> Values:
+    """Accumulation over three micro-batches, clipping, a schedule; data on the host or on the device."""
+    model = build(device, reshard=reshard)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+
+    @graphed(model, optimizer, warmup=WARMUP)
+    def step(micro_batches: list[Tensor]) -> tuple[Tensor, Tensor]:
+        total = torch.zeros((), device=device)
+        for number, x in enumerate(micro_batches, start=1):
+            model.set_requires_gradient_sync(number == len(micro_batches))
+            loss = loss_of(model, x.to(device)) / len(micro_batches)
+            loss.backward()
+            total = total + loss.detach()
+        norm = shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return total, norm
+
+    seen: Values = []
+    where = torch.device("cpu") if host else device
+    for number in range(STEPS):
+        outputs = step([batch(3 * number + i, where) for i in range(3)])
+        schedule.step()
+        if number % 5 == 4:  # between these nothing makes the host wait
+            seen += [value.item() for value in outputs]
+    require_replays(step, device)
+    return seen + weights(model)
+
+
+def unused_parameters(graphed: Any, device: torch.device) -> Values:
+    """Weight decay must not move what got no gradient."""
+    model = build(device)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    before = model[0].spare.weight.to_local().detach().clone()
+
+    @graphed(model, optimizer, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    seen: Values = []
+    for number in range(STEPS):
+        seen.append(step(batch(number, device)).item())
+        seen += [block.spare.weight.grad is None for block in model]
+        seen += [block.first.weight.grad is None for block in model]
+        optimizer.zero_grad()
+    require_replays(step, device)
+    assert torch.equal(before, model[0].spare.weight.to_local())
+    return seen + weights(model)
+
+
+def dropout_and_a_skipped_step(graphed: Any, device: torch.device) -> Values:
+    """Random numbers go on, and a step whose gradients are not finite is skipped, in replays too."""
+    model = build(device, dropout=0.3)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    scaler = shardgrad.GradScaler(init_scale=8.0, growth_interval=6)
+
+    @graphed(model, optimizer, scaler, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        shardgrad.clip_grad_norm_(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss
+
+    seen: Values = []
+    for number in range(STEPS):
+        x = batch(number, device)
+        if number == STEPS // 2:
+            x[0, 0] = math.inf
+        loss = step(x)
+        if number != STEPS // 2:
+            seen.append(loss.item())
+    require_replays(step, device)
+    assert optimizer.skipped_steps == 1
+    return [*seen, scaler.get_scale(), *weights(model)]
+
+
+def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
+    """Its capture breaks; everything goes on eagerly, random numbers and the allocator too."""
+    model = build(device, dropout=0.3)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer, warmup=WARMUP, on_uncapturable="eager")
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        if loss.item() < 1e9:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncapturableStepWarning)
+        seen: Values = [step(batch(number, device)).item() for number in range(STEPS)]
+    if isinstance(step, GraphedStep):
+        assert (step.captures, step.eager_steps) == (0, STEPS)
+    if device.type == "cuda":
+        _require_reuse_across_streams(device)
+    return seen + weights(model)
+
+
+def _require_reuse_across_streams(device: torch.device) -> None:
+    """Asserts that memory which another stream has used comes back: an unended capture would keep it."""
+    side = torch.cuda.Stream()
+    addresses = set()
+    for _ in range(4):
+        x = torch.empty(2**22, device=device)
+        x.record_stream(side)
+        addresses.add(x.data_ptr())
+        del x
+        torch.cuda.synchronize()
+    assert len(addresses) == 1
+
+
+# -- tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", [False, True], ids=["data on the device", "data on the host"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["resharded", "kept whole"])
+def test_twenty_graphed_steps_train_bit_for_bit_like_eager_ones(
+    device: torch.device, reshard: bool, host: bool
+) -> None:
+    both(training, device, reshard, host)
+
+
+def test_a_parameter_without_a_gradient_stays_as_it_is_in_replays_too(device: torch.device) -> None:
+    both(unused_parameters, device)
+
+
+def test_dropout_goes_on_and_an_infinity_is_skipped_in_replays_too(device: torch.device) -> None:
+    both(dropout_and_a_skipped_step, device)
+
+
+def test_after_a_capture_that_breaks_the_loop_goes_on_eagerly(device: torch.device) -> None:
+    both(a_step_that_reads, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
+def test_a_replayed_step_returns_before_the_device_is_done() -> None:
+    """With the device busy, calls go on: neither input copies nor the status word make the host wait."""
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        device = torch.device("cuda")
+        model = build(device)
+        optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+        @shardgrad.graphed_step(model, optimizer, warmup=WARMUP)
+        def step(x: Tensor) -> Tensor:
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        for number in range(WARMUP + 2):
+            step(batch(number, device))
+            step.poll()
+        data = [batch(number, device) for number in range(3)]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        busy = torch.cuda.Event()
+        busy.record()
+        for x in data:
+            step(x)
+            step.poll()
+        assert not busy.query(), "a replayed step made the host wait for the device"
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,131 @@
+"""Graphed steps on the CPU: eager, with the rules for inputs and outputs, and what a graph would miss."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import shardgrad
+from shardgrad.errors import StepInputError, StepOutputError
+
+
+def training(**settings: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer, **settings)
+    def step(x: Tensor) -> dict[str, Tensor]:
+        loss = model(x).square().mean()
+        loss.backward()
+        norm = shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss, "norm": norm}
+
+    return model, step
+
+
+def test_a_step_on_the_cpu_trains_as_the_function_itself() -> None:
+    ours, step = training()
+    plain, other = training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(6):
+            x = torch.full((3, 4), float(number))
+            assert torch.equal(step(x)["loss"], other.__wrapped__(x)["loss"])
+    for first, second in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(first, second)
+    assert (step.eager_steps, step.captures, step.replays) == (6, 0, 0)
+
+
+def test_the_function_sees_a_buffer_and_not_the_tensor_that_came() -> None:
+    seen = []
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        seen.append(x.data_ptr())
+        return x + 1
+
+    for value in (1.0, 2.0, 3.0):
+        assert step(torch.full((2,), value)).tolist() == [value + 1] * 2
+    assert len(set(seen)) == 1
+
+
+def test_what_would_fail_on_a_device_is_a_warning_with_the_line() -> None:
+    model = nn.Linear(4, 4)
+
+    @shardgrad.graphed_step(model, warmup=2)
+    def step(x: Tensor) -> Tensor:
+        y = model(x).sum()
+        if y.item() > 1e9:
+            raise AssertionError
+        return y
+
+    step(torch.ones(2, 4))
+    step(torch.ones(2, 4))
+    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"(?s)host waits.*in step") as caught:
+        step(torch.ones(2, 4))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2, 4))  # said once
+
+
+def test_a_block_mask_is_taken_apart_and_put_together() -> None:
+    def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return q >= k
+
+    def sliding(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (q - k < 64)
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor, mask: Any) -> Tensor:
+        assert type(mask).__name__ == "BlockMask"
+        return x.sum() + mask.kv_num_blocks.sum()
+
+    for rule in (causal, causal, sliding):
+        mask = create_block_mask(rule, None, None, 256, 256, device="cpu")
+        assert step(torch.ones(2), mask).item() == 2 + mask.kv_num_blocks.sum().item()
+
+
+def test_settings_reach_the_step() -> None:
+    _, step = training(accumulate=3, clone_outputs=True)
+    with pytest.raises(StepInputError, match="accumulate=3"):
+        step(torch.ones(2, 4))
+    first = step(torch.ones(3, 4))["loss"]
+    before = first.clone()
+    step(torch.zeros(3, 4))
+    assert torch.equal(first, before)
+
+
+def test_a_status_is_there_without_a_device() -> None:
+    _, step = training()
+    assert step.poll() is None
+    out = step(torch.ones(3, 4))
+    status = step.poll()
+    assert status.values["loss"] == out["loss"].item()
+    assert status.finite
+    assert status.step == 1
+
+
+def test_an_output_that_is_no_tensor_is_refused_with_its_place() -> None:
+    with pytest.raises(StepOutputError, match=r"returned a str, output\[1\]"):
+        shardgrad.graphed_step()(lambda x: (x, "done"))(torch.ones(2))
+
+
+def test_reset_begins_anew_and_close_ends() -> None:
+    _, step = training()
+    step(torch.ones(3, 4))
+    step.reset()
+    assert step.eager_steps == 0
+    step(torch.ones(3, 4))
+    step.close()
+    step.close()
+    with pytest.raises(shardgrad.errors.CaptureError, match="closed"):
+        step(torch.ones(3, 4))
