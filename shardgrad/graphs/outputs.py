@@ -41,7 +41,10 @@ def clones(outputs: Any) -> Any:
 
 
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
-    """Returns the outputs, and tells the allocator that another stream is going to use them."""
+    """Returns the outputs, and tells the allocator that another stream is going to use them.
+
+    For those of an eager step, and copies. The memory of a graph's outputs belongs to the graph.
+    """
     if stream is not None:
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor):

@@ -35,7 +35,7 @@ from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.rehearsal import Rehearsal
 from shardgrad.graphs.status import StatusWord, StepStatus
 from shardgrad.graphs.trust import taken_twice
-from shardgrad.streams import is_capturing
+from shardgrad.streams import Stream, is_capturing
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 
@@ -253,14 +253,14 @@ class GraphedStep(Generic[_P, _R]):
             with self.pool.turn() as caller:
                 kind = self._kind(inputs)
                 kind.buffers.load(inputs)
-                outputs = self._outputs = self._run(inputs.choices, kind)
+                outputs = self._outputs = self._run(inputs.choices, kind, caller)
                 if self._settings.clone_outputs:
-                    outputs = clones(outputs)
-                return used_on(outputs, caller)  # type: ignore[no-any-return]
+                    outputs = used_on(clones(outputs), caller)
+                return outputs  # type: ignore[no-any-return]
         finally:
             _inside.step = None
 
-    def _run(self, choices: Hashable, kind: _Kind) -> Any:
+    def _run(self, choices: Hashable, kind: _Kind, caller: Stream) -> Any:
         facts = (_modes(self.pool.device), *(each.facts() for each in self._capturables))
         captured = self._graphs.get((choices, facts))
         if captured is None and self._is_due(kind, facts):
@@ -278,18 +278,18 @@ class GraphedStep(Generic[_P, _R]):
             )
             self.eager_steps += 1
             kind.seen.add(facts)
-            return outputs
+            return used_on(outputs, caller)
         self._graphs.move_to_end((choices, facts))
         self.replays += 1
-        return self._replay(captured, kind)
+        return self._replay(captured, kind, caller)
 
-    def _replay(self, captured: _Captured, kind: _Kind) -> Any:
+    def _replay(self, captured: _Captured, kind: _Kind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
             return taken_twice(
                 captured.replay,
-                lambda: detached(self._function(*args, **kwargs)),
+                lambda: used_on(detached(self._function(*args, **kwargs)), caller),
                 capturables,
                 device,
                 self._generators,
