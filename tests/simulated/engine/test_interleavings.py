@@ -123,7 +123,7 @@ def test_the_long_mode_leaves_a_record(tmp_path: Path) -> None:
 
 
 def test_the_long_mode_chooses_by_seed_and_number() -> None:
-    first = [scenario_of(7, number) for number in range(40)]
-    assert first == [scenario_of(7, number) for number in range(40)]
-    assert len({*first, *(scenario_of(8, number) for number in range(40))}) == 80
+    first = [scenario_of(7, number) for number in range(200)]
+    assert first == [scenario_of(7, number) for number in range(200)]
+    assert len({*first, *(scenario_of(8, number) for number in range(200))}) == 400
     assert {scenario.model.ranks for scenario in first} == set(STEPS)
