@@ -43,6 +43,9 @@ class Capturable:
     def hand_over(self) -> None:
         """Makes gradients what somebody outside may read: called inside a capture, before a cut."""
 
+    def take_back(self) -> None:
+        """Takes note that somebody outside may have written: called inside a capture, after a cut."""
+
     def image(self) -> Callable[[], None]:
         """Returns a function that puts the host's side back into its present state. Memory is not touched."""
         return _nothing
@@ -188,6 +191,11 @@ class _Module(Capturable):
         for group in self._groups:
             if group.has_gradients:
                 group.gradients().pay()
+
+    def take_back(self) -> None:
+        """See `Capturable`."""
+        for context in self._contexts:
+            context.parameters_written()
 
     def image(self) -> Callable[[], None]:
         """See `Capturable`."""

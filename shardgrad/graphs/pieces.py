@@ -1,4 +1,4 @@
-"""A step as one graph, or cut into several around the steps of optimizers that no graph can hold.
+"""A step as one graph, or cut into several around what no graph can hold.
 
 While a step is captured nothing is executed. At a cut the graph under way ends, the next one begins, and what
 was to be called there is remembered with the state of the host at that moment. A replay runs the pieces in
@@ -8,7 +8,7 @@ turn, with the calls between them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ import torch
 from torch.optim import Optimizer
 
 from shardgrad.graphs.capturable import Capturable
+from shardgrad.graphs.interludes import taken_over
 from shardgrad.graphs.pool import DeviceGraph, GraphPool
+from shardgrad.graphs.recomputation import recorded_without_random_state
 
-__all__ = ["Pieces", "step_replaced"]
+__all__ = ["Pieces"]
 
 
 @dataclass
@@ -61,9 +63,7 @@ class Pieces:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Captures what the block launches. If it raises, nothing is left of any piece."""
-        with ExitStack() as patches:
-            for optimizer in self._outside:
-                patches.enter_context(step_replaced(optimizer, self._cut))
+        with taken_over(self._outside, self._cut), recorded_without_random_state():
             self._begin()
             try:
                 yield
@@ -94,6 +94,8 @@ class Pieces:
         self._end()
         self._sequence.append(_Cut(call, [each.image() for each in self._capturables]))
         self._begin()
+        for each in self._capturables:
+            each.take_back()
 
     def replay(self) -> None:
         """Launches the graphs on the current stream, with what runs between them."""
@@ -108,22 +110,3 @@ class Pieces:
         for piece in self._sequence:
             if not isinstance(piece, _Cut):
                 piece.reset()
-
-
-@contextmanager
-def step_replaced(optimizer: Optimizer, instead: Callable[[Callable[[], Any]], None]) -> Iterator[None]:
-    """Has `instead` called, with what takes the step, when the optimizer's step is called."""
-    step = optimizer.step
-    patched = "step" in vars(optimizer)  # a schedule has wrapped it
-
-    def replaced(*args: Any, **kwargs: Any) -> None:
-        instead(lambda: step(*args, **kwargs))
-
-    optimizer.step = replaced  # type: ignore[assignment,method-assign]
-    try:
-        yield
-    finally:
-        if patched:
-            optimizer.step = step  # type: ignore[method-assign]
-        else:
-            del optimizer.step

@@ -43,6 +43,7 @@ class GraphPool:
         stream: on which steps run; None on the CPU.
         can_capture: False where the device has no graphs: steps run eagerly there.
         nbytes: reserved by the captures so far, beyond what eager steps had reserved.
+        calls: of all steps that run here; each may overwrite what an earlier one returned.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -51,7 +52,7 @@ class GraphPool:
             self.device.type not in ("cpu", "meta") and hasattr(torch.accelerator, "Graph")
         )
         self.stream: Stream = torch.Stream(self.device) if self.can_capture else None
-        self.nbytes = 0
+        self.nbytes = self.calls = 0
         self._handle: Any = None
 
     @contextmanager
@@ -100,7 +101,7 @@ class GraphPool:
         try:
             yield graph
         except BaseException:
-            self._give_up(graph)
+            self._give_up(graph, generators)
             raise
         finally:
             if collecting:
@@ -134,16 +135,29 @@ class GraphPool:
             graph.capture_begin()
         return graph
 
-    def _give_up(self, graph: Any) -> None:
+    def _give_up(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         try:
             graph.capture_end()
         except Exception:
-            # What the device says of a capture that was broken off adds nothing. But torch's allocator has
-            # not been told that it is over, and would hold back memory that other streams have used.
+            # What the device says of a capture that was broken off adds nothing.
             if self.device.type == "cuda":
-                with suppress(RuntimeError):
-                    torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
+                self._tell_torch(generators)
         graph.reset()
+
+    def _tell_torch(self, generators: Sequence[torch.Generator]) -> None:
+        """Ends for torch a capture that CUDA has ended already."""
+        with suppress(RuntimeError):
+            # The allocator would go on to hold back memory that other streams have used.
+            torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
+        with suppress(RuntimeError):
+            # Generators of torch 2.11 draw nothing until a capture that they took part in has ended well.
+            graph = torch.cuda.CUDAGraph()
+            for generator in generators:
+                graph.register_generator_state(generator)
+            graph.capture_begin(torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
+            torch.zeros(1, device=self.device)
+            graph.capture_end()
+            graph.reset()
 
     def _reserved(self) -> int:
         module = torch.get_device_module(self.device)

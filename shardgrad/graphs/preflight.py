@@ -37,12 +37,19 @@ from torch.utils._pytree import tree_leaves
 from shardgrad.graphs.findings import Call, Finding, findings, functions
 from shardgrad.graphs.obstacles import Obstacle
 from shardgrad.graphs.places import Place, here
+from shardgrad.graphs.recomputation import draws_again
 from shardgrad.graphs.recording import Issued, Operand, Recording, differences
 from shardgrad.owed_gradient import OwedGradient
 
 __all__ = ["Issued", "Operand", "Recording", "differences", "watch"]
 
 _T = TypeVar("_T")
+
+_DRAWN_AGAIN = (
+    "random numbers drawn again",
+    "a recomputed region draws random numbers, and a graph cannot save the state to draw the same ones again",
+    "move the dropout out of the region that torch.utils.checkpoint recomputes",
+)
 
 
 def watch(
@@ -152,6 +159,8 @@ class _Watch(TorchDispatchMode):
             call = Call(func, args, kwargs, leaves, took, gave)
             for finding in findings(call, self._device, self._generators):
                 self._add(finding, place)
+            if draws_again(func, args, kwargs):
+                self._add(_DRAWN_AGAIN, place)
 
     def _add(self, finding: Finding, place: Place) -> None:
         kind, what, fix = finding

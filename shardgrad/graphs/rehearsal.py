@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -11,8 +10,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardgrad.graphs.interludes import taken_over
 from shardgrad.graphs.obstacles import Obstacle
-from shardgrad.graphs.pieces import step_replaced
 from shardgrad.graphs.preflight import Recording, differences, watch
 from shardgrad.graphs.surroundings import surroundings
 
@@ -78,9 +77,7 @@ class Rehearsal:
         # In the very first step things are made that later are there.
         if not max(1, self._warmup - _WATCHED) <= earlier < self._warmup:
             return step()
-        with ExitStack() as patches:
-            for optimizer in self._outside:
-                patches.enter_context(step_replaced(optimizer, _unwatched))
+        with taken_over(self._outside, _unwatched):
             result, recording = watch(
                 step, self._modules, self._device, persistent=persistent(), generators=self._generators
             )

@@ -49,7 +49,7 @@ class StatusWord:
         """Returns the newest status that has arrived, and sends for the present one if none is under way.
 
         Args:
-            step: number of the call that returned `outputs`.
+            step: number of the call that returned `outputs`; 0 if there are none to look at.
             outputs: its outputs.
 
         Streams: the numbers are collected on the pool's stream, behind the step, and copied to the host

@@ -121,7 +121,8 @@ def graphed_step(
         on_uncapturable: what happens if the capture fails, after everything was put back: "raise" a
             CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly. "split" is
             as "eager", but cuts the graph around the steps of optimizers that no graph can hold, and takes
-            those eagerly between the pieces; `outside` names them.
+            those eagerly between the pieces; `outside` names them. (For anything else that no graph can hold,
+            `shardgrad.graphs.outside` is a cut that the function makes itself, whatever is given here.)
         verify: the first so many replays are taken again eagerly, from a copy of the state, and compared bit
             for bit.
         replay_twice_every: every so many replays one is replayed again from a copy of the state and compared:
@@ -229,6 +230,7 @@ class GraphedStep(Generic[_P, _R]):
         self._thread = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
+        self._call = 0
         self._status = StatusWord(self.pool, self._capturables)
         self._forget()
 
@@ -251,6 +253,7 @@ class GraphedStep(Generic[_P, _R]):
         _inside.step = self
         try:
             with self.pool.turn() as caller:
+                self.pool.calls = self._call = self.pool.calls + 1
                 kind = self._kind(inputs)
                 kind.buffers.load(inputs)
                 outputs = self._outputs = self._run(inputs.choices, kind, caller)
@@ -311,7 +314,8 @@ class GraphedStep(Generic[_P, _R]):
 
         A status may be older than the last call. See `StatusWord.poll`.
         """
-        return self._status.poll(self.eager_steps + self.replays, self._outputs)
+        overwritten = self._call != self.pool.calls  # by another step of the pool
+        return self._status.poll(0 if overwritten else self.eager_steps + self.replays, self._outputs)
 
     def _is_due(self, kind: _Kind, facts: Hashable) -> bool:
         """True once an eager step has begun the same way, so that nothing is made for the first time."""

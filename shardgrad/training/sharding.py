@@ -41,8 +41,7 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         materialise(model, block, device=device, seed=config.seed)
         if config.activation_checkpointing:
             # Before sharding, so that the recomputation runs inside the engine's hooks and finds parameters.
-            # Ours draw no random numbers, and a graph cannot set them aside.
-            block = checkpoint_wrapper(block, preserve_rng_state=config.hf is not None)
+            block = checkpoint_wrapper(block)
             model.layers.register_module(name, block)
         shard(block, mesh=mesh, mp_policy=policy)
     materialise(model, model, device=device, seed=config.seed)

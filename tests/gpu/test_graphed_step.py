@@ -6,6 +6,7 @@ the same rules for inputs and outputs; what a graph does is shown there by tests
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.graphs import GraphedStep, UncapturableStepWarning
@@ -201,6 +203,29 @@ def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
     return seen + weights(model)
 
 
+def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
+    """Layers are computed again in backward, and the host reads the loss between forward and backward."""
+    model = build(device)
+    for block in model:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    log: Values = []
+
+    @graphed(model, optimizer, warmup=WARMUP)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        shardgrad.graphs.outside(lambda value: log.append(value.item()), loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(STEPS):
+        step(batch(number, device))
+    require_replays(step, device)
+    return log + weights(model)
+
+
 def _require_reuse_across_streams(device: torch.device) -> None:
     """Asserts that memory which another stream has used comes back: an unended capture would keep it."""
     side = torch.cuda.Stream()
@@ -235,6 +260,10 @@ def test_dropout_goes_on_and_an_infinity_is_skipped_in_replays_too(device: torch
 
 def test_after_a_capture_that_breaks_the_loop_goes_on_eagerly(device: torch.device) -> None:
     both(a_step_that_reads, device)
+
+
+def test_recomputed_layers_and_a_log_in_the_middle_are_those_of_eager(device: torch.device) -> None:
+    both(recomputed_and_logged, device)
 
 
 @pytest.mark.gpu

@@ -280,6 +280,14 @@ def _index(device: Any) -> int:
     return native().current_device() if index is None else index
 
 
+def _readable(device: Any) -> int:
+    """Returns the index of a device whose random numbers have a state that the host may see."""
+    index = _index(device)
+    if native().capturing(index):
+        raise errors.CaptureError("the state of random numbers is asked for, or set, during a capture")
+    return index
+
+
 def _device_module(module: ModuleType) -> ModuleType:
     """Returns what `torch.get_device_module("sim")` gives: what libraries look for there."""
     made = ModuleType(f"torch.{NAME}")
@@ -309,10 +317,10 @@ def _device_module(module: ModuleType) -> ModuleType:
         "memory_reserved": lambda device=None: module.memory(_index(device))["reserved"],
         "reset_peak_memory_stats": lambda device=None: module.reset_peak(_index(device)),
         "memory_stats": lambda device=None: module.memory(_index(device)),
-        "empty_cache": lambda: None,
-        "get_rng_state": lambda device=None: torch.ops.simulated.generator_state(_index(device)),
+        "empty_cache": lambda: module.empty_cache(module.current_device()),
+        "get_rng_state": lambda device=None: torch.ops.simulated.generator_state(_readable(device)),
         "set_rng_state": lambda state, device=None: torch.ops.simulated.set_generator_state(
-            _index(device), state
+            _readable(device), state
         ),
     }
     functions["default_stream"] = lambda device=None: torch.Stream(

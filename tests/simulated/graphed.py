@@ -25,12 +25,13 @@ WIDTH = 6
 class Block(nn.Module):
     """Two layers, dropout, and a branch that may stay away."""
 
-    def __init__(self, *, dropout: float, recomputes: bool) -> None:
+    def __init__(self, *, dropout: float, recomputes: bool, saves_random_state: bool) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.spare = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.recomputes = recomputes
+        self.saves_random_state = saves_random_state
         self.uses_spare = False
 
     def body(self, x: Tensor) -> Tensor:
@@ -38,7 +39,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recomputes:
-            x = x + checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=False)
+            preserve = self.saves_random_state
+            x = x + checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=preserve)
         else:
             x = x + self.body(x)
         return x + self.spare(x) if self.uses_spare else x
@@ -51,6 +53,7 @@ class Setup:
     depth: int = 3
     dropout: float = 0.0
     recomputes: bool = False
+    saves_random_state: bool = False
     replicas: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     tied: bool = False
@@ -65,8 +68,7 @@ def build(setup: Setup) -> nn.Sequential:
     mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     with one_at_a_time():
         torch.manual_seed(0)
-        blocks = (Block(dropout=setup.dropout, recomputes=setup.recomputes) for _ in range(setup.depth))
-        model = nn.Sequential(*blocks).to(setup.dtype)
+        model = nn.Sequential(*(_block(setup) for _ in range(setup.depth))).to(setup.dtype)
     model = model.to(NAME)
     if setup.tied:
         model[-1].first.weight = model[0].first.weight
@@ -76,6 +78,12 @@ def build(setup: Setup) -> nn.Sequential:
         shardgrad.fully_shard(block, mesh=mesh, **setup.options)
     torch.get_device_module(NAME).manual_seed(dist.get_rank())
     return shardgrad.fully_shard(model, mesh=mesh, **setup.options)
+
+
+def _block(setup: Setup) -> Block:
+    return Block(
+        dropout=setup.dropout, recomputes=setup.recomputes, saves_random_state=setup.saves_random_state
+    )
 
 
 def batch(number: int, rows: int = 4) -> Tensor:

@@ -388,6 +388,28 @@ def test_state_that_the_step_was_not_told_of_is_found_by_verifying(told: bool) -
     VirtualRanks(1).run(forgotten_state, told)
 
 
+def dropout_in_a_recomputed_region(saves_random_state: bool) -> None:
+    model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=saves_random_state))
+
+    @shardgrad.graphed_step(model)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    for number in range(3):
+        step(batch(number))
+    with pytest.raises(CaptureError, match="recomputed region draws random numbers") as caught:
+        step(batch(4))
+    assert "graphed.py" in str(caught.value), "the line that draws is named"
+    step(batch(4))
+    step.close()
+
+
+def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
+    VirtualRanks(1).run(dropout_in_a_recomputed_region, True)
+
+
 # -- status -------------------------------------------------------------------------------------------------
 
 
@@ -424,6 +446,33 @@ def polled() -> None:
 
 def test_a_progress_display_can_ask_how_it_goes() -> None:
     VirtualRanks(1).run(polled)
+
+
+def polled_too_late() -> None:
+    model = build(Setup())
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(model, x)}
+
+    @shardgrad.graphed_step(model, warmup=1, pool=step.pool)
+    def other(x: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(model, x) * 0}
+
+    for number in range(4):
+        out = step(batch(number))
+        status = step.poll()
+        assert status is not None
+        assert status.values["loss"] == out["loss"].item()
+        other(batch(number))
+        out["loss"].fill_(-1.0)  # as the other graph may do, on a device where they share memory
+        assert step.poll() == status, "what lies there now is not this step's any more"
+    step.close()
+    other.close()
+
+
+def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
+    VirtualRanks(1).run(polled_too_late)
 
 
 def test_the_pool_knows_what_its_graphs_hold() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from tests.simulated.device import NAME
@@ -24,7 +26,7 @@ from tests.simulated.graphed import (
     same_on,
     weights,
 )
-from tests.simulated.virtual_ranks import one_at_a_time
+from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
 
 # -- what a step may be made of -----------------------------------------------------------------------------
 
@@ -60,6 +62,7 @@ SETUPS = {
     "replicas": (4, Setup(replicas=2)),
     "dropout": (2, Setup(dropout=0.5)),
     "recomputed": (2, Setup(recomputes=True)),
+    "recomputed, as torch does it by default": (2, Setup(recomputes=True, saves_random_state=True)),
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
     "low precision": (
@@ -370,6 +373,9 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
         group.update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
     elif change == "reshard":
         model[0].set_reshard_after_forward(False)
+    elif change == "moved away and back":
+        model.cpu()
+        model.to(NAME)
     elif change == "another group":
         extra = nn.Parameter(torch.ones(3, device=NAME))
         optimizer.add_param_group({"params": [extra], "lr": 0.1})
@@ -388,7 +394,7 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
 
 CHANGES = (
     *("frozen", "load", "in place", "group", "another group", "reshard"),
-    *("evaluated", "kept whole", "skipped"),
+    *("evaluated", "kept whole", "skipped", "moved away and back"),
 )
 
 
@@ -456,6 +462,42 @@ def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold() -> None:
     same_on(2, uncapturable_optimizer)
 
 
+def logging(graphed: Callable[..., Any], where: str) -> list[Any]:
+    """A loss is read on the host in the middle of a step: the graph is cut there."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    log: list[float] = []
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = torch.zeros((), device=x.device)
+        for part in x.chunk(2):
+            one = loss_of(model, part)
+            if where == "before the backward":
+                shardgrad.graphs.outside(lambda value: log.append(value.item()), one)
+            one.backward()
+            if where == "between micro-batches":
+                shardgrad.graphs.outside(lambda value: log.append(value.item()), one)
+            loss = loss + one.detach()
+        shardgrad.graphs.outside(lambda: log.append(_norm(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = [step(batch(number)).item() for number in range(7)]
+    require_replays(step, 1, 4)
+    return seen + log + weights(model)
+
+
+def _norm(model: nn.Module) -> float:
+    return sum(p.grad.to_local().square().sum().item() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("where", ["before the backward", "between micro-batches"])
+def test_a_graph_is_cut_where_the_step_says_that_the_host_reads(where: str) -> None:
+    same_on(2, logging, where)
+
+
 def compiled(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     for block in model:
@@ -514,3 +556,41 @@ def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
 @pytest.mark.parametrize("make", ["ours", "torch's"])
 def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
     same_on(1, plain_module, make)
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def reserved(graphed: Callable[..., Any]) -> int:
+    """Returns the most that a device had reserved for training a model, in bytes."""
+    gc.collect()
+    module = torch.get_device_module(NAME)
+    module.empty_cache()
+    before = peak = module.memory_reserved()
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    for layer in model:
+        shardgrad.fully_shard(layer, mesh=init_device_mesh(NAME, (1,)))
+    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (1,)))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(8):
+        step(torch.full((128, 128), float(number)).to(NAME))
+        peak = max(peak, module.memory_reserved())
+    require_replays(step, 1, 5)
+    return peak - before
+
+
+def test_a_graph_reserves_no_more_than_eager_steps() -> None:
+    """The inputs' buffers are all that is added."""
+    [eagerly] = VirtualRanks(1).run(reserved, eager)
+    [graphed] = VirtualRanks(1).run(reserved, shardgrad.graphed_step)
+    assert graphed <= 1.05 * eagerly

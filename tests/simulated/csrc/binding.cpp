@@ -118,6 +118,7 @@ PYBIND11_MODULE(simulated_accelerator, module) {
   module.def("schedule_digest", [](int device) { return Simulator::get().schedule_digest(device); });
   module.def("launches", &launches);
   module.def("memory", &memory);
+  module.def("empty_cache", [](int device) { Simulator::get().empty_cache(device); });
   module.def("reset_peak", [](int device) { Simulator::get().reset_peak(device); });
   module.def("capturing", [](int device) { return Simulator::get().capturing(device); });
   module.def("group_of", &group_of);

@@ -18,16 +18,9 @@ Block* Memory::lend(size_t nbytes, int device, int64_t stream, Lane owner, int p
     block = free_blocks.back();  // the last one freed, as the most likely to show a missing wait
     free_blocks.pop_back();
   } else {
-    void* memory = nullptr;
-    if (posix_memalign(&memory, kGranule, rounded) != 0) throw std::bad_alloc();
-    auto made = std::make_unique<Block>();
-    made->base = reinterpret_cast<uintptr_t>(memory);
-    made->nbytes = rounded;
-    made->device = device;
-    made->stream = stream;
-    made->pool = pool;
-    block = made.get();
-    blocks_.emplace(made->base, std::move(made));
+    block = reserve(rounded, device);
+    block->stream = stream;
+    block->pool = pool;
     stats.reserved += rounded;
   }
   block->owner = owner;
@@ -38,6 +31,36 @@ Block* Memory::lend(size_t nbytes, int device, int64_t stream, Lane owner, int p
   stats.peak = std::max(stats.peak, stats.live);
   stats.allocations++;
   return block;
+}
+
+Block* Memory::reserve(size_t rounded, int device) {
+  auto& returned = returned_[{device, rounded}];
+  if (!returned.empty()) {
+    Block* block = returned.back();
+    returned.pop_back();
+    return block;
+  }
+  void* memory = nullptr;
+  if (posix_memalign(&memory, kGranule, rounded) != 0) throw std::bad_alloc();
+  auto made = std::make_unique<Block>();
+  made->base = reinterpret_cast<uintptr_t>(memory);
+  made->nbytes = rounded;
+  made->device = device;
+  Block* block = made.get();
+  blocks_.emplace(block->base, std::move(made));
+  return block;
+}
+
+void Memory::empty(int device) {
+  for (auto& [key, free_blocks] : pools_) {
+    if (std::get<0>(key) != 0 || std::get<1>(key) != device) continue;
+    for (Block* block : free_blocks) {
+      block->shadow = Shadow();
+      stats_[device].reserved -= block->nbytes;
+      returned_[{device, block->nbytes}].push_back(block);
+    }
+    free_blocks.clear();
+  }
 }
 
 void Memory::give_back(Block* block, const Clock& recorded_until) {

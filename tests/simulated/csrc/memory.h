@@ -48,6 +48,9 @@ class Memory {
   // Returns recorded blocks to their pools if `host` knows that their last use is over.
   void take_back(int device, const Clock& host);
 
+  // Gives the device's free blocks back to the system, except those of graphs; anybody may have them next.
+  void empty(int device);
+
   // Returns the block that holds an address, lent or not, or nullptr.
   Block* find(uintptr_t address);
 
@@ -60,12 +63,16 @@ class Memory {
     Clock until;
   };
 
+  // Returns a block that nobody has: one that was given back, or a new one.
+  Block* reserve(size_t rounded, int device);
+
   static PoolKey key_of(const Block& block) {
     return {block.pool, block.device, block.stream, block.nbytes};
   }
 
   std::map<uintptr_t, std::unique_ptr<Block>> blocks_;
   std::map<PoolKey, std::deque<Block*>> pools_;
+  std::map<std::pair<int, size_t>, std::deque<Block*>> returned_;  // by device and bytes
   std::vector<Recorded> waiting_;
   std::map<int, MemoryStats> stats_;
 };

@@ -295,6 +295,13 @@ void Simulator::reset_peak(int device) {
   memory_.stats(device).peak = memory_.stats(device).live;
 }
 
+void Simulator::empty_cache(int device) {
+  synchronize_device(device);  // as giving memory back to a driver does
+  Lock lock(mutex_);
+  memory_.take_back(device, hosts_[host_of_[device]]);
+  memory_.empty(device);
+}
+
 // -- reports ------------------------------------------------------------------------------------------------
 
 // One hazard for each pair of places in the program; what comes again is counted, not repeated.

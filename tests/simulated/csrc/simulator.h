@@ -112,6 +112,7 @@ class Simulator {
   void record_stream(uintptr_t address, int device, int64_t stream);
   MemoryStats stats(int device);
   void reset_peak(int device);
+  void empty_cache(int device);
 
   // Capture and replay.
   bool capturing(int device);
