@@ -7,8 +7,11 @@ become its views.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from operator import attrgetter, getitem, is_
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,7 +21,38 @@ from .managed_param import ManagedParam, local_of
 if TYPE_CHECKING:
     from .param_group import ParamGroup
 
-__all__ = ["adopt"]
+__all__ = ["Registration", "adopt"]
+
+_LOCAL = attrgetter("_local_tensor")
+
+
+class Registration:
+    """What modules register for sharded parameters, as the engine left it.
+
+    It is compared at every forward and every replay, for every parameter, so without a loop of Python's.
+
+    Args:
+        params: while they are sharded.
+    """
+
+    def __init__(self, params: Iterable[ManagedParam]) -> None:
+        self._registers: list[dict[str, nn.Parameter | None]] = []
+        self._attributes: list[str] = []
+        self._faces: list[nn.Parameter] = []
+        self._locals: list[torch.Tensor | None] = []
+        for p in params:
+            for module, attribute in p.owners:
+                self._registers.append(module._parameters)
+                self._attributes.append(attribute)
+                self._faces.append(p.sharded)
+                self._locals.append(p.expected_local)
+
+    def holds(self) -> bool:
+        """Returns whether modules register just these parameters, with their memory where it was."""
+        registered = map(getitem, self._registers, self._attributes)
+        return all(map(is_, registered, self._faces)) and all(
+            map(is_, map(_LOCAL, self._faces), self._locals)
+        )
 
 
 def adopt(group: ParamGroup) -> bool:
@@ -33,11 +67,11 @@ def adopt(group: ParamGroup) -> bool:
         ForeignParameterError: a replacement is not sharded the same way, or dtypes became mixed; nothing
             has been changed then.
     """
-    if all(
-        module._parameters[attribute] is p.sharded and local_of(p.sharded) is p.expected_local
-        for p in group.params
-        for module, attribute in p.owners
-    ):
+    if group.registration is not None and group.registration.holds():
+        return False
+    registration = Registration(group.params)
+    if registration.holds():
+        group.registration = registration
         return False
     shown = [_shown(p, group) for p in group.params]
     if any(param.device.type == "meta" for param in shown):

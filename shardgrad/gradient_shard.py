@@ -21,10 +21,10 @@ none, every parameter counts as having one, and the flags on the device decide a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
-from typing import Any
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 
 import torch
 from torch import nn
@@ -39,7 +39,10 @@ from .owed_gradient import OwedGradient
 from .policies import GradientPolicy
 from .streams import is_capturing
 
-__all__ = ["Binding", "GradientShard"]
+__all__ = ["Binding", "GradientFacts", "GradientShard"]
+
+_FLAGGED = attrgetter("_flagged")
+_PENDING = attrgetter("owed", "nonfinite")
 
 
 @dataclass(frozen=True)
@@ -258,17 +261,6 @@ class GradientShard:
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> tuple[Any, ...]:
-        """Returns what the host decides by, hashable: which gradients are bound, owed, and known to be there.
-
-        Somebody else's tensor is taken over first.
-        """
-        bound = tuple(map(id, map(self._read, self._params)))
-        if not self._own.issuperset(bound):
-            self.settle(range(self.count))
-            bound = tuple(map(id, map(self._read, self._params)))
-        return bound, self.owed is None, self.nonfinite is None, *self._flagged
-
     def binding(self) -> Binding:
         """Returns what `rebind` takes."""
         gradients = tuple(map(self._read, self._params))
@@ -316,3 +308,43 @@ class GradientShard:
         for param, before, after in zip(self._params, old, new, strict=True):
             if getattr(param, self._attribute, None) is before:
                 setattr(param, self._attribute, after)
+
+
+class GradientFacts:
+    """What the host knows of the gradients of several shards, read at every replay, so without a loop.
+
+    Args:
+        shards: of one model.
+    """
+
+    def __init__(self, shards: Sequence[GradientShard]) -> None:
+        self._shards = list(shards)
+        self._params: dict[str, list[nn.Parameter]] = {}
+        for shard in self._shards:
+            self._params.setdefault(shard._attribute, []).extend(shard._params)
+        self._own = set[int]().union(*(shard._own for shard in self._shards))
+        self._gradients: list[torch.Tensor | None] = []
+        self._bound: tuple[int, ...] = ()
+
+    def read(self) -> Hashable:
+        """Returns what the host decides by: which gradients are bound, owed, and known to be there.
+
+        Somebody else's tensor is taken over first.
+        """
+        gradients = self._read_gradients()
+        if len(gradients) != len(self._gradients) or not all(map(is_, gradients, self._gradients)):
+            if not self._own.issuperset(map(id, gradients)):
+                for shard in self._shards:
+                    shard.settle(range(shard.count))
+                gradients = self._read_gradients()
+            self._gradients, self._bound = gradients, tuple(map(id, gradients))
+        pending = tuple(map(is_not, self.pending(), repeat(None)))
+        return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+
+    def pending(self) -> list[torch.Tensor | None]:
+        """Returns `owed` and `nonfinite` of each shard; `read` tells only whether they are there."""
+        return list(chain.from_iterable(map(_PENDING, self._shards)))
+
+    def _read_gradients(self) -> list[torch.Tensor | None]:
+        read = (map(attrgetter(name), params) for name, params in self._params.items())
+        return list(chain.from_iterable(read))

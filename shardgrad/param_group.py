@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import ops
-from .adoption import adopt
+from .adoption import Registration, adopt
 from .buffers import RecurringBuffer, Slot
 from .collectives import Flight
 from .errors import MetaParameterError
@@ -120,6 +120,7 @@ class ParamGroup:
         self._noted_version = -1
         self.steps_taken = 0
         self.generation = 0
+        self.registration: Registration | None = None
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
         self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
@@ -216,6 +217,11 @@ class ParamGroup:
     def has_gradients(self) -> bool:
         """True once the gradient shard exists."""
         return self._gradient_shard is not None
+
+    @property
+    def gradient_shard(self) -> GradientShard | None:
+        """The gradient shard, if there is one."""
+        return self._gradient_shard
 
     def gradients(self) -> GradientShard:
         """Returns the persistent gradient shard, allocating it at the first call."""

@@ -16,6 +16,7 @@ optimizer with weight decay would notice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -36,6 +37,11 @@ from .trace import span
 __all__ = ["GroupReducer", "ReductionScheduler"]
 
 _OVERFLOWING = (torch.float16,)
+
+
+# What `GroupReducer.state` reads, at every replay of a graph.
+_SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_WAITING = attrgetter("deferred", "_accumulating", "_partial_live")
 
 
 class GroupReducer:
@@ -70,16 +76,12 @@ class GroupReducer:
     @property
     def state(self) -> tuple[Any, ...]:
         """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
-        settings = self.requires_sync, self.requires_all_reduce, self.divide_factor
-        waiting = self.deferred, self._accumulating, self._partial_live, tuple(self._touched)
-        return settings, waiting
+        return (*_SETTINGS(self), *_WAITING(self), *self._touched)
 
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
-        settings, waiting = state
-        self.requires_sync, self.requires_all_reduce, self.divide_factor = settings
-        self.deferred, self._accumulating, self._partial_live, touched = waiting
-        self._touched = list(touched)
+        self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = state
+        self.deferred, self._accumulating, self._partial_live, *self._touched = waiting
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""

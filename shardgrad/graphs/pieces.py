@@ -97,6 +97,11 @@ class Pieces:
         for each in self._capturables:
             each.take_back()
 
+    @property
+    def are_cut(self) -> bool:
+        """Whether anything runs between them."""
+        return len(self._sequence) > 1
+
     def replay(self) -> None:
         """Launches the graphs on the current stream, with what runs between them."""
         for piece in self._sequence:

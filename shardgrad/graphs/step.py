@@ -161,10 +161,16 @@ def graphed_step(
 class _Captured:
     """The graphs of a step, and the state in which the step that they repeat left the host."""
 
-    def __init__(self, pieces: Pieces, outputs: Any, capturables: Sequence[Capturable]) -> None:
+    def __init__(
+        self, pieces: Pieces, outputs: Any, capturables: Sequence[Capturable], facts: Sequence[Hashable]
+    ) -> None:
         self._pieces = pieces
         self._capturables = capturables
-        self._images = [each.image() for each in capturables]
+        # Facts were compared when the call began, but what runs between pieces may change them.
+        self._images = [
+            each.image_beyond_facts() if not pieces.are_cut and each.facts() == before else each.image()
+            for each, before in zip(capturables, facts, strict=True)
+        ]
         self.outputs = outputs
 
     def replay(self) -> Any:
@@ -184,7 +190,8 @@ class _Captured:
 class _Kind:
     """Calls of one kind: their buffers, and the facts that an eager step of this kind has begun with."""
 
-    def __init__(self, buffers: InputBuffers) -> None:
+    def __init__(self, choices: Hashable, buffers: InputBuffers) -> None:
+        self.choices = choices
         self.buffers = buffers
         self.seen: set[Hashable] = set()
         self.refused = False
@@ -227,6 +234,8 @@ class GraphedStep(Generic[_P, _R]):
         )
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
         self._graphs: OrderedDict[tuple[Hashable, Hashable], _Captured] = OrderedDict()
+        self._latest_kind: _Kind | None = None
+        self._latest: tuple[tuple[Hashable, Hashable], _Captured] | None = None
         self._thread = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -256,16 +265,17 @@ class GraphedStep(Generic[_P, _R]):
                 self.pool.calls = self._call = self.pool.calls + 1
                 kind = self._kind(inputs)
                 kind.buffers.load(inputs)
-                outputs = self._outputs = self._run(inputs.choices, kind, caller)
+                outputs = self._outputs = self._run(kind, caller)
                 if self._settings.clone_outputs:
                     outputs = used_on(clones(outputs), caller)
                 return outputs  # type: ignore[no-any-return]
         finally:
             _inside.step = None
 
-    def _run(self, choices: Hashable, kind: _Kind, caller: Stream) -> Any:
+    def _run(self, kind: _Kind, caller: Stream) -> Any:
+        choices = kind.choices  # equal to the call's, and often the same object as the last time
         facts = (_modes(self.pool.device), *(each.facts() for each in self._capturables))
-        captured = self._graphs.get((choices, facts))
+        captured = self._look_up((choices, facts))
         if captured is None and self._is_due(kind, facts):
             captured = self._capture_or_refuse(kind, (choices, facts))
             if captured is not None:
@@ -282,9 +292,17 @@ class GraphedStep(Generic[_P, _R]):
             self.eager_steps += 1
             kind.seen.add(facts)
             return used_on(outputs, caller)
-        self._graphs.move_to_end((choices, facts))
+        self._latest = (choices, facts), captured
         self.replays += 1
         return self._replay(captured, kind, caller)
+
+    def _look_up(self, situation: tuple[Hashable, Hashable]) -> _Captured | None:
+        if self._latest is not None and self._latest[0] == situation:  # thousands of facts are hashed slowly
+            return self._latest[1]
+        captured = self._graphs.get(situation)
+        if captured is not None:
+            self._graphs.move_to_end(situation)
+        return captured
 
     def _replay(self, captured: _Captured, kind: _Kind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
@@ -322,11 +340,15 @@ class GraphedStep(Generic[_P, _R]):
         return self.eager_steps >= self._settings.warmup and facts in kind.seen and not kind.refused
 
     def _kind(self, inputs: Inputs) -> _Kind:
-        kind = self._kinds.get(inputs.choices)
+        choices = inputs.choices
+        if self._latest_kind is not None and self._latest_kind.choices == choices:
+            return self._latest_kind
+        kind = self._kinds.get(choices)
         if kind is None:
-            kind = self._kinds[inputs.choices] = _Kind(InputBuffers(inputs, self.pool))
+            kind = self._kinds[choices] = _Kind(choices, InputBuffers(inputs, self.pool))
             self._make_room()
-        self._kinds.move_to_end(inputs.choices)
+        self._kinds.move_to_end(choices)
+        self._latest_kind = kind
         return kind
 
     def _make_room(self) -> None:
@@ -334,6 +356,7 @@ class GraphedStep(Generic[_P, _R]):
         while len(self._graphs) > self._settings.max_graphs:
             torch.accelerator.synchronize(self.pool.device)  # it may be running
             self._graphs.popitem(last=False)[1].reset()
+            self._latest = None
         with_graphs = {choices for choices, _ in self._graphs}
         idle = [choices for choices in self._kinds if choices not in with_graphs]
         for choices in idle[: -self._settings.max_graphs]:
@@ -365,6 +388,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _capture(self, kind: _Kind) -> _Captured:
         """Captures a step. If that fails, everything is as it was before."""
+        facts = [each.facts() for each in self._capturables]
         for each in self._capturables:
             each.rest()
         images = [each.image() for each in self._capturables]
@@ -383,7 +407,7 @@ class GraphedStep(Generic[_P, _R]):
             raise
         self.captures += 1
         keep_until_the_process_group_goes(self)
-        return _Captured(pieces, outputs, self._capturables)
+        return _Captured(pieces, outputs, self._capturables, facts)
 
     def _report(self, what: str, obstacles: Sequence[Obstacle], error: Exception | None) -> None:
         """Raises, or warns, of a step that is not going to be a graph."""
@@ -439,7 +463,9 @@ class GraphedStep(Generic[_P, _R]):
         for captured in self._graphs.values():
             captured.reset()
         self._graphs.clear()
+        self._latest = None
         self._kinds.clear()
+        self._latest_kind = None
         self._rehearsal.forget()
         self._forget()
         for each in self._capturables:

@@ -301,9 +301,7 @@ class FlatOptimizer(Optimizer):
 
     def facts(self) -> Hashable:
         """Returns what the host decides by: constants of the launches, and which segments there are."""
-        segments = tuple(
-            (index, segment.is_allocated, segment.device.type) for segment, index in self._segments
-        )
+        segments = tuple((index, segment.facts()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
         return segments, groups, self._check_finite
 

@@ -12,7 +12,7 @@ A parameter that no unit shards (left out on purpose, or a model without any uni
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,10 @@ class Segment(ABC):
     def state_device(self) -> torch.device | None:
         """Where the state is; None before `allocate`."""
         return self.steps.device if self.is_allocated else None
+
+    def facts(self) -> Hashable:
+        """Returns what decides the launch besides addresses that never change. Called at every replay."""
+        return self.is_allocated
 
     @abstractmethod
     def settle(self) -> Launch | None:
@@ -306,6 +310,10 @@ class PlainSegment(Segment):
     def device(self) -> torch.device:  # type: ignore[override]
         """Of the parameter, which may have been on the meta device when the optimizer was built."""
         return _local(self.params[0]).device
+
+    def facts(self) -> Hashable:
+        """See `Segment.facts`."""
+        return self.is_allocated, self.device.type
 
     @property
     def has_data(self) -> bool:
