@@ -5,8 +5,19 @@ For any training loop; the training program uses it too.
 
 from __future__ import annotations
 
+from shardgrad.checkpoint.convert import convert
 from shardgrad.checkpoint.loading import load, open_checkpoint
+from shardgrad.checkpoint.safetensors import export_safetensors
 from shardgrad.checkpoint.saving import Saving, save, save_async
 from shardgrad.checkpoint.series import Series
 
-__all__ = ["Saving", "Series", "load", "open_checkpoint", "save", "save_async"]
+__all__ = [
+    "Saving",
+    "Series",
+    "convert",
+    "export_safetensors",
+    "load",
+    "open_checkpoint",
+    "save",
+    "save_async",
+]

@@ -8,16 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from shardgrad.checkpoint.boxes import Box, row_runs
 from shardgrad.checkpoint.files import DataFile, blocks_of
 from shardgrad.checkpoint.index import BLOCK_NBYTES, Entry, Index, Piece
 from shardgrad.checkpoint.loading import open_checkpoint
+from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.publish import Publication
-from shardgrad.checkpoint.safetensors import export_safetensors
+from shardgrad.checkpoint.safetensors import write_safetensors
 from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import split
@@ -147,8 +148,11 @@ def _to_torch(part: _Part, target: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-            torch_checkpoint.save(
-                state, checkpoint_id=publication.aside, planner=_LazyPlanner(part, names), no_dist=True
+            save_state_dict(
+                _with_lists(state),
+                checkpoint_id=publication.aside,
+                planner=_LazyPlanner(part, names),
+                no_dist=True,
             )
         publication.rename()
     except BaseException:
@@ -163,9 +167,24 @@ def _put(state: dict[str, Any], name: str, leaf: Any) -> None:
     state[last] = leaf
 
 
+def _with_lists(node: Any) -> Any:
+    """Returns the state with lists where keys count from 0, as torch's functions write them."""
+    if not isinstance(node, dict):
+        return node
+    values = [_with_lists(value) for value in node.values()]
+    is_list = bool(node) and set(node) == {str(i) for i in range(len(node))}
+    if is_list:
+        return [
+            value for _, value in sorted(zip(map(int, node), values, strict=True), key=lambda pair: pair[0])
+        ]
+    return dict(zip(node, values, strict=True))
+
+
 def _to_safetensors(part: _Part, target: Path) -> None:
     names = {".".join(split(name)): name for name in part.tensors}
-    export_safetensors(((flat, part.read(name)) for flat, name in names.items()), target)
+    entries = {flat: part.tensors[name] for flat, name in names.items()}
+    sizes = {flat: entry.nbytes(Box.whole(entry.shape)) for flat, entry in entries.items()}
+    write_safetensors(sizes, lambda flat: part.read(names[flat]), target, peers=Peers())
 
 
 FORMATS: dict[str, Callable[[_Part, Path], None]] = {

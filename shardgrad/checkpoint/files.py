@@ -16,7 +16,7 @@ from shardgrad.checkpoint.index import BLOCK_NBYTES
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointError
 
-__all__ = ["DataFile", "blocks_of", "open_plain", "read_range", "sync_folder", "write_synced"]
+__all__ = ["DataFile", "blocks_of", "open_plain", "read_range", "sync", "write_synced"]
 
 _ALIGNMENT = 64
 
@@ -96,9 +96,9 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from shardgrad.checkpoint.files import sync_folder, write_synced
+from shardgrad.checkpoint.files import sync, write_synced
 from shardgrad.checkpoint.source import COMPLETE, INDEX, is_complete, marker_of
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointSaveError
@@ -58,15 +58,25 @@ class Publication:
             OSError: the old folder, if there was one, still has the name, or `recover` gives it back.
         """
         write_synced(self.aside / INDEX, index)
-        sync_folder(self.aside)
+        sync(self.aside)
         write_synced(self.aside / COMPLETE, marker_of(index.encode()))
-        sync_folder(self.aside)
+        self.rename()
+
+    def rename(self) -> None:
+        """Gives the folder its name, whatever is in it.
+
+        Raises:
+            OSError: as for `finish`.
+        """
+        for path in self.aside.iterdir():
+            sync(path)
+        sync(self.aside)
         replaced = self._final.with_name(self._final.name + REPLACED)
         if self._final.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             self._final.rename(replaced)
         self.aside.rename(self._final)
-        sync_folder(self._final.parent)
+        sync(self._final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def abandon(self) -> None:

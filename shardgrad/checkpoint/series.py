@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from shardgrad.checkpoint.files import sync_folder
+from shardgrad.checkpoint.files import sync
 from shardgrad.checkpoint.publish import REPLACED, discard, recover
 from shardgrad.checkpoint.source import is_complete
 from shardgrad.checkpoint.torch_format import METADATA
@@ -65,7 +65,7 @@ class Series:
             stream.flush()
             os.fsync(stream.fileno())
         fresh.replace(self._folder / _POINTER)
-        sync_folder(self._folder)
+        sync(self._folder)
         others = [other for other in self.complete() if other != path]
         for old in others[: max(0, len(others) - (self._keep - 1))]:
             discard(old)
