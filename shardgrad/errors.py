@@ -9,6 +9,8 @@ from __future__ import annotations
 __all__ = [
     "AlreadyShardedError",
     "CaptureError",
+    "CheckpointError",
+    "CheckpointSaveError",
     "CollectiveError",
     "ContainerError",
     "DeepcopyError",
@@ -160,6 +162,14 @@ class OptimizerParameterError(ShardgradError, ValueError, TypeError):
 
 class OptimizerStateError(ShardgradError, ValueError):
     """A saved optimizer state that does not fit the optimizer; nothing was loaded."""
+
+
+class CheckpointError(ShardgradError, RuntimeError, ValueError):
+    """A checkpoint that is incomplete or damaged, or does not fit; or a state that cannot become one."""
+
+
+class CheckpointSaveError(ShardgradError, RuntimeError):
+    """A checkpoint could not be written; those written before are untouched."""
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):

@@ -1,37 +1,33 @@
-"""Checkpoints that are whole or absent: written aside, published by a rename, loadable on any ranks."""
+"""The training program's checkpoints: what a run consists of, and how its parts go in and out."""
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
-from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardgrad.checkpoint import Saving, Series, load, save, save_async
+from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain, operating_system_reason
 from shardgrad.training.parallel import Place
 from shardgrad.training.sharding import LanguageModel
 
-_POINTER = "latest"
+# Each rank has its own generator; on another number of ranks, some are missing or left over.
+_OPTIONAL = ("rng_*",)
 
 
 @dataclass
@@ -54,136 +50,109 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder: `step_000200/` for each, and `latest`, which names the one to resume.
+    """The checkpoints of a run folder: a `Series`, with the program's state and the program's words.
 
-    A checkpoint is written under a name that ends in `.tmp`. Only when every rank has written its part does
-    rank 0 rename it, and only after that does `latest` change, so that at every instant, whatever is
-    interrupted or killed, `latest` names a whole checkpoint or there is none.
+    At every instant, whatever is interrupted or killed, `latest` names a whole checkpoint or there is none.
 
     Args:
         folder: `checkpoints` in the run folder; all ranks must see it.
         keep: how many to keep.
+        is_async: write while training goes on, from a copy; a checkpoint is there when the next one begins,
+            or after :meth:`finish`.
+        timeout_s: after which ranks that write meanwhile give each other up.
     """
 
-    def __init__(self, folder: Path, *, keep: int) -> None:
+    def __init__(self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0) -> None:
         self._folder = folder
-        self._keep = keep
+        self._series = Series(folder, keep=keep)
+        self._is_async = is_async
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        self._saving: Saving | None = None
 
     def latest(self) -> Path | None:
-        """The newest published checkpoint."""
-        try:
-            name = (self._folder / _POINTER).read_text(encoding="ascii").strip()
-        except OSError:
-            return None
-        path = self._folder / name
-        return path if name and path.is_dir() else None
+        """The newest complete checkpoint, or the one that somebody has named."""
+        return self._series.latest()
 
     def save(self, state: TrainState, place: Place) -> Path:
-        """Write and publish the state; all ranks call it together.
+        """Write and publish the state, or begin to; all ranks call it together.
 
         Raises:
-            TrainingError: on every rank if any could not write; what was published before is untouched.
+            TrainingError: on every rank if any could not write, now or in the save before; what was
+                published before is untouched.
         """
-        final = self._folder / f"step_{state.step:06d}"
-        aside = final.with_name(final.name + ".tmp")
-        try:
-            with _quiet_checkpointing():
-                save_state_dict(_gather_state(state, place), storage_writer=_CandidWriter(aside))
-            problem = None
-        except CheckpointException as error:  # a BaseException; the same on all ranks
-            problem = str(explain(_cause(error)))
-        except Exception as error:  # whatever went wrong, the ranks must agree that it did
-            problem = str(explain(error))
-        self._agree(problem, place, aside)
-        if place.leads:
-            try:
-                self._publish(aside, final)
-            except OSError as error:
-                problem = str(explain(error))
-        self._agree(problem, place, aside)
+        self.finish()
+        final = self._series.path_of(state.step)
+        with _told():
+            what = _gather_state(state, place)
+            if self._is_async:
+                group = self._own_group(place)
+                self._saving = save_async(what, final, group=group, then=lambda: self._series.publish(final))
+            else:
+                save(what, final, group=place.control, then=lambda: self._series.publish(final))
         return final
 
+    def finish(self) -> None:
+        """Wait for a save that is under way; all ranks call it.
+
+        Raises:
+            TrainingError: it failed.
+        """
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            with _told():
+                saving.wait()
+
     def load(self, state: TrainState, place: Place) -> None:
-        """Fill `state` from the newest checkpoint, whatever ranks wrote it; all ranks call it together."""
+        """Fill `state` from the newest checkpoint, whatever ranks wrote it; all ranks call it together.
+
+        Raises:
+            TrainingError: it is damaged or does not fit; `state` is what it was.
+        """
         path = self.latest()
         if path is None:
             raise UsageError(
                 f"There is no checkpoint in {self._folder}: start the run again without --resume."
             )
         try:
-            known = set(FileSystemReader(path).read_metadata().state_dict_metadata)
-        except (OSError, EOFError, ValueError) as error:
+            loaded = load(_gather_state(state, place), path, optional=_OPTIONAL, group=place.control)
+        except CheckpointError as error:
             raise TrainingError(
-                f"{path} is damaged ({error}): write the name of an older checkpoint into "
-                f"{self._folder / _POINTER}."
+                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): write the name of an "
+                f"older checkpoint into {self._folder / 'latest'}."
             ) from error
-        wanted = _gather_state(state, place)
-        if _rng_key(place) not in known:  # more ranks than when it was saved
-            del wanted[_rng_key(place)]
-        with _quiet_checkpointing():
-            load_state_dict(wanted, checkpoint_id=path)
-        _scatter_state(wanted, state, place)
+        _scatter_state(loaded, state, place)
 
     def discard_unfinished(self) -> None:
-        """Remove what an interrupted save left behind; rank 0 calls it before training."""
-        for leftover in self._folder.glob("*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        """Put right what an interrupted save left behind; rank 0 calls it before training."""
+        self._series.recover()
 
-    def _publish(self, aside: Path, final: Path) -> None:
-        # The parts are already on the disk: the writer syncs each file. What remains are the names.
-        _sync_folder(aside)
-        if final.exists():  # an older attempt at the same step, after a resume from before it
-            shutil.rmtree(final)
-        aside.rename(final)
-        _sync_folder(self._folder)
-        pointer = self._folder / (_POINTER + ".new")
-        with pointer.open("w", encoding="ascii") as stream:
-            stream.write(final.name + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        pointer.replace(self._folder / _POINTER)
-        _sync_folder(self._folder)
-        others = sorted(path for path in self._folder.glob("step_*") if path not in (final, aside))
-        for old in others[: max(0, len(others) - (self._keep - 1))]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _agree(self, problem: str | None, place: Place, aside: Path) -> None:
-        """Raise on all ranks if one has a problem, having removed the half-written files."""
-        if not place.any(problem is not None):
-            return
-        if place.leads:
-            shutil.rmtree(aside, ignore_errors=True)
-        if problem is None:
-            raise PeerLost("Another rank could not write its part of the checkpoint: see its message.")
-        raise TrainingError(problem)
+    def _own_group(self, place: Place) -> dist.ProcessGroup | None:
+        # Made once, by all ranks together: saves go on while `place.control` is used by the steps.
+        if self._group is None and place.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+        return self._group
 
 
-class _CandidWriter(FileSystemWriter):
-    """Tells the system's reason for a failed write.
-
-    PyTorch's archive writer, interrupted by a full disk, complains about its own position instead, and only
-    the outermost exception reaches the other ranks.
-    """
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's part."""
-        try:
-            return super().write_data(plan, planner)
-        except RuntimeError as error:
-            reason = operating_system_reason(error)
-            if reason is not None:
-                raise reason from None
-            raise
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """What went wrong on the lowest rank that had a problem."""
-    failures = error.failures
-    return failures[min(failures)][0] if failures else error
+@contextmanager
+def _told() -> Iterator[None]:
+    """Turns the errors of a save into the program's."""
+    try:
+        with warnings.catch_warnings():
+            # torch's remarks about its own internals would tear the progress display.
+            warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
+            yield
+    except (CheckpointSaveError, CheckpointError) as error:
+        if error.__cause__ is None:
+            sentence = "Another rank could not write its part of the checkpoint: see its message."
+            raise PeerLost(sentence) from error
+        if operating_system_reason(error) is not None:
+            raise explain(error) from error
+        raise TrainingError(f"The checkpoint was not written ({error.what}; {error.got}).") from error
 
 
 def _gather_state(state: TrainState, place: Place) -> dict[str, Any]:
-    """The state as nested dictionaries of tensors, which DCP saves from, and loads into, in place."""
+    """The state as nested dictionaries of tensors, which are saved from, and loaded into, in place."""
     return {
         "model": get_model_state_dict(state.model),
         "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
@@ -198,8 +167,7 @@ def _scatter_state(loaded: dict[str, Any], state: TrainState, place: Place) -> N
     set_optimizer_state_dict(state.model, state.optimizer, loaded["optimizer"])
     state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
-    if _rng_key(place) in loaded:
-        _set_rng_state(loaded[_rng_key(place)], place.device)
+    _set_rng_state(loaded[_rng_key(place)], place.device)
 
 
 def _rng_key(place: Place) -> str:
@@ -218,20 +186,3 @@ def _set_rng_state(states: dict[str, torch.Tensor], device: torch.device) -> Non
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _quiet_checkpointing() -> Iterator[None]:
-    """Without DCP's remarks about its own internals, which would tear the progress display."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
-        yield

@@ -102,6 +102,9 @@ class TrainConfig:
     eval_every: int = _setting(100, "Steps between validations; the last step always has one.", least=1)
     eval_samples: int = _setting(64, "Held-out sequences in a validation.", least=1)
     checkpoint_every: int = _setting(100, "Steps between checkpoints; the last step always has one.", least=1)
+    checkpoint_async: bool = _setting(
+        False, "Write checkpoints while training goes on, from a copy in host memory."
+    )
     keep: int = _setting(2, "Checkpoints kept.", least=1)
     run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
     plot: bool = _setting(True, "Do not draw the loss curve.")

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardgrad.checkpoint import Series
 from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.training.failure import UsageError
 from shardgrad.training.rank import Order, Report, run_rank
@@ -95,6 +96,6 @@ def _saved_config(folder: Path) -> TrainConfig:
         raise UsageError(
             f"There is no run in {folder} (no config.json): correct the folder given to --resume."
         )
-    if not (folder / "checkpoints" / "latest").exists():
+    if Series(folder / "checkpoints").latest() is None:
         raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
     return TrainConfig(**read_settings(folder / "config.json"))

@@ -47,7 +47,12 @@ def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *,
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
     # Weights are the same everywhere; what is drawn from here on (dropout) must differ between ranks.
     torch.manual_seed(config.seed + place.rank)
-    checkpoints = Checkpoints(folder / "checkpoints", keep=config.keep)
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        is_async=config.checkpoint_async,
+        timeout_s=config.timeout,
+    )
     if resume:
         checkpoints.load(state, place)
     if state.step >= config.steps:
@@ -136,7 +141,9 @@ class Run:
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
             if is_stopping:
+                self._checkpoints.finish()
                 raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
+        self._checkpoints.finish()
         self._close()
 
     def _is_due(self, every: int) -> bool:

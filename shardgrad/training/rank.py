@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from shardgrad.checkpoint import Series
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain
 from shardgrad.training.stop import StopRequest
@@ -90,11 +91,10 @@ def run_rank(order: Order, *, init_method: str) -> Report:
 
 def resume_hint(folder: Path) -> str:
     """How to go on with the run in `folder`, as a sentence."""
-    try:
-        newest = (folder / "checkpoints" / "latest").read_text(encoding="ascii").strip()
-    except OSError:
+    newest = Series(folder / "checkpoints").latest()
+    if newest is None:
         return "No checkpoint had been written yet, so start the run again."
-    return f"The newest checkpoint is {newest}; resume with: shardgrad train --resume {folder}"
+    return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
 def _failed(error: Exception, rank: int, folder: Path) -> Report:

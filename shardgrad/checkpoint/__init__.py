@@ -1,0 +1,23 @@
+"""Checkpoints that are whole or absent, that are data and nothing else, and that load on any ranks.
+
+For any training loop; the training program uses it too.
+"""
+
+from __future__ import annotations
+
+from shardgrad.checkpoint.convert import convert
+from shardgrad.checkpoint.loading import load, open_checkpoint
+from shardgrad.checkpoint.safetensors import export_safetensors
+from shardgrad.checkpoint.saving import Saving, save, save_async
+from shardgrad.checkpoint.series import Series
+
+__all__ = [
+    "Saving",
+    "Series",
+    "convert",
+    "export_safetensors",
+    "load",
+    "open_checkpoint",
+    "save",
+    "save_async",
+]

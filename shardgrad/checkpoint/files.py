@@ -1,0 +1,158 @@
+"""Files of a checkpoint: written in blocks with a checksum of each, and opened only where they may be."""
+
+from __future__ import annotations
+
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from shardgrad.checkpoint.index import BLOCK_NBYTES
+from shardgrad.checkpoint.text import printable
+from shardgrad.errors import CheckpointError
+
+__all__ = ["DataFile", "blocks_of", "open_plain", "read_range", "sync", "write_synced"]
+
+_ALIGNMENT = 64
+
+
+class DataFile:
+    """A new file of tensors' bytes; a context manager, after which everything in it is on the disk.
+
+    While one block is written, its checksum is computed by a second thread: both let go of the interpreter.
+
+    Args:
+        path: must not exist.
+
+    Attributes:
+        nbytes: written so far.
+
+    Raises:
+        OSError: from every method, for want of space for instance.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("xb", buffering=0)
+        self._summer = ThreadPoolExecutor(1, thread_name_prefix="checksums")
+        self.nbytes = 0
+
+    def append(self, blocks: Iterable[memoryview]) -> tuple[int, tuple[int, ...]]:
+        """Writes a piece.
+
+        Args:
+            blocks: its bytes; all but the last block have `BLOCK_NBYTES`.
+
+        Returns:
+            Where it begins, and the CRC-32 of each block.
+        """
+        self._write(memoryview(bytes(-self.nbytes % _ALIGNMENT)))
+        start, checksums = self.nbytes, []
+        for block in blocks:
+            checksum = self._summer.submit(zlib.crc32, block)
+            self._write(block)
+            checksums.append(checksum.result())
+        return start, tuple(checksums)
+
+    def _write(self, block: memoryview) -> None:
+        self.nbytes += len(block)
+        while block:
+            block = block[self._stream.write(block) :]
+
+    def __enter__(self) -> DataFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                os.fsync(self._stream.fileno())
+        finally:
+            self._stream.close()
+            self._summer.shutdown()
+
+
+def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yields a tensor's bytes, row by row, in blocks of `BLOCK_NBYTES`; never more of them on the host.
+
+    A tensor that is not contiguous is made so first.
+    """
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    for begin in range(0, flat.numel(), BLOCK_NBYTES):
+        block = flat[begin : begin + BLOCK_NBYTES].cpu().numpy()
+        yield memoryview(block)  # type: ignore[arg-type]
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a new text file that is on the disk when this returns."""
+    with path.open("x", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def sync(path: Path) -> None:
+    """Makes a file, or the names in a folder, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def open_plain(path: Path, nbytes: int | None = None) -> int:
+    """Returns a descriptor, to be closed, of a regular file that is no link.
+
+    Args:
+        path: of the file; its last part has been checked to be a name.
+        nbytes: the size it must have; None is any.
+
+    Raises:
+        CheckpointError: it is not there, something else, or of another size.
+    """
+    expected = "a regular file" if nbytes is None else f"a file of {nbytes} bytes"
+    try:
+        # Non-blocking, so that a pipe of that name cannot keep us waiting.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unreadable(path, expected, error.strerror or "nothing") from error
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or nbytes not in (None, found.st_size):
+        os.close(descriptor)
+        got = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "no regular file"
+        raise _unreadable(path, expected, got)
+    return descriptor
+
+
+def read_range(descriptor: int, begin: int, nbytes: int, path: Path) -> bytearray:
+    """Returns bytes of an open file.
+
+    Raises:
+        CheckpointError: the file ends before, or cannot be read.
+    """
+    buffer = bytearray(nbytes)
+    view, done = memoryview(buffer), 0
+    while done < nbytes:
+        try:
+            count = os.preadv(descriptor, [view[done : done + BLOCK_NBYTES]], begin + done)
+        except OSError as error:
+            raise _unreadable(path, f"{nbytes} bytes at {begin}", error.strerror or "an error") from error
+        if not count:
+            raise _unreadable(path, f"{nbytes} bytes at {begin}", f"its end after {done}")
+        done += count
+    return buffer
+
+
+def _unreadable(path: Path, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint's file {printable(path.name)} is missing or damaged",
+        expected=expected,
+        got=got,
+        where=printable(path),
+        fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+    )

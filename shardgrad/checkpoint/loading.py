@@ -1,0 +1,170 @@
+"""Filling a state that exists from a checkpoint, whichever ranks and engine wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from shardgrad.checkpoint.peers import Peers
+from shardgrad.checkpoint.plan import Holding, holdings
+from shardgrad.checkpoint.source import COMPLETE, NativeSource, Source
+from shardgrad.checkpoint.text import listed, printable
+from shardgrad.checkpoint.torch_format import METADATA, TorchSource
+from shardgrad.checkpoint.tree import Value, rebuild
+from shardgrad.errors import CheckpointError
+
+__all__ = ["load", "open_checkpoint"]
+
+_State = TypeVar("_State", bound=Mapping[Any, Any])
+
+
+def open_checkpoint(folder: Path | str) -> Source:
+    """Opens a checkpoint of ours, or of `torch.distributed.checkpoint`, for reading.
+
+    Args:
+        folder: where it is.
+
+    Returns:
+        A context manager with `tensors`, `values`, and `read(name)`.
+
+    Raises:
+        CheckpointError: there is none, or it is incomplete, damaged, or holds more than data.
+    """
+    folder = Path(folder)
+    if (folder / METADATA).exists() and not (folder / COMPLETE).exists():
+        return TorchSource(folder)
+    if not folder.is_dir() or not (folder / COMPLETE).exists():
+        raise CheckpointError(
+            "there is no complete checkpoint",
+            expected=f"a folder with a file {COMPLETE} (ours) or {METADATA} (torch's)",
+            got="another folder, or one whose writing was interrupted" if folder.is_dir() else "no folder",
+            where=printable(folder),
+            fix="correct the path, or take an older checkpoint",
+        )
+    return NativeSource(folder)
+
+
+def load(
+    state: _State,
+    folder: Path | str,
+    *,
+    optional: Sequence[str] = (),
+    verify: bool = True,
+    group: dist.ProcessGroup | None = None,
+) -> _State:
+    """Fills the tensors of a state from a checkpoint; all ranks of a group call it together. A collective.
+
+    Everything is looked at before anything is changed: the names on both sides, the shapes, the sizes of the
+    files, and, with `verify`, every byte that will be read. The ranks that load may be others than those that
+    saved, and cut the tensors otherwise.
+
+    Args:
+        state: of the structure that was saved. Its tensors are filled in place, with their own dtypes, so
+            captured graphs stay valid.
+        folder: a checkpoint of ours, or of `torch.distributed.checkpoint`.
+        optional: patterns, as a shell has them, of names that may be missing on either side; `("*",)` loads
+            what both have.
+        verify: read everything twice, to compare checksums before the first tensor is changed.
+        group: of the ranks that load; None is the default group, or this process alone.
+
+    Returns:
+        The state with the same tensors, and the checkpoint's other values.
+
+    Raises:
+        CheckpointError: the checkpoint is incomplete, damaged, or does not fit, naming what is missing, left
+            over or of another shape. The same on every rank; nothing was changed.
+
+    Streams: writes on the current stream. Host memory: see `Source.fill`.
+    """
+    peers = Peers(group)
+    wanted, values = peers.together(lambda: holdings(state))
+    source = peers.together(lambda: open_checkpoint(folder))
+    with source:
+        fit = peers.together(lambda: _fit(source, wanted, values, optional))
+        _refuse_left_over(peers, source, {*wanted, *values}, optional)
+        if verify:
+            peers.together(lambda: [source.check(name, held.box) for name, held in fit.tensors.items()])
+        with torch.no_grad():
+            peers.together(
+                lambda: [source.fill(name, held.box, held.local) for name, held in fit.tensors.items()]
+            )
+    loaded: _State = rebuild(state, fit.values)
+    return loaded
+
+
+@dataclass(frozen=True)
+class _Fit:
+    tensors: Mapping[str, Holding]
+    values: Mapping[str, Value]
+
+
+def _fit(
+    source: Source, wanted: Mapping[str, Holding], values: Mapping[str, Value], optional: Sequence[str]
+) -> _Fit:
+    """Returns what will be loaded on this rank, after comparing all of it."""
+    required = [name for name in (*wanted, *values) if not _matches(name, optional)]
+    missing = [name for name in required if name not in source.tensors and name not in source.values]
+    if missing:
+        raise _misfit(source, "the checkpoint lacks entries", f"entries for {listed(missing)}", "nothing")
+    odd = [words for name, held in wanted.items() if (words := _oddity(source, name, held)) is not None]
+    odd += [f"{printable(name)} is a tensor, not a value" for name in values if name in source.tensors]
+    if odd:
+        raise _misfit(source, "entries are of another shape or kind", "those of the state", listed(odd))
+    return _Fit(
+        {name: held for name, held in wanted.items() if name in source.tensors and held.box.numel},
+        {name: source.values[name] for name in values if name in source.values},
+    )
+
+
+def _oddity(source: Source, name: str, held: Holding) -> str | None:
+    """Returns what is wrong with a tensor of the checkpoint, if there is anything."""
+    entry = source.tensors.get(name)
+    if entry is None:
+        return f"{printable(name)} is a value, not a tensor" if name in source.values else None
+    if entry.shape != held.shape:
+        return f"{printable(name)} has shape {entry.shape} for {held.shape}"
+    if _kind(entry.dtype) != _kind(held.local.dtype):
+        return f"{printable(name)} has {entry.dtype} for {held.local.dtype}"
+    return None
+
+
+def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Sequence[str]) -> None:
+    """Refuses entries of the checkpoint that no rank has a place for."""
+    names = sorted({*source.tensors, *source.values})
+    # One bit for each name: every rank has read the same list.
+    asked = sum(1 << i for i, name in enumerate(names) if name in mine)
+    by_anybody = 0
+    for bits in peers.all_gather(asked):
+        by_anybody |= bits
+    left = [name for i, name in enumerate(names) if not by_anybody >> i & 1 and not _matches(name, optional)]
+    if left:
+        raise _misfit(source, "the checkpoint has entries too many", "none", f"also {listed(left)}")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    if dtype.is_floating_point:
+        return "floating-point"
+    return "bool" if dtype is torch.bool else "integer"
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _misfit(source: Source, what: str, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint does not fit, and nothing was loaded: {what}",
+        expected=expected,
+        got=got,
+        where=printable(source.folder),
+        fix="build the model and the optimizer that were saved; or, where a difference is meant, name it "
+        "in `optional`",
+    )

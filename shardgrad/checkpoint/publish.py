@@ -1,0 +1,104 @@
+"""A folder that appears whole: written under another name, marked complete, then renamed.
+
+At every instant, whatever is interrupted, there is the old folder, or the new one, or both.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from shardgrad.checkpoint.files import sync, write_synced
+from shardgrad.checkpoint.source import COMPLETE, INDEX, is_complete, marker_of
+from shardgrad.checkpoint.text import printable
+from shardgrad.errors import CheckpointSaveError
+
+__all__ = ["REPLACED", "Publication", "discard", "recover"]
+
+_ASIDE = ".tmp"
+REPLACED = ".replaced"  # what the old folder is called while the new one takes its name
+
+
+class Publication:
+    """One folder on its way. Rank 0 calls the methods, the others write into `aside`.
+
+    Args:
+        final: the name it will have.
+
+    Attributes:
+        aside: where it is written.
+    """
+
+    def __init__(self, final: Path) -> None:
+        self._final = final
+        self.aside = final.with_name(final.name + _ASIDE)
+
+    def begin(self) -> None:
+        """Makes an empty folder aside.
+
+        Raises:
+            CheckpointSaveError: something that is no checkpoint has the final name.
+            OSError: it cannot be made.
+        """
+        final = self._final
+        if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
+            raise CheckpointSaveError(
+                f"{printable(final)} is no checkpoint, and would be replaced by one",
+                expected="a new name, or that of a checkpoint",
+                got="a folder with other files" if final.is_dir() else "a file",
+                fix="choose another name, or remove what is there",
+            )
+        self.abandon()
+        self.aside.mkdir(parents=True)
+
+    def finish(self, index: str) -> None:
+        """Writes the index and the marker, and gives the folder its name. The parts are on the disk already.
+
+        Raises:
+            OSError: the old folder, if there was one, still has the name, or `recover` gives it back.
+        """
+        write_synced(self.aside / INDEX, index)
+        sync(self.aside)
+        write_synced(self.aside / COMPLETE, marker_of(index.encode()))
+        self.rename()
+
+    def rename(self) -> None:
+        """Gives the folder its name, whatever is in it.
+
+        Raises:
+            OSError: as for `finish`.
+        """
+        for path in self.aside.iterdir():
+            sync(path)
+        sync(self.aside)
+        replaced = self._final.with_name(self._final.name + REPLACED)
+        if self._final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            self._final.rename(replaced)
+        self.aside.rename(self._final)
+        sync(self._final.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def abandon(self) -> None:
+        """Removes what was written aside."""
+        shutil.rmtree(self.aside, ignore_errors=True)
+
+
+def recover(folder: Path) -> None:
+    """Puts right what an interruption left behind in a folder of checkpoints, and removes unfinished ones."""
+    for replaced in folder.glob("*" + REPLACED):
+        final = replaced.with_name(replaced.name.removesuffix(REPLACED))
+        if final.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(final)
+    for leftover in folder.glob("*" + _ASIDE):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def discard(checkpoint: Path) -> None:
+    """Removes a checkpoint so that no instant shows half of it."""
+    aside = checkpoint.with_name(checkpoint.name + _ASIDE)
+    shutil.rmtree(aside, ignore_errors=True)
+    checkpoint.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

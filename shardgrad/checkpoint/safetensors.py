@@ -1,0 +1,140 @@
+"""Whole models as `safetensors` files, named as the Hugging Face hub names them. Needs that package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardgrad.checkpoint.files import write_synced
+from shardgrad.checkpoint.peers import Peers
+from shardgrad.checkpoint.publish import Publication
+from shardgrad.errors import PartnerUnavailableError
+
+__all__ = ["FILE_NBYTES", "export_safetensors", "write_safetensors"]
+
+FILE_NBYTES = 4 * 2**30
+
+
+def export_safetensors(
+    state: Mapping[str, torch.Tensor],
+    folder: Path | str,
+    *,
+    file_nbytes: int = FILE_NBYTES,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Writes a model whole, as `model.safetensors`; all ranks of a group call it together. A collective.
+
+    More than one file has `model.safetensors.index.json` beside it, as `transformers` expects.
+
+    Args:
+        state: of the model: `model.state_dict()`. DTensors are gathered one after the other.
+        folder: a new one, on the first rank's disk. It appears when everything is in it.
+        file_nbytes: a file is ended before it would be larger.
+        group: of the ranks; None is the default group, or this process alone.
+
+    Raises:
+        PartnerUnavailableError: the package is not installed.
+        CheckpointSaveError: the first rank could not write; on every rank.
+
+    Host memory: one file on the first rank, one tensor on the others.
+    """
+    write_safetensors(
+        {name: tensor.nbytes for name, tensor in state.items()},
+        lambda name: _whole(state[name]),
+        Path(folder),
+        file_nbytes=file_nbytes,
+        peers=Peers(group),
+    )
+
+
+def write_safetensors(
+    sizes: Mapping[str, int],
+    read: Callable[[str], torch.Tensor],
+    folder: Path,
+    *,
+    file_nbytes: int = FILE_NBYTES,
+    peers: Peers,
+) -> None:
+    """Writes tensors one file after the other; see `export_safetensors`.
+
+    Args:
+        sizes: bytes of each tensor, by name, in the order of the files.
+        read: returns a whole tensor; every rank calls it for every name in the same order.
+        folder: a new one.
+        file_nbytes: a file is ended before it would be larger.
+        peers: those who share the work. The first one writes.
+    """
+    save_file = _load_package()
+    publication = Publication(folder)
+    peers.together(publication.begin if peers.leads else _nothing)
+    files = _named(_filled(sizes, file_nbytes))
+    try:
+        for name, members in files.items():
+            content = {}
+            for member in members:
+                tensor = read(member)
+                if peers.leads:
+                    content[member] = tensor.detach().to("cpu", copy=True).contiguous()
+            path = publication.aside / name
+            # Agreed upon for each file: a rank that stopped alone would leave the others in a gather.
+            peers.together(lambda path=path, content=content: save_file(content, path) if content else None)  # type: ignore[misc]
+        peers.together(lambda: _finish(publication, files, sizes) if peers.leads else None)
+    except Exception:
+        if peers.leads:
+            publication.abandon()
+        raise
+
+
+def _finish(publication: Publication, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+    if len(files) > 1:
+        places = {member: name for name, members in files.items() for member in members}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        write_synced(publication.aside / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    publication.rename()
+
+
+def _filled(sizes: Mapping[str, int], file_nbytes: int) -> list[list[str]]:
+    """Returns the names in each file."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, nbytes in sizes.items():
+        if files[-1] and filled + nbytes > file_nbytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += nbytes
+    return files
+
+
+def _named(files: Sequence[list[str]]) -> dict[str, list[str]]:
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    count = len(files)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one works."""
+
+
+def _load_package() -> Callable[[Mapping[str, torch.Tensor], Path], None]:
+    try:
+        package = import_module("safetensors.torch")
+    except ImportError as error:
+        raise PartnerUnavailableError(
+            "safetensors files cannot be written without the package safetensors",
+            expected="safetensors",
+            got=" ".join(str(error).split()),
+            fix="pip install safetensors; or another format, which needs no other package",
+        ) from error
+    return lambda tensors, path: package.save_file(dict(tensors), path, metadata={"format": "pt"})

@@ -1,0 +1,205 @@
+"""Writing a checkpoint: at once, or from a copy while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardgrad.checkpoint.files import DataFile, blocks_of
+from shardgrad.checkpoint.index import Entry, Index, Piece
+from shardgrad.checkpoint.peers import Peers
+from shardgrad.checkpoint.plan import Part, my_part
+from shardgrad.checkpoint.publish import Publication
+from shardgrad.checkpoint.tree import Value, flatten
+from shardgrad.errors import CheckpointSaveError, ShardgradError
+
+__all__ = ["Saving", "save", "save_async"]
+
+
+def save(
+    state: Mapping[Any, Any],
+    folder: Path | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    then: Callable[[], None] | None = None,
+) -> None:
+    """Writes a state; all ranks of a group call it together. A collective.
+
+    The folder appears when everything in it is on the disk, and replaces a checkpoint of that name only then.
+    See [Note: Format].
+
+    Args:
+        state: nested dictionaries, lists and tuples of tensors, numbers, texts, booleans and None. DTensors
+            are saved as they are sharded; of anything else that several ranks have under one name, the
+            lowest rank's is saved.
+        folder: on a disk that all ranks see.
+        group: of the ranks that share the checkpoint; None is the default group, or this process alone.
+        then: called on the first rank when the folder is there; if it raises, all ranks do.
+
+    Raises:
+        CheckpointError: the state holds something that is no data; on every rank.
+        CheckpointSaveError: a rank could not write; on every rank. What was there before is untouched.
+
+    Streams: reads tensors on the current stream, and waits for it.
+    """
+    write = _Write(Path(folder), Peers(group), then)
+    write(write.plan(state))
+
+
+def save_async(
+    state: Mapping[Any, Any],
+    folder: Path | str,
+    *,
+    group: dist.ProcessGroup | None = None,
+    then: Callable[[], None] | None = None,
+) -> Saving:
+    """Like :func:`save`, but returns when the state has been copied to the host; the rest is a thread's work.
+
+    What is written is the state at the time of the call, whatever training does meanwhile.
+
+    Args:
+        state: as for `save`; needs host memory for what this rank writes.
+        folder: on a disk that all ranks see.
+        group: of ranks; nothing else may use it before the save has ended, so make one for it:
+            `dist.new_group(backend="gloo")`. It may only be None where there is one process.
+        then: as for `save`, on the thread.
+
+    Returns:
+        The save under way.
+
+    Raises:
+        CheckpointError, CheckpointSaveError: before the copy; what happens after it is raised by `wait`.
+    """
+    peers = Peers(group)
+    if group is None and peers.count > 1:
+        raise CheckpointSaveError(
+            "an asynchronous save needs a process group of its own",
+            expected='group=dist.new_group(backend="gloo")',
+            got="None, which training uses at the same time",
+            fix="make a group once, and pass it to every save_async",
+        )
+    write = _Write(Path(folder), peers, then)
+    return Saving(write, write.plan(state).copied())
+
+
+class Saving:
+    """An asynchronous save. The process does not end before it has, unless it is killed."""
+
+    def __init__(self, write: _Write, part: Part) -> None:
+        self._future: Future[None] = Future()
+        Thread(target=self._run, args=(write, part), name="checkpoint").start()
+
+    def _run(self, write: _Write, part: Part) -> None:
+        try:
+            write(part)
+        except BaseException as error:  # whatever it is, it belongs to whoever waits
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(None)
+
+    def done(self) -> bool:
+        """Returns whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Returns when the checkpoint is there.
+
+        Raises:
+            CheckpointSaveError: it could not be written.
+            TimeoutError: it is not there after `timeout_s`.
+        """
+        self._future.result(timeout_s)
+
+
+class _Write:
+    """One save on this rank: a plan, a file, and a publication, each agreed upon by all ranks."""
+
+    def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
+        self._publication = Publication(folder)
+        self._peers = peers
+        self._then = then
+
+    def plan(self, state: Mapping[Any, Any]) -> Part:
+        """Returns what this rank writes. A collective, which raises on all ranks or none."""
+        peers = self._peers
+        leaves = peers.together(lambda: flatten(state))
+        plain = peers.gather([name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)])
+        writers: dict[str, int] = {}
+        for rank in reversed(range(len(plain))):
+            writers.update(dict.fromkeys(plain[rank], rank))
+        mine = peers.scatter([{name: writers[name] for name in names} for names in plain])
+        part = peers.together(lambda: my_part(leaves, mine, peers.rank))
+        peers.together(self._publication.begin if peers.leads else _nothing)
+        return part
+
+    def __call__(self, part: Part) -> None:
+        """Writes and publishes. A collective, which raises on all ranks or none."""
+        peers = self._peers
+        try:
+            parts = peers.gather(peers.together(lambda: self._write(part)))
+            peers.together((lambda: self._publish(parts)) if peers.leads else _nothing)
+        except ShardgradError:
+            if peers.leads:
+                self._publication.abandon()
+            raise
+
+    def _write(self, part: Part) -> _Written:
+        file = f"rank_{self._peers.rank:05d}.bin"
+        pieces: dict[str, Entry] = {}
+        if not part.tensors:
+            return _Written(file, 0, pieces, part.values)
+        with DataFile(self._publication.aside / file) as data:
+            for name, held in part.tensors.items():
+                mine: tuple[Piece, ...] = ()
+                if held.box.numel:
+                    start, checksums = data.append(blocks_of(held.local))
+                    mine = (Piece(file, start, held.box, checksums),)
+                pieces[name] = Entry(held.local.dtype, held.shape, mine)
+        return _Written(file, data.nbytes, pieces, part.values)
+
+    def _publish(self, parts: Sequence[_Written]) -> None:
+        self._publication.finish(_merge(parts).to_json())
+        if self._then is not None:
+            self._then()
+
+
+@dataclass(frozen=True)
+class _Written:
+    """What one rank has written: its file and the file's size, its pieces of tensors, and its values."""
+
+    file: str
+    nbytes: int
+    tensors: Mapping[str, Entry]
+    values: Mapping[str, Value]
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one works."""
+
+
+def _merge(parts: Sequence[_Written]) -> Index:
+    """Returns the index of what all ranks have written."""
+    tensors: dict[str, Entry] = {}
+    values: dict[str, Value] = {}
+    for part in parts:
+        values.update(part.values)
+        for name, mine in part.tensors.items():
+            before = tensors.get(name, replace(mine, pieces=()))
+            if (before.dtype, before.shape) != (mine.dtype, mine.shape):
+                raise CheckpointSaveError(
+                    "ranks hold different tensors under one name",
+                    expected=f"{before.dtype} {before.shape}",
+                    got=f"{mine.dtype} {mine.shape}",
+                    where=name,
+                    fix="give each its own name",
+                )
+            tensors[name] = replace(before, pieces=(*before.pieces, *mine.pieces))
+    files = {part.file: part.nbytes for part in parts if part.tensors}
+    return Index(dict(sorted(tensors.items())), dict(sorted(values.items())), files)

@@ -1,0 +1,198 @@
+"""Reading a checkpoint: what it holds, whether its bytes are the ones that were written, and the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from shardgrad.checkpoint.boxes import Box, row_runs
+from shardgrad.checkpoint.files import open_plain, read_range
+from shardgrad.checkpoint.index import BLOCK_NBYTES, Entry, Index, Piece
+from shardgrad.checkpoint.text import printable
+from shardgrad.checkpoint.tree import Value
+from shardgrad.errors import CheckpointError
+
+__all__ = ["COMPLETE", "INDEX", "NativeSource", "Source", "is_complete", "marker_of"]
+
+INDEX, COMPLETE = "index.json", "complete"
+_MOST_OPEN = 100  # files; a checkpoint of many ranks has more than a process may open
+
+
+class Source(ABC):
+    """A checkpoint open for reading; a context manager.
+
+    Attributes:
+        folder: where it is.
+        tensors: by name.
+        values: what is no tensor, by name.
+    """
+
+    folder: Path
+    tensors: Mapping[str, Entry]
+    values: Mapping[str, Value]
+
+    def __init__(self) -> None:
+        self._exits = ExitStack()
+
+    @abstractmethod
+    def check(self, name: str, box: Box) -> None:
+        """Reads what :meth:`fill` would read, and compares it with its checksums.
+
+        Args:
+            name: of a tensor.
+            box: the part of it.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+
+    @abstractmethod
+    def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copies a part of a tensor, converting it as `copy_` does.
+
+        Args:
+            name: of the tensor.
+            box: the part.
+            into: of the box's shape, on any device.
+
+        Host memory: a few blocks of 4 MiB, or the largest row of a tensor if that is larger.
+        """
+
+    def read(self, name: str) -> torch.Tensor:
+        """Returns a whole tensor on the host."""
+        entry = self.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.fill(name, Box.whole(entry.shape), tensor)
+        return tensor
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._exits.close()
+
+
+class NativeSource(Source):
+    """A checkpoint in our own format. See [Note: Format].
+
+    Args:
+        folder: where it is.
+
+    Raises:
+        CheckpointError: it is not complete, or its index or the size of a file is wrong. No tensor is read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        index = _read_index(folder)
+        self.tensors, self.values = index.tensors, index.values
+        self._sizes = index.files
+        self._open: dict[str, int] = {}
+        self._exits.callback(self._close_files)
+        for name in index.files:
+            self._descriptor(name)
+        self._close_files()
+
+    def check(self, name: str, box: Box) -> None:
+        """Compares every block that holds a part of the box with its checksum."""
+        entry = self.tensors[name]
+        for piece in entry.pieces:
+            common = box.meets(piece.box)
+            if common is None:
+                continue
+            size, itemsize = entry.nbytes(piece.box), entry.dtype.itemsize
+            ((_, first, last),) = row_runs(common.seen_from(piece.box), piece.box.shape, piece.box.numel)
+            for number in range(first * itemsize // BLOCK_NBYTES, -(-last * itemsize // BLOCK_NBYTES)):
+                begin = number * BLOCK_NBYTES
+                block = self._bytes(piece, begin, min(begin + BLOCK_NBYTES, size))
+                if zlib.crc32(block) != piece.checksums[number]:
+                    raise _corrupt(name, self.folder / piece.file, piece.start + begin, len(block))
+
+    def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copies runs of rows."""
+        entry = self.tensors[name]
+        itemsize = entry.dtype.itemsize
+        for piece in entry.pieces:
+            common = box.meets(piece.box)
+            if common is None:
+                continue
+            target = into.detach()[common.seen_from(box).slices()]
+            inner, done = common.seen_from(piece.box), 0
+            for part, first, last in row_runs(inner, piece.box.shape, BLOCK_NBYTES // itemsize):
+                rows = torch.frombuffer(
+                    self._bytes(piece, first * itemsize, last * itemsize), dtype=entry.dtype
+                )
+                if not part.shape:
+                    target.copy_(rows[0])
+                    continue
+                rows = rows.reshape(-1, *piece.box.shape[1:])
+                rows = rows[(slice(None), *part.slices()[1:])]
+                target[done : done + part.shape[0]].copy_(rows)
+                done += part.shape[0]
+
+    def _bytes(self, piece: Piece, begin: int, end: int) -> bytearray:
+        path = self.folder / piece.file
+        return read_range(self._descriptor(piece.file), piece.start + begin, end - begin, path)
+
+    def _descriptor(self, name: str) -> int:
+        if name not in self._open:
+            if len(self._open) == _MOST_OPEN:
+                self._close_files()
+            self._open[name] = open_plain(self.folder / name, self._sizes[name])
+        return self._open[name]
+
+    def _close_files(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def marker_of(index: bytes) -> str:
+    """Returns what `complete` says of an index."""
+    return hashlib.sha256(index).hexdigest() + "\n"
+
+
+def is_complete(folder: Path) -> bool:
+    """Returns whether a folder is a checkpoint of ours whose writing was finished. Reads no index."""
+    return (folder / COMPLETE).is_file() and (folder / INDEX).is_file()
+
+
+def _read_index(folder: Path) -> Index:
+    marker, text = (_content(folder / name) for name in (COMPLETE, INDEX))
+    if marker.decode("ascii", "replace") != marker_of(text):
+        raise CheckpointError(
+            "the checkpoint's index is not the one that was completed",
+            expected=f"an {INDEX} with the SHA-256 in {COMPLETE}",
+            got=printable(marker_of(text).strip()),
+            where=printable(folder),
+            fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+        )
+    return Index.from_json(text)
+
+
+def _content(path: Path) -> bytes:
+    descriptor = open_plain(path)
+    try:
+        return bytes(read_range(descriptor, 0, os.fstat(descriptor).st_size, path))
+    finally:
+        os.close(descriptor)
+
+
+def _corrupt(name: str, path: Path, start: int, nbytes: int) -> CheckpointError:
+    return CheckpointError(
+        f"{printable(name)} in the checkpoint is damaged",
+        expected="the bytes that were written, by their CRC-32",
+        got=f"others, among {nbytes} at {start} of {printable(path.name)}",
+        where=printable(path),
+        fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+    )

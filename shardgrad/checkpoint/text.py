@@ -1,0 +1,22 @@
+"""Showing what others wrote: names from a file cannot steer a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+__all__ = ["listed", "printable"]
+
+_LONGEST = 200
+
+
+def printable(text: object) -> str:
+    """Returns text with everything that is no printable character escaped, and cut to a line's length."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
+
+
+def listed(names: Collection[object], most: int = 8) -> str:
+    """Returns the first names, and how many more there are."""
+    shown = [printable(name) for name in sorted(names, key=str)[:most]]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,0 +1,234 @@
+"""Reading checkpoints of `torch.distributed.checkpoint` as data: nothing in them is run.
+
+torch keeps the list of contents in `.metadata`, a pickle, and each piece as a small `torch.save` archive.
+Here the pickle may name only the classes such a list is made of, and archives are opened with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from shardgrad.checkpoint.boxes import Box, tile
+from shardgrad.checkpoint.files import open_plain, read_range
+from shardgrad.checkpoint.index import DTYPES, Entry, Piece
+from shardgrad.checkpoint.source import Source
+from shardgrad.checkpoint.text import printable
+from shardgrad.checkpoint.tree import Value, flatten, join
+from shardgrad.errors import CheckpointError
+
+__all__ = ["METADATA", "TorchSource"]
+
+METADATA = ".metadata"
+_SCRIPT_OVERHEAD_NBYTES = 2**20  # what an archive may have beside its tensor
+_METADATA_MODULE = "torch.distributed.checkpoint.metadata"
+_ALLOWED = {
+    *((_METADATA_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    (_METADATA_MODULE, "TensorStorageMetadata"),
+    (_METADATA_MODULE, "BytesStorageMetadata"),
+    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name in DTYPES),
+    ("collections", "OrderedDict"),
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes the objects of a list of contents, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns an allowed class."""
+        if (module, name) == ("pathlib", "PosixPath"):
+            return _path_text  # torch notes where it wrote; nobody here goes there
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of contents")
+        return getattr(import_module(module), name)
+
+
+def _path_text(*parts: str) -> str:
+    return "/".join(parts)
+
+
+class TorchSource(Source):
+    """A checkpoint that `torch.distributed.checkpoint.save` wrote into a folder.
+
+    Its archives carry a CRC-32 each. A piece of a tensor is read whole, so on the host there is room for the
+    largest piece.
+
+    Args:
+        folder: where it is.
+
+    Raises:
+        CheckpointError: the list of contents is missing, holds more than data, or contradicts itself or the
+            files. No tensor is read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        metadata = _read_metadata(folder)
+        try:
+            self._pieces = _located(folder, metadata)
+            self.tensors, self.values = self._contents(metadata)
+        except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise _refused(folder, "a list of contents", f"{type(error).__name__}: {error}") from error
+
+    def check(self, name: str, box: Box) -> None:
+        """Compares the archives that hold a part of the box with their checksums."""
+        for piece in self.tensors[name].pieces:
+            if box.meets(piece.box) is not None:
+                self._archive(name, piece, tests=True)
+
+    def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copies from whole pieces."""
+        entry = self.tensors[name]
+        for piece in entry.pieces:
+            common = box.meets(piece.box)
+            if common is not None:
+                data = self._tensor(name, entry, piece)
+                target = into.detach()[common.seen_from(box).slices()]
+                target.copy_(data[common.seen_from(piece.box).slices()])
+
+    def _contents(self, metadata: Metadata) -> tuple[Mapping[str, Entry], Mapping[str, Value]]:
+        tensors, values = {}, {}
+        for key, stored in metadata.state_dict_metadata.items():
+            path = tuple((metadata.planner_data or {}).get(key, (key,)))
+            name = join(path)
+            if isinstance(stored, TensorStorageMetadata):
+                tensors[name] = self._entry(name, key, stored)
+            else:
+                values.update(self._values(name, key))
+        return tensors, values
+
+    def _entry(self, name: str, key: str, stored: TensorStorageMetadata) -> Entry:
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+        boxes = [box for box in boxes if box.numel]
+        shape, dtype = tuple(stored.size), stored.properties.dtype
+        if dtype not in DTYPES.values() or not tile(boxes, shape):
+            raise _refused(self.folder, f"pieces that make up {shape}", "others", where=name)
+        pieces = []
+        for box in boxes:
+            file, start, _ = self._pieces[key, box.offset]
+            pieces.append(Piece(file, start, box, ()))
+        self._pieces.update({(name, p.box.offset): self._pieces[key, p.box.offset] for p in pieces})
+        return Entry(dtype, shape, tuple(pieces))
+
+    def _values(self, name: str, key: str) -> dict[str, Value]:
+        file, start, nbytes = self._pieces[key, None]
+        value = self._load(name, io.BytesIO(self._read(file, start, nbytes)))
+        found: dict[str, Value] = {}
+        for leaf, kept in flatten({"v": value}).items():
+            if isinstance(kept, torch.Tensor):
+                raise _refused(self.folder, "tensors in entries of their own", "a tensor in a value", name)
+            found[name + leaf[1:]] = kept
+        return found
+
+    def _tensor(self, name: str, entry: Entry, piece: Piece) -> torch.Tensor:
+        data = self._load(name, self._archive(name, piece, tests=False))
+        got = f"{data.dtype} {tuple(data.shape)}" if isinstance(data, torch.Tensor) else str(type(data))
+        expected = f"{entry.dtype} {piece.box.shape}"
+        if not isinstance(data, torch.Tensor) or got != expected:
+            raise _refused(self.folder, expected, got, where=name)
+        return data
+
+    def _load(self, name: str, archive: io.BytesIO) -> Any:
+        try:
+            return torch.load(archive, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever a damaged or hostile archive makes torch raise
+            raise _refused(
+                self.folder, "an archive that holds only data", printable(error), where=name
+            ) from error
+
+    def _archive(self, name: str, piece: Piece, *, tests: bool) -> io.BytesIO:
+        """Returns the archive of a piece after a look at its own list: stored as it is, and no larger."""
+        file, start, nbytes = self._pieces[name, piece.box.offset]
+        entry = self.tensors[name]
+        limit = entry.nbytes(piece.box) + _SCRIPT_OVERHEAD_NBYTES
+        if nbytes > limit:
+            raise _refused(self.folder, f"at most {limit} bytes", f"{nbytes} bytes", where=name)
+        stream = io.BytesIO(self._read(file, start, nbytes))
+        try:
+            with zipfile.ZipFile(stream) as archive:
+                kinds = {member.compress_type for member in archive.infolist()}
+                damaged = archive.testzip() if tests and kinds == {zipfile.ZIP_STORED} else None
+        except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError, OverflowError) as error:
+            raise _refused(self.folder, "a torch.save archive", printable(error), where=name) from error
+        if kinds != {zipfile.ZIP_STORED} or damaged:
+            raise _refused(self.folder, "an undamaged, uncompressed archive", "another", where=name)
+        stream.seek(0)
+        return stream
+
+    def _read(self, file: str, start: int, nbytes: int) -> bytearray:
+        descriptor = open_plain(self.folder / file)
+        try:
+            return read_range(descriptor, start, nbytes, self.folder / file)
+        finally:
+            os.close(descriptor)
+
+
+_Located = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
+
+
+def _located(folder: Path, metadata: Metadata) -> _Located:
+    """Returns file, first byte and size of every piece; all inside files that lie in the folder."""
+    sizes: dict[str, int] = {}
+    found: _Located = {}
+    index: MetadataIndex
+    for index, info in metadata.storage_data.items():
+        file, start, nbytes = str(info.relative_path), info.offset, info.length
+        if "/" in file or file in ("", ".", ".."):
+            raise _refused(folder, "names of files without folders", printable(file))
+        if getattr(info, "transform_descriptors", None):
+            raise _refused(
+                folder, "pieces as they are", f"pieces transformed by {info.transform_descriptors}"
+            )
+        if file not in sizes:
+            descriptor = open_plain(folder / file)
+            sizes[file] = os.fstat(descriptor).st_size
+            os.close(descriptor)
+        if not (start >= 0 and nbytes >= 0 and start + nbytes <= sizes[file]):
+            got = f"{nbytes} bytes at {start}"
+            raise _refused(folder, f"bytes inside {file}, which has {sizes[file]}", got, where=index.fqn)
+        key = index.fqn, None if index.offset is None else tuple(index.offset)
+        found[key] = file, start, nbytes
+    return found
+
+
+def _read_metadata(folder: Path) -> Metadata:
+    descriptor = open_plain(folder / METADATA)
+    path = folder / METADATA
+    try:
+        text = read_range(descriptor, 0, os.fstat(descriptor).st_size, path)
+    finally:
+        os.close(descriptor)
+    try:
+        metadata = _Unpickler(io.BytesIO(text)).load()
+    except Exception as error:  # a damaged pickle raises whatever its bytes spell
+        raise _refused(folder, "a list of contents and nothing else", printable(error)) from error
+    if not isinstance(metadata, Metadata):
+        raise _refused(folder, "a list of contents", type(metadata).__name__)
+    return metadata
+
+
+def _refused(folder: Path, expected: str, got: str, where: str | None = None) -> CheckpointError:
+    return CheckpointError(
+        "the checkpoint is damaged, or was not written by torch.distributed.checkpoint",
+        expected=expected,
+        got=printable(got),
+        where=printable(folder if where is None else where),
+        fix="another checkpoint",
+    )
