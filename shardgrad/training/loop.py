@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardgrad.journal import journal
 from shardgrad.training.checkpoint import Checkpoints, TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Corpus, Sampler, load_corpus
@@ -132,6 +133,7 @@ class Run:
                 self._report(result)
             if self._is_due(config.eval_every):
                 self._validate()
+            journal.enter("vote whether to go on")
             is_stopping = self._place.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
@@ -144,6 +146,7 @@ class Run:
 
     def _report(self, result: StepResult) -> None:
         """Bring every rank's numbers together: the one time that a step waits for the device."""
+        journal.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         rows = self._place.gather(
@@ -174,6 +177,7 @@ class Run:
             self._record.step(metrics)
 
     def _validate(self) -> None:
+        journal.enter("validation")
         began_s = time.perf_counter()
         loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._place)
         self._validation_loss = loss
@@ -186,6 +190,7 @@ class Run:
         self._reported_s += time.perf_counter() - began_s  # no part of the training speed
 
     def _save(self) -> None:
+        journal.enter("checkpoint")
         began_s = time.perf_counter()
         rows = self._place.gather([float(self._health.first_bad_step())])
         _refuse_bad_step([row[0] for row in rows])

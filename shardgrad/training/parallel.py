@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardgrad.journal import journal
+from shardgrad.lookout import Lookout, OnStall
 from shardgrad.training.config import TrainConfig, mesh_shape
 from shardgrad.training.failure import UsageError
 from shardgrad.training.heap import keep_freed_memory
@@ -42,13 +44,15 @@ class Place:
         """Every rank's `values` (as many on each), in the order of ranks."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self.control)
+        with journal.line(self.control).awaited("exchange of the ranks' numbers", mine):
+            dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank."""
         vote = torch.tensor([int(flag)])
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
+        with journal.line(self.control).awaited("vote of the ranks", vote):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
     def tell_all(self, text: str) -> str:
@@ -79,6 +83,12 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
     limit = timedelta(seconds=config.timeout)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
     return Place(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
+
+
+def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> Lookout:
+    """Begin to answer other ranks that ask where this one is; see :class:`Lookout`."""
+    store = dist.distributed_c10d._get_default_store()
+    return Lookout(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
 
 
 def build_mesh(place: Place, text: str | None) -> DeviceMesh:
