@@ -210,6 +210,10 @@ def _out_of_order(testimonies: Mapping[int, Testimony]) -> Finding | None:
                 made.setdefault(f"{entry.what} ({entry.numel} x {entry.dtype})", []).append(t)
         # Most are taken to be right; among equals, those with the lowest rank.
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
+        if len(made) == 1:  # before what is remembered
+            return Finding(
+                (), f"The ranks have left their common order some time before {right} (number {number})."
+            )
         wrong = next(what for what in made if what != right)
         odd = made[wrong][0]
         ranks = tuple(t.rank for t in made[wrong])

@@ -177,13 +177,20 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault("Ctrl-C twice", "interrupt twice", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("terminated by a scheduler", "terminate", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("launcher killed", "kill launcher", (*_FORWARD, *_BACKWARD), _E.STOPS),
-    Fault("NaN in a gradient", "poison gradient", _BACKWARD[:1], words=("finite",)),
+    Fault("NaN in the loss", "poison loss", (PartSpot("data"),), words=("finite", "the loss of rank")),
+    Fault(
+        "NaN in a gradient",
+        "poison gradient",
+        _BACKWARD[:1],
+        _E.SAYS,
+        words=("stopped being finite at step", "the gradient of parameter"),
+    ),
     Fault(
         "replica differs in one bit",
         "flip parameter",
         (PartSpot("data"),),
         programs=(Program(4, ("--mesh", "2x2")),),
-        words=("replica",),
+        words=("Replicas have drifted apart",),
     ),
     *(Tampering(f"checkpoint {name}", tamper) for name, tamper in TAMPERINGS.items()),
 )

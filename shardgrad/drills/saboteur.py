@@ -29,6 +29,7 @@ from shardgrad.journal import Journal, Line, journal
 from shardgrad.managed_param import local_of, managed_by
 from shardgrad.param_group import ParamGroup
 from shardgrad.training.corpus import Sampler
+from shardgrad.training.model import Transformer
 from shardgrad.training.step import TrainStep
 
 __all__ = ["FileSpot", "PartSpot", "Plan", "Spot", "Trace", "arm"]
@@ -338,6 +339,17 @@ def _poison_gradient(saboteur: Saboteur) -> None:
     setattr(Arrivals, take.__name__, take)
 
 
+def _poison_loss(saboteur: Saboteur) -> None:
+    """Makes this rank's next loss NaN."""
+    inner = Transformer.loss
+
+    def loss(model: Transformer, *batch: torch.Tensor) -> torch.Tensor:
+        setattr(Transformer, loss.__name__, inner)
+        return inner(model, *batch) * float("nan")
+
+    setattr(Transformer, loss.__name__, loss)
+
+
 def _flip_parameter(saboteur: Saboteur) -> None:
     """Turns one bit of one weight on this rank, as failing memory would."""
     parameters = [] if saboteur.model is None else [p for p in saboteur.model.parameters() if p.ndim == 2]
@@ -385,6 +397,7 @@ _DEEDS: dict[str, Callable[[Saboteur], None]] = {
     "clock back": _turn_clock(-24.0),
     "leave order": _leave_order,
     "poison gradient": _poison_gradient,
+    "poison loss": _poison_loss,
     "flip parameter": _flip_parameter,
     "cut link": _cut_link,
 }

@@ -61,6 +61,12 @@ class Place:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
+    def tell_each_other(self, text: str) -> list[str]:
+        """Every rank's `text`, in the order of ranks."""
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text, group=self.control)
+        return texts
+
 
 def join(config: TrainConfig, *, init_method: str) -> Place:
     """Take this process's place among the ranks that torchrun or the launcher started.
@@ -91,14 +97,27 @@ def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> Lookout:
     return Lookout(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
 
 
-def build_mesh(place: Place, text: str | None) -> DeviceMesh:
-    """The mesh that `--mesh` describes: one axis to shard over, or an axis of replicas before it."""
+def build_mesh(place: Place, text: str | None, *, timeout_s: float) -> DeviceMesh:
+    """The mesh that `--mesh` describes: one axis to shard over, or an axis of replicas before it.
+
+    Args:
+        place: this rank.
+        text: as given.
+        timeout_s: of collectives; a mesh that makes its own groups gives them half an hour.
+    """
     shape = mesh_shape(text) or (place.world_size,)
     room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
     if room != place.world_size:
         raise UsageError(f"--mesh {text} has room for {room} ranks, but {place.world_size} are running.")
-    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
-    return init_device_mesh(place.device.type, shape, mesh_dim_names=names)
+    if len(shape) == 1:
+        return init_device_mesh(place.device.type, shape, mesh_dim_names=("shard",))
+    ranks = torch.arange(room).view(shape)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))[0]
+        for rows in (ranks.T, ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, place.device.type, ranks, mesh_dim_names=names)
 
 
 def default_ranks(device: str) -> int:
