@@ -9,7 +9,7 @@ from enum import Enum
 from pathlib import Path
 
 from shardgrad.drills.saboteur import FileSpot, PartSpot, Plan, Spot
-from shardgrad.drills.stage import EVERY, STEPS, Program
+from shardgrad.drills.stage import EVERY, STEPS, TIMEOUT_S, Program
 from shardgrad.drills.tampering import TAMPERINGS
 
 __all__ = ["CATALOGUE", "Expectation", "Fault", "Tampering"]
@@ -115,7 +115,9 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     *_everywhere("killed", "kill", words=("ended by SIGKILL",)),
     *_everywhere("stopped", "stop", words=("does not answer",)),
     *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
-    Fault("slowed beyond the limit", "sleep", (*_DATA, *_OPTIMIZER), seconds=12.0, words=("is late",)),
+    Fault(
+        "slowed beyond the limit", "sleep", (*_DATA, *_OPTIMIZER), seconds=3 * TIMEOUT_S, words=("is late",)
+    ),
     Fault("segmentation fault", "crash", (*_FORWARD, *_BACKWARD), words=("ended by SIGSEGV",)),
     Fault("abort in a library", "abort", (*_FORWARD, *_BACKWARD), words=("ended by SIGABRT",)),
     Fault("exit without a word", "exit", (*_FORWARD, *_OPTIMIZER), words=("ended with status 7",)),

@@ -8,6 +8,7 @@ torchrun would start them. Everything else is the program as people run it, from
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import multiprocessing
 import os
@@ -21,17 +22,16 @@ from typing import Any
 
 from shardgrad.drills.hosts import Hosts
 from shardgrad.drills.saboteur import Plan, Trace, arm
-from shardgrad.training import (
-    loop,  # noqa: F401 -- so that it is there when a rank is forked
-    spawn,
-)
+from shardgrad.training import launch, loop, spawn
 
 __all__ = ["Command", "Outcome", "Program", "Stage", "losses"]
 
 STEPS, EVERY = 6, 2
-TIMEOUT_S = 4.0
+TIMEOUT_S = 8.0
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
+# What every rank imports late: once here, so that those that are forked have it.
+_WARM = (launch, loop, *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")))
 
 Command = Callable[[Sequence[str]], None]
 
