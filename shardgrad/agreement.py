@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from .account import Account, conclude, give_account
 from .errors import DesyncError, RankDisagreementError
 from .journal import journal
-from .testimony import Testimony, conclude, testify
 
 if TYPE_CHECKING:
     from .unit import Unit
@@ -122,15 +122,15 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     if all(len(states) == 1 for states in lines.values()):
         return
     texts = [""] * group.size()
-    testimony = testify(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
-    dist.all_gather_object(texts, testimony.to_json(), group=group)
-    heard = {t.rank: t for t in map(Testimony.from_json, texts)}
+    account = give_account(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
+    dist.all_gather_object(texts, account.to_json(), group=group)
+    heard = {t.rank: t for t in map(Account.from_json, texts)}
     finding = conclude(heard, max(heard) + 1)
     counts = ", ".join(f"rank {rank}: {sum(map(t.begun, t.lines))}" for rank, t in sorted(heard.items()))
     raise DesyncError(
         finding.sentence if finding.culprits else f"ranks have made more collectives than others: {counts}",
         expected="the same collectives in the same order on every rank",
         got=f"{sum(len(states) > 1 for states in lines.values())} groups of ranks that differ",
-        where=f"rank {dist.get_rank()}, {testimony.place}",
+        where=f"rank {dist.get_rank()}, {account.place}",
         fix="with shardgrad.participate(model): if ranks run different units",
     )

@@ -17,12 +17,12 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from .account import Account, Finding, conclude, give_account
 from .journal import journal
-from .testimony import Finding, Testimony, conclude, testify
 
 __all__ = ["Lookout", "OnStall"]
 
-OnStall = Callable[[Finding, dict[int, Testimony]], None]
+OnStall = Callable[[Finding, dict[int, Account]], None]
 
 _PREFIX = "shardgrad/inquest"
 _ASKED = "asked"
@@ -95,20 +95,20 @@ class Lookout:
         with suppress(Exception):  # the store may be gone, and what is being reported is worse
             self._answer(self._asking, self._open_round(self._asking))
 
-    def ask(self, *, patience_s: float) -> tuple[Finding, dict[int, Testimony]]:
+    def ask(self, *, patience_s: float) -> tuple[Finding, dict[int, Account]]:
         """Asks every rank where it is and concludes.
 
         Args:
             patience_s: how long to wait at most; less once nobody has answered for six periods.
 
         Returns:
-            The finding, and the testimonies it rests on, by rank.
+            The finding, and the accounts it rests on, by rank.
         """
         return self._ask(self._asking, patience_s)
 
     def _ask(
         self, store: Store, patience_s: float, *, is_new: bool = False
-    ) -> tuple[Finding, dict[int, Testimony]]:
+    ) -> tuple[Finding, dict[int, Account]]:
         answers = {self._rank: self._own()}
         try:
             number = self._open_round(store, is_new=is_new)
@@ -118,7 +118,7 @@ class Lookout:
             return self._without_store(answers), answers
         return conclude(answers, self._world_size), answers
 
-    def _without_store(self, answers: dict[int, Testimony]) -> Finding:
+    def _without_store(self, answers: dict[int, Account]) -> Finding:
         own = answers[self._rank]
         here = own.place if own.awaited is None else f"the {own.awaited.what}, {own.place}"
         gone = "The store in which the ranks met is gone: its host ended, or the way to it is cut."
@@ -143,7 +143,7 @@ class Lookout:
         number, step = store.get(_ASKED).decode().split()
         return int(number), int(step)
 
-    def _collect(self, store: Store, number: int, answers: dict[int, Testimony], patience_s: float) -> None:
+    def _collect(self, store: Store, number: int, answers: dict[int, Account], patience_s: float) -> None:
         """Adds what arrives, until all have answered, or it has been silent for a while."""
         heard_s = time.monotonic()
         end_s = heard_s + patience_s
@@ -152,12 +152,12 @@ class Lookout:
         ):
             for rank in range(self._world_size):
                 if rank not in answers and store.check([f"{number}/{rank}"]):
-                    answers[rank] = Testimony.from_json(store.get(f"{number}/{rank}").decode())
+                    answers[rank] = Account.from_json(store.get(f"{number}/{rank}").decode())
                     heard_s = time.monotonic()
             time.sleep(self.period_s / 10)
 
-    def _own(self) -> Testimony:
-        return testify(journal, self._rank, thread=self._trains, error=self._error)
+    def _own(self) -> Account:
+        return give_account(journal, self._rank, thread=self._trains, error=self._error)
 
     def _answer(self, store: Store, number: int) -> None:
         with self._lock:

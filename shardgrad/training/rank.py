@@ -21,8 +21,8 @@ from shardgrad.training.failure import PeerLost, TrainingError, UsageError, expl
 from shardgrad.training.stop import StopRequest
 
 if TYPE_CHECKING:
+    from shardgrad.account import Account, Finding
     from shardgrad.lookout import Lookout
-    from shardgrad.testimony import Finding, Testimony
 
 INQUEST = "inquest.json"  # in the run folder: what every rank said when it went wrong
 _PATIENCE_S = 10.0  # for the other ranks to say where they are
@@ -158,14 +158,14 @@ def _failed(error: Exception, rank: int, folder: Path, lookout: Lookout | None) 
     )
 
 
-def _tell_of_stall(finding: Finding, answers: dict[int, Testimony]) -> None:
+def _tell_of_stall(finding: Finding, answers: dict[int, Account]) -> None:
     """Say who holds up the others, while it lasts, once: the lowest of those who wait does."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
         print(f"shardgrad train: {finding.sentence}", *finding.stack, sep="\n  ", file=sys.stderr, flush=True)
 
 
-def _keep(finding: Finding, answers: dict[int, Testimony], folder: Path) -> None:
+def _keep(finding: Finding, answers: dict[int, Account], folder: Path) -> None:
     """Leave what was found, and what every rank said, in the run folder, if that can be written."""
     facts = {
         "finding": dataclasses.asdict(finding),

@@ -1,6 +1,6 @@
 """What each rank says of itself when something hangs or fails, and what follows from it all.
 
-Pure: nothing here communicates. `lookout.py` collects the testimonies.
+Pure: nothing here communicates. `lookout.py` collects the accounts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from types import FrameType
 
 from .journal import Entry, Journal
 
-__all__ = ["Finding", "Testimony", "conclude", "testify"]
+__all__ = ["Account", "Finding", "conclude", "give_account"]
 
 _FRAMES = 24
 
 
 @dataclass(frozen=True)
-class Testimony:
+class Account:
     """One rank's own word.
 
     Attributes:
@@ -50,11 +50,11 @@ class Testimony:
     stack: tuple[str, ...]
 
     def to_json(self) -> str:
-        """The testimony as text."""
+        """The account as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Testimony:
+    def from_json(cls, text: str) -> Account:
         """The inverse of `to_json`."""
         facts = json.loads(text)
         facts["awaited"] = None if facts["awaited"] is None else Entry(*facts["awaited"])
@@ -86,8 +86,8 @@ def place_in_words(step: int, part: str, unit: str) -> str:
     return ", ".join(filter(None, (f"step {step}" if step else "", where))) or "a place it does not name"
 
 
-def testify(journal: Journal, rank: int, *, thread: int, error: BaseException | str | None) -> Testimony:
-    """Returns this rank's testimony.
+def give_account(journal: Journal, rank: int, *, thread: int, error: BaseException | str | None) -> Account:
+    """Returns this rank's account.
 
     Args:
         journal: of this rank.
@@ -98,7 +98,7 @@ def testify(journal: Journal, rank: int, *, thread: int, error: BaseException | 
     waits = journal.waits_in
     frame = sys._current_frames().get(thread)
     known = isinstance(error, BaseException)
-    return Testimony(
+    return Account(
         rank=rank,
         step=journal.step,
         part=journal.part,
@@ -131,7 +131,7 @@ def _in_words(frames: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Finding:
-    """What follows from the testimonies.
+    """What follows from the accounts.
 
     Attributes:
         culprits: ranks that the others wait for, that failed by themselves, or that left the common order;
@@ -152,7 +152,7 @@ class Finding:
         return f"{self.what} {self.waits}".rstrip()
 
 
-def conclude(testimonies: Mapping[int, Testimony], world_size: int) -> Finding:
+def conclude(accounts: Mapping[int, Account], world_size: int) -> Finding:
     """Names who holds up the others, where they wait, and what kind of trouble it is.
 
     Ranks are suspected in this order: who failed by itself; who left the common order of collectives; who
@@ -160,22 +160,22 @@ def conclude(testimonies: Mapping[int, Testimony], world_size: int) -> Finding:
     what they wait for, it is the network between them.
     """
     for suspect in (_failed, _out_of_order):
-        finding = suspect(testimonies)
+        finding = suspect(accounts)
         if finding is not None:
             return finding
-    silent = tuple(rank for rank in range(world_size) if rank not in testimonies)
+    silent = tuple(rank for rank in range(world_size) if rank not in accounts)
     if silent:
         words = "does not answer: it" if len(silent) == 1 else "do not answer: they"
         was = "was" if len(silent) == 1 else "were"
         return Finding(
             silent,
             f"{_ranks(silent)} {words} ended, or {was} stopped or cut off.",
-            _who_waits(testimonies, silent),
+            _who_waits(accounts, silent),
         )
-    late = _late(testimonies)
+    late = _late(accounts)
     if late is not None:
         return late
-    waiting = [t for t in testimonies.values() if t.awaited is not None]
+    waiting = [t for t in accounts.values() if t.awaited is not None]
     if not waiting:
         return Finding((), "All ranks answer, and none waits for another.")
     first = min(waiting, key=_progress)
@@ -186,24 +186,24 @@ def conclude(testimonies: Mapping[int, Testimony], world_size: int) -> Finding:
     )
 
 
-def _failed(testimonies: Mapping[int, Testimony]) -> Finding | None:
-    failed = [t for _, t in sorted(testimonies.items()) if t.error is not None]
+def _failed(accounts: Mapping[int, Account]) -> Finding | None:
+    failed = [t for _, t in sorted(accounts.items()) if t.error is not None]
     if not failed:
         return None
     first = failed[0]
     culprits = tuple(t.rank for t in failed)
     what = f"Rank {first.rank} failed at {first.place} ({first.error})."
-    return Finding(culprits, what, _who_waits(testimonies, culprits), first.stack)
+    return Finding(culprits, what, _who_waits(accounts, culprits), first.stack)
 
 
-def _out_of_order(testimonies: Mapping[int, Testimony]) -> Finding | None:
+def _out_of_order(accounts: Mapping[int, Account]) -> Finding | None:
     """Looks in each group for the first collective that not all its ranks have made alike."""
-    for group in dict.fromkeys(name for t in testimonies.values() for name in t.lines):
-        members = [t for _, t in sorted(testimonies.items()) if group in t.lines]
+    for group in dict.fromkeys(name for t in accounts.values() for name in t.lines):
+        members = [t for _, t in sorted(accounts.items()) if group in t.lines]
         number = _first_difference(group, members)
         if number is None:
             continue
-        made: dict[str, list[Testimony]] = {}
+        made: dict[str, list[Account]] = {}
         for t in members:
             entry = t.entry(group, number)
             if entry is not None:
@@ -227,7 +227,7 @@ def _out_of_order(testimonies: Mapping[int, Testimony]) -> Finding | None:
     return None
 
 
-def _first_difference(group: str, members: Sequence[Testimony]) -> int | None:
+def _first_difference(group: str, members: Sequence[Account]) -> int | None:
     """The first number at which fingerprints differ, among those that at least two members remember."""
     seen: dict[int, set[int]] = {}
     for t in members:
@@ -237,14 +237,14 @@ def _first_difference(group: str, members: Sequence[Testimony]) -> int | None:
     return min(different, default=None)
 
 
-def _late(testimonies: Mapping[int, Testimony]) -> Finding | None:
+def _late(accounts: Mapping[int, Account]) -> Finding | None:
     """Looks for ranks that have not begun what another waits for."""
-    late: dict[int, Testimony] = {}
-    for t in testimonies.values():
+    late: dict[int, Account] = {}
+    for t in accounts.values():
         if t.group is None or t.awaited is None:
             continue
         for rank in t.lines[t.group][0]:
-            other = testimonies.get(rank)
+            other = accounts.get(rank)
             if other is not None and other.begun(t.group) < t.awaited.number:
                 late[rank] = other
     if not late:
@@ -256,19 +256,19 @@ def _late(testimonies: Mapping[int, Testimony]) -> Finding | None:
     return Finding(
         (first.rank,),
         f"Rank {first.rank} is late, at {first.place}{at}.",
-        _who_waits(testimonies, (first.rank,)),
+        _who_waits(accounts, (first.rank,)),
         first.stack,
     )
 
 
-def _progress(t: Testimony) -> tuple[int, int]:
+def _progress(t: Account) -> tuple[int, int]:
     return t.step, sum(entries[-1].number for _, entries in t.lines.values() if entries)
 
 
-def _who_waits(testimonies: Mapping[int, Testimony], culprits: tuple[int, ...]) -> str:
+def _who_waits(accounts: Mapping[int, Account], culprits: tuple[int, ...]) -> str:
     """Returns "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1, step 3." or nothing."""
     at: dict[str, list[int]] = {}
-    for rank, t in sorted(testimonies.items()):
+    for rank, t in sorted(accounts.items()):
         if rank not in culprits:
             at.setdefault(_collective(t) if t.awaited is not None else t.place, []).append(rank)
     whom = "it" if len(culprits) == 1 else "them"
@@ -280,7 +280,7 @@ def _who_waits(testimonies: Mapping[int, Testimony], culprits: tuple[int, ...]) 
     return " ".join(sentences)
 
 
-def _collective(t: Testimony) -> str:
+def _collective(t: Account) -> str:
     entry = t.awaited
     what = "a collective" if entry is None else f"the {entry.what}"
     return f"{what}, {place_in_words(t.step, t.part, '')}"
