@@ -11,6 +11,7 @@ from .graphs import GraphPool, UncapturableStepWarning, graphed_step
 from .module import FSDPModule, register_fsdp_forward_method
 from .participation import participate
 from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .replicas import replica_report
 
 __version__ = "0.1.0"
 
@@ -33,4 +34,5 @@ __all__ = [
     "optim",
     "participate",
     "register_fsdp_forward_method",
+    "replica_report",
 ]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from .buffers import Chunks
 from .errors import CollectiveError, DesyncError, unsupported
+from .journal import Entry, Line, journal
 from .labels import LABEL_NUMEL, Label, words_for
 
 __all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "transport_for"]
@@ -64,6 +65,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
+        self._line = journal.line(group)
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
@@ -93,8 +95,9 @@ class Transport(ABC):
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
             return _Arrived([chunk])
+        entry = self._line.begin(what, chunk)
         work = _checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Waiting(work, [chunk], what, self.group)
+        return _Waiting(work, [chunk], entry, self._line, self.group)
 
 
 class _Arrived:
@@ -111,16 +114,24 @@ class _Waiting:
     """A flight that a backend's work ends."""
 
     def __init__(
-        self, work: dist.Work | None, chunks: list[torch.Tensor], what: str, group: dist.ProcessGroup
+        self,
+        work: dist.Work | None,
+        chunks: list[torch.Tensor],
+        entry: Entry,
+        line: Line,
+        group: dist.ProcessGroup,
     ) -> None:
         self._work = work
         self._chunks = chunks
-        self._what = what
+        self._entry = entry
+        self._line = line
         self._group = group
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            _checked(self._what, self._group, self._work.wait)
+            journal.waits_in = self._line, self._entry
+            _checked(self._entry.what, self._group, self._work.wait)
+            journal.waits_in = None  # not if it raised: then it is what is asked for
         return self._chunks
 
 
@@ -128,9 +139,15 @@ class _Exchange(_Waiting):
     """A flight whose chunks carry labels that the host can read."""
 
     def __init__(
-        self, work: dist.Work | None, chunks: list[torch.Tensor], label: Label, group: dist.ProcessGroup
+        self,
+        work: dist.Work | None,
+        chunks: list[torch.Tensor],
+        label: Label,
+        entry: Entry,
+        line: Line,
+        group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(work, chunks, label.what, group)
+        super().__init__(work, chunks, entry, line, group)
         self._label = label
 
     def wait(self) -> list[torch.Tensor]:
@@ -139,10 +156,11 @@ class _Exchange(_Waiting):
         for source, chunk in enumerate(chunks):
             digits = _end(chunk).tolist()
             if digits != expected:
+                journal.waits_in = self._line, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
                     f"rank {members[source]} is somewhere else: it sent the {words_for(digits)}",
-                    expected=f"the {self._what} from every rank of {members}",
+                    expected=f"the {self._label.what} from every rank of {members}",
                     got=f"the {words_for(digits)}",
                     where=f"rank {dist.get_rank()}",
                     fix=_FIX,
@@ -191,12 +209,14 @@ class StreamTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
+        self._line.begin(label.what, chunk)
         _checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """See `Transport.reduce_scatter`. In place: the sum lands in this rank's chunk of `send`."""
         own = send.parts[self.rank]
+        self._line.begin(label.what, own)
         _checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
 
@@ -218,31 +238,37 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         if self.size == 1:
             return _Arrived([chunk])
+        entry = self._line.begin(label.what, chunk)
         self._forget_labels(staging.parts)
         if self.size == 2:
-            return self._swap(chunk, chunk, staging.parts[0], label)
+            return self._swap(chunk, chunk, staging.parts[0], label, entry)
         work = _checked(
             label.what,
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(staging.parts), label, self.group)
+        return _Exchange(work, list(staging.parts), label, entry, self._line, self.group)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
             return _Arrived([send.parts[0]])
+        entry = self._line.begin(label.what, send.parts[0])
         self._forget_labels(receive.parts)
         if self.size == 2:
-            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label)
+            return self._swap(
+                send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label, entry
+            )
         work = _checked(
             label.what,
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(receive.parts), label, self.group)
+        return _Exchange(work, list(receive.parts), label, entry, self._line, self.group)
 
-    def _swap(self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: Label) -> Flight:
+    def _swap(
+        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: Label, entry: Entry
+    ) -> Flight:
         """Gives the other of two ranks one chunk and takes one."""
         splits = [0, 0]
         splits[1 - self.rank] = given.numel()
@@ -254,7 +280,8 @@ class ExchangeTransport(Transport):
             return work
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        return _Exchange(_checked(label.what, self.group, swap), chunks, label, self.group)
+        work = _checked(label.what, self.group, swap)
+        return _Exchange(work, chunks, label, entry, self._line, self.group)
 
     @staticmethod
     def _forget_labels(chunks: Sequence[torch.Tensor]) -> None:

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from . import ops
 from .errors import GradientError, OptionError
+from .journal import journal
 from .selection import Gradients, select
 
 __all__ = ["find_nonfinite", "norm_of"]
 
+_WHAT = "all-reduce of the gradients' norm"
 
 # A norm's value and its count of non-finite elements, and the groups of ranks it must be summed over.
 _Part = tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
@@ -178,13 +180,15 @@ def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
     if not math.isinf(norm_type):
-        dist.all_reduce(value, group=group)
+        with journal.line(group).awaited(_WHAT, value):
+            dist.all_reduce(value, group=group)
         return
     # One message: an extreme and a count. A minimum is a maximum of the opposite; what NaN becomes in a
     # backend's maximum is not defined, so it travels as an infinity, and the count tells.
     sign = math.copysign(1.0, norm_type)
     total, count = value.unbind()
     message = torch.stack([(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count])
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    with journal.line(group).awaited(_WHAT, message):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     total, count = message.unbind()
     value.copy_(torch.stack([total * sign, count]))

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .build import Guest
 from .context import RootContext, inside_backward
 from .dynamo import outside_graphs
+from .journal import journal
 from .mesh import DataParallelMesh
 from .param_group import ParamGroup, ShardState
 from .roots import establish_context
@@ -164,6 +165,7 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Makes the parameters whole, and returns the inputs, cast and watched."""
         context = self.context or establish_context(self)
+        journal.unit = self.name
         recomputing = inside_backward()
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
@@ -262,6 +264,7 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
+        journal.unit = self.name
         context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
         for reducer in self.reducers:

@@ -70,7 +70,6 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     Ctrl-C finishes the step and saves; once more stops at once.
     """
     from shardgrad.training.launch import newest_run, start
-    from shardgrad.training.rank import Blame
 
     try:
         given = read_settings(file) if file is not None else {}
@@ -82,8 +81,10 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     except TrainingError as error:
         click.echo(f"shardgrad train: {error}", err=True)
         sys.exit(error.exit_status)
-    if report.exit_status and (report.rank == 0 or report.blame is Blame.OWN):
+    if report.exit_status and report.speaks:
         click.echo(f"shardgrad train: {report.sentence}", err=True)
+        for frame in report.stack:
+            click.echo(f"  {frame}", err=True)
     sys.exit(report.exit_status)
 
 

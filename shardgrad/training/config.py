@@ -101,6 +101,18 @@ class TrainConfig:
     log_every: int = _setting(10, "Steps between metrics.", least=1)
     eval_every: int = _setting(100, "Steps between validations; the last step always has one.", least=1)
     eval_samples: int = _setting(64, "Held-out sequences in a validation.", least=1)
+    check_every: int = _setting(
+        100,
+        "Steps between checks for faults that make no noise: ranks that left the common order of "
+        "collectives, replicas that differ, parameters that do not move; 0: only before checkpoints.",
+        least=0,
+    )
+    on_nonfinite: str = _setting(
+        "stop",
+        "After a step whose loss or gradients are not finite, and which updates nothing: stop; skip goes on "
+        "with the next; dump stops and leaves its numbers in the run folder.",
+        choices=("stop", "skip", "dump"),
+    )
     checkpoint_every: int = _setting(100, "Steps between checkpoints; the last step always has one.", least=1)
     checkpoint_async: bool = _setting(
         False, "Write checkpoints while training goes on, from a copy in host memory."
@@ -124,6 +136,11 @@ class TrainConfig:
             )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
             raise UsageError("--engine none trains in one process: use --ranks 1, or an engine that shards.")
+        if self.on_nonfinite == "skip" and self.engine == "fsdp2":
+            raise UsageError(
+                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers leave out such "
+                "steps: choose one of them, or stop."
+            )
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(
                 "--graph on is for --engine shardgrad or none, whose steps can be one graph as a whole: "

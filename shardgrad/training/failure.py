@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 
+from shardgrad.errors import DesyncError
+
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
 _TIMEOUT_WORDS = ("timed out waiting", "timeout", "timed out")
@@ -47,6 +49,8 @@ def explain(error: BaseException) -> TrainingError:
         return DiskFull(f"The disk is full or a quota is used up ({_first_line(reason)}): free some space.")
     if isinstance(error, OSError):
         return TrainingError(f"The operating system refused: {_first_line(error)}.")
+    if isinstance(error, DesyncError):
+        return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
     text = str(error).lower()
     if isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS):
         return TrainingError(

@@ -8,17 +8,20 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardgrad.agreement import require_same_collectives
+from shardgrad.journal import journal
 from shardgrad.training.checkpoint import Checkpoints, TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Corpus, Sampler, load_corpus
 from shardgrad.training.display import SilentDisplay, choose_display, nice_seconds
-from shardgrad.training.failure import Interrupted, TrainingError, UsageError
+from shardgrad.training.failure import Interrupted, UsageError
+from shardgrad.training.health import Health, StepResult, Vigil
 from shardgrad.training.model import count_parameters
 from shardgrad.training.optimizer import build_optimizer, build_schedule
 from shardgrad.training.parallel import Place, build_mesh, memory_nbytes
 from shardgrad.training.record import RunRecord, StepMetrics
 from shardgrad.training.sharding import build_model
-from shardgrad.training.step import Health, StepResult, TrainStep, validation_loss
+from shardgrad.training.step import TrainStep, validation_loss
 from shardgrad.training.stop import StopRequest
 
 
@@ -42,7 +45,8 @@ def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *,
         validation_fraction=config.validation_fraction,
         seq_len=config.seq_len,
     )
-    model = build_model(config, build_mesh(place, config.mesh), place.device)
+    mesh = build_mesh(place, config.mesh, timeout_s=config.timeout)
+    model = build_model(config, mesh, place.device)
     optimizer = build_optimizer(model, config)
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
     # Weights are the same everywhere; what is drawn from here on (dropout) must differ between ranks.
@@ -96,7 +100,9 @@ class Run:
         self._display = display
         self._record = RunRecord(folder) if place.leads else None
         self._step = TrainStep(state, Sampler(corpus.train, config.seq_len, config.seed), config, place)
-        self._health = Health(place.device)
+        names = [name for name, p in state.model.named_parameters() if p.requires_grad]
+        self._health = Health(names, config.on_nonfinite, folder, place)
+        self._vigil = Vigil(state, place)
         self._first_step = state.step
         self._entropy = corpus.unigram_entropy()
         self._validation_loss = float("nan")
@@ -135,8 +141,11 @@ class Run:
             self._unreported_steps += 1
             if self._is_due(config.log_every):
                 self._report(result)
+            if config.check_every and self._is_due(config.check_every):
+                self._check()
             if self._is_due(config.eval_every):
                 self._validate()
+            journal.enter("vote whether to go on")
             is_stopping = self._place.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
@@ -151,16 +160,11 @@ class Run:
 
     def _report(self, result: StepResult) -> None:
         """Bring every rank's numbers together: the one time that a step waits for the device."""
+        journal.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        rows = self._place.gather(
-            [
-                float(result.loss),
-                float(memory_nbytes(self._place.device)),
-                float(self._health.first_bad_step()),
-            ]
-        )
-        _refuse_bad_step([row[2] for row in rows])
+        self._examine()
+        rows = self._place.gather([float(result.loss), float(memory_nbytes(self._place.device))])
         now_s = time.perf_counter()
         state, config = self._state, self._config
         tokens = self._unreported_steps * config.global_batch(self._place.world_size) * config.seq_len
@@ -180,7 +184,22 @@ class Run:
         if self._record is not None:
             self._record.step(metrics)
 
+    def _examine(self) -> None:
+        remark = self._health.examine()
+        if remark is not None:
+            self._display.note(remark)
+
+    def _check(self) -> None:
+        """Look for faults that make no noise."""
+        journal.enter("check")
+        require_same_collectives(self._place.control)
+        self._vigil.compare_replicas()
+        remark = self._vigil.standing_still()
+        if remark is not None:
+            self._display.note(remark)
+
     def _validate(self) -> None:
+        journal.enter("validation")
         began_s = time.perf_counter()
         loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._place)
         self._validation_loss = loss
@@ -193,9 +212,10 @@ class Run:
         self._reported_s += time.perf_counter() - began_s  # no part of the training speed
 
     def _save(self) -> None:
+        journal.enter("checkpoint")
         began_s = time.perf_counter()
-        rows = self._place.gather([float(self._health.first_bad_step())])
-        _refuse_bad_step([row[0] for row in rows])
+        self._examine()
+        self._vigil.compare_replicas()
         path = self._checkpoints.save(self._state, self._place)
         seconds = time.perf_counter() - began_s
         if self._record is not None:
@@ -215,13 +235,4 @@ class Run:
             f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} in "
             f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per byte; "
             f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
-        )
-
-
-def _refuse_bad_step(first_bad_steps: list[float]) -> None:
-    bad = [int(step) for step in first_bad_steps if step >= 0]
-    if bad:
-        raise TrainingError(
-            f"The loss or the gradients stopped being finite at step {min(bad)}: lower --lr or --clip, or "
-            "use --precision fp32."
         )

@@ -25,9 +25,11 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     home: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
+    # Of a model without units, the clipping's verdict does not reach the optimizer.
+    looking: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
     if config.optimizer == "sgd":
-        return home.SGD(groups, lr=config.lr, momentum=0.9)  # type: ignore[no-any-return]
-    return home.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True)  # type: ignore[no-any-return]
+        return home.SGD(groups, lr=config.lr, momentum=0.9, **looking)  # type: ignore[no-any-return]
+    return home.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **looking)  # type: ignore[no-any-return]
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:

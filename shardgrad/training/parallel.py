@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from shardgrad.journal import journal
+from shardgrad.lookout import Lookout, OnStall
 from shardgrad.training.config import TrainConfig, mesh_shape
 from shardgrad.training.failure import UsageError
 from shardgrad.training.heap import keep_freed_memory
@@ -42,13 +44,15 @@ class Place:
         """Every rank's `values` (as many on each), in the order of ranks."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=self.control)
+        with journal.line(self.control).awaited("exchange of the ranks' numbers", mine):
+            dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank."""
         vote = torch.tensor([int(flag)])
-        dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
+        with journal.line(self.control).awaited("vote of the ranks", vote):
+            dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
     def tell_all(self, text: str) -> str:
@@ -56,6 +60,12 @@ class Place:
         box = [text]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
+
+    def tell_each_other(self, text: str) -> list[str]:
+        """Every rank's `text`, in the order of ranks."""
+        texts = [""] * self.world_size
+        dist.all_gather_object(texts, text, group=self.control)
+        return texts
 
 
 def join(config: TrainConfig, *, init_method: str) -> Place:
@@ -81,14 +91,33 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
     return Place(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
-def build_mesh(place: Place, text: str | None) -> DeviceMesh:
-    """The mesh that `--mesh` describes: one axis to shard over, or an axis of replicas before it."""
+def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> Lookout:
+    """Begin to answer other ranks that ask where this one is; see :class:`Lookout`."""
+    store = dist.distributed_c10d._get_default_store()
+    return Lookout(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
+
+
+def build_mesh(place: Place, text: str | None, *, timeout_s: float) -> DeviceMesh:
+    """The mesh that `--mesh` describes: one axis to shard over, or an axis of replicas before it.
+
+    Args:
+        place: this rank.
+        text: as given.
+        timeout_s: of collectives; a mesh that makes its own groups gives them half an hour.
+    """
     shape = mesh_shape(text) or (place.world_size,)
     room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
     if room != place.world_size:
         raise UsageError(f"--mesh {text} has room for {room} ranks, but {place.world_size} are running.")
-    names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
-    return init_device_mesh(place.device.type, shape, mesh_dim_names=names)
+    if len(shape) == 1:
+        return init_device_mesh(place.device.type, shape, mesh_dim_names=("shard",))
+    ranks = torch.arange(room).view(shape)
+    groups = [
+        dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))[0]
+        for rows in (ranks.T, ranks)
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, place.device.type, ranks, mesh_dim_names=names)
 
 
 def default_ranks(device: str) -> int:

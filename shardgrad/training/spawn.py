@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
@@ -46,7 +46,14 @@ def spawn(order: Order, ranks: int) -> Report:
             for child in children:
                 child.process.kill()
                 child.process.join()
-    return min(reports, key=lambda report: (report.exit_status == 0, report.blame, report.rank))
+    return _nearest_to_the_cause(reports)
+
+
+def _nearest_to_the_cause(reports: list[Report]) -> Report:
+    """The report to tell, with what other ranks say of where that left them, if it does not know that."""
+    best = min(reports, key=lambda report: (report.exit_status == 0, report.blame, report.rank))
+    waits = (report.waits for report in reports if report.blame is Blame.CONSEQUENCE and report.waits)
+    return best if best.waits or best.blame is not Blame.OWN else replace(best, waits=next(waits, ""))
 
 
 @dataclass(frozen=True)
@@ -71,7 +78,8 @@ class _Child:
             status, words = 1, f"Rank {self.rank} was ended by {signal.Signals(-status).name}{hint}."
         else:
             status, words = status or 1, f"Rank {self.rank} ended with status {status} without a word."
-        return Report(self.rank, status, f"{words} {resume_hint(order.folder)}", Blame.OWN)
+        hint = resume_hint(order.folder)
+        return Report(self.rank, status, words, hint=hint, blame=Blame.OWN, speaks=True)
 
 
 def _start(order: Order, rank: int, ranks: int, init_method: str) -> _Child:

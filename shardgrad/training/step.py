@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.graphs import GraphPool
+from shardgrad.journal import journal
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler, validation_starts, windows
+from shardgrad.training.health import StepResult, gradient_sums
 from shardgrad.training.model import next_token_loss
 from shardgrad.training.parallel import Place
 from shardgrad.training.sharding import set_gradient_sync
@@ -23,21 +23,6 @@ from shardgrad.training.sharding import set_gradient_sync
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
 
 _IGNORED_TARGET = -100  # what cross_entropy leaves out by default
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step leaves on the device, unread; the next step may overwrite it.
-
-    Args:
-        loss: this rank's mean over its micro-batches, fp32 scalar.
-        grad_norm: of all gradients before clipping; a DTensor where the gradients are.
-        lr: the learning rate that was used.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    lr: float
 
 
 class TrainStep:
@@ -61,7 +46,8 @@ class TrainStep:
         self._sampler = sampler
         self._config = config
         self._place = place
-        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor]] = self._update
+        self._parameters: list[Tensor] = [p for p in state.model.parameters() if p.requires_grad]
+        self.update: Callable[[list[MicroBatch]], tuple[Tensor, Tensor, Tensor]] = self._update
         if _is_graphed(config, place.device):
             # A model that cannot be captured is trained all the same, unless somebody insists.
             fallback: Literal["raise", "eager"] = "raise" if config.graph == "on" else "eager"
@@ -72,11 +58,12 @@ class TrainStep:
         """Takes one step."""
         state = self._state
         lr = float(state.schedule.get_last_lr()[0])
-        loss, grad_norm = self.update(self._micro_batches())
+        journal.enter("data", step=state.step + 1)
+        loss, grad_norm, grad_sums = self.update(self._micro_batches())
         state.schedule.step()
         state.step += 1
         state.samples += self._config.global_batch(self._place.world_size)
-        return StepResult(loss, grad_norm, lr)
+        return StepResult(loss, grad_norm, grad_sums, lr)
 
     def _micro_batches(self) -> list[MicroBatch]:
         """This rank's part of the next global batch, on the host."""
@@ -86,49 +73,32 @@ class TrainStep:
             for number in range(self._config.accumulate)
         ]
 
-    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor]:
-        """Forward, backward for each micro-batch, clip, update; returns loss and gradient norm."""
+    def _update(self, micro_batches: list[MicroBatch]) -> tuple[Tensor, Tensor, Tensor]:
+        """Forward, backward for each micro-batch, clip, update; see `StepResult` for what it returns."""
         model, config, device = self._state.model, self._config, self._place.device
         loss = torch.zeros((), device=device)
         for number, (tokens, targets) in enumerate(micro_batches, start=1):
             set_gradient_sync(model, number == len(micro_batches) or config.sync_every_microbatch)
+            journal.enter("forward")
             part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
+            journal.enter("backward")
             part.backward()
             loss += part.detach()
+        journal.enter("clip")
+        grad_sums = gradient_sums(self._parameters)
         # The norm is wanted in any case; an infinite limit clips nothing.
         clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
         grad_norm = clip(model.parameters(), config.clip or math.inf)
+        journal.enter("optimizer")
         self._state.optimizer.step()
         self._state.optimizer.zero_grad()
-        return loss, grad_norm
+        return loss, grad_norm, grad_sums
 
 
 def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
     if config.graph == "auto":
         return config.engine == "shardgrad" and GraphPool(device).can_capture
     return config.graph == "on"
-
-
-class Health:
-    """Remembers, on the device, the first step of this rank that was not finite.
-
-    Reading a loss waits for the device, so a step does not; the answer is read with the metrics, and before a
-    checkpoint, so that no checkpoint holds numbers that are lost.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
-
-    def watch(self, step: int, result: StepResult) -> None:
-        """Look at a step without waiting for it."""
-        norm = result.grad_norm
-        norm = norm.to_local() if isinstance(norm, DTensor) else norm
-        bad = ~(torch.isfinite(result.loss) & torch.isfinite(norm)) & (self._first_bad < 0)
-        self._first_bad.masked_fill_(bad, step)
-
-    def first_bad_step(self) -> int:
-        """The step, or -1; waits for the device."""
-        return int(self._first_bad.item())
 
 
 @torch.no_grad()

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from shardgrad.graphs import GraphedStep
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler
+from shardgrad.training.failure import TrainingError
+from shardgrad.training.health import Health, StepResult
 from shardgrad.training.model import Transformer, TransformerConfig, materialise
 from shardgrad.training.optimizer import build_optimizer, build_schedule
 from shardgrad.training.parallel import Place
-from shardgrad.training.step import Health, StepResult, TrainStep
+from shardgrad.training.step import TrainStep
 
 CPU = torch.device("cpu")
 ALONE = cast(Place, SimpleNamespace(rank=0, world_size=1, device=CPU))
@@ -133,15 +138,60 @@ def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted
 @pytest.mark.parametrize(
     ("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))]
 )
-def test_the_first_step_that_is_not_finite_is_remembered(loss: float, norm: float) -> None:
-    def result(loss: float, norm: float) -> StepResult:
-        values: list[Tensor] = [torch.tensor(loss), torch.tensor(norm)]
-        return StepResult(values[0], values[1], lr=0.1)
-
-    health = Health(CPU)
-    health.watch(1, result(1.0, 1.0))
-    assert health.first_bad_step() == -1
-    health.watch(2, result(loss, norm))
-    health.watch(3, result(float("nan"), 1.0))
+def test_the_first_step_that_is_not_finite_is_remembered_with_its_gradient(
+    loss: float, norm: float, tmp_path: Path
+) -> None:
+    health = watched(tmp_path, "stop")
+    assert health.examine() is None
+    health.watch(2, result(loss, norm, [1.0, float("inf"), float("nan")]))
+    health.watch(3, result(float("nan"), 1.0, [float("nan")] * 3))
     health.watch(4, result(1.0, 1.0))
-    assert health.first_bad_step() == 2
+    with pytest.raises(TrainingError) as caught:
+        health.examine()
+    assert "at step 2" in str(caught.value)
+    assert "the gradient of parameter second, which lies on rank 0" in str(caught.value)
+    assert ("the loss of rank 0" in str(caught.value)) == (not math.isfinite(loss))
+
+
+def test_skipped_steps_are_counted_and_forgotten(tmp_path: Path) -> None:
+    health = watched(tmp_path, "skip")
+    for step in (2, 3):
+        health.watch(step, result(float("nan"), 1.0))
+    remark = health.examine()
+    assert remark is not None
+    assert remark.startswith("Skipped 2 step(s) that were not finite, the first 2: the loss of rank 0")
+    assert health.examine() is None
+
+
+def test_a_dump_holds_the_first_bad_step(tmp_path: Path) -> None:
+    health = watched(tmp_path, "dump")
+    health.watch(2, result(1.0, float("inf"), [1.0, float("inf"), 2.0]))
+    health.watch(3, result(1.0, 1.0))
+    with pytest.raises(TrainingError, match="nonfinite_step_000002"):
+        health.examine()
+    found = torch.load(tmp_path / "nonfinite_step_000002" / "rank_0.pt", weights_only=True)
+    assert found["step"] == 2
+    assert {name: float(value) for name, value in found["gradient_sums"].items()} == {
+        "first": 1.0,
+        "second": math.inf,
+        "third": 2.0,
+    }
+
+
+def result(loss: float, norm: float, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> StepResult:
+    return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(sums), lr=0.1)
+
+
+class Alone(Place):
+    """A place whose only rank answers itself."""
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        return [values]
+
+
+def watched(folder: Path, policy: str) -> Health:
+    """After one step that was well."""
+    place = Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
+    health = Health(["first", "second", "third"], policy, folder, place)
+    health.watch(1, result(1.0, 1.0))
+    return health

@@ -1,0 +1,198 @@
+"""The catalogue: every kind of fault, where it strikes, and what has to follow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from shardgrad.drills.saboteur import FileSpot, PartSpot, Plan, Spot
+from shardgrad.drills.stage import EVERY, STEPS, TIMEOUT_S, Program
+from shardgrad.drills.tampering import TAMPERINGS
+
+__all__ = ["CATALOGUE", "Expectation", "Fault", "Tampering"]
+
+
+class Expectation(Enum):
+    """What has to follow from a fault."""
+
+    ENDS = "every rank ends, with a sentence that names who and where; the run can be resumed"
+    SAYS = "every rank ends, with a sentence of its own; the run can be resumed"
+    SURVIVES = "the run goes on, with the same losses"
+    STOPS = "the run stops as if somebody had asked for it; it can be resumed"
+    REFUSED = "the resume is refused with a sentence, or goes on exactly from an older checkpoint"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One kind of fault inside a run.
+
+    Args:
+        name: of the kind.
+        deed: what the saboteur does.
+        spots: where; one is drawn.
+        expects: what has to follow.
+        program: how the run is started; several are drawn from.
+        words: that the sentence has to contain, besides the place.
+        seconds: for deeds that take time.
+        last_rank: strikes the highest rank; else one is drawn.
+        steps: during which steps.
+        needs_hosts: whether it takes network namespaces.
+    """
+
+    name: str
+    deed: str
+    spots: tuple[Spot, ...]
+    expects: Expectation = Expectation.ENDS
+    programs: tuple[Program, ...] = (Program(2), Program(3), Program(4, ("--mesh", "2x2")))
+    words: tuple[str, ...] = ()
+    seconds: float = 0.0
+    last_rank: bool = False
+    steps: tuple[int, ...] = tuple(range(EVERY + 1, STEPS))
+    needs_hosts: bool = False
+
+    def draw(self, random: random.Random) -> tuple[Program, Plan]:
+        """A program and a plan of this kind."""
+        program = random.choice(self.programs)
+        rank = program.ranks - 1 if self.last_rank else random.randrange(program.ranks)
+        return program, Plan(
+            self.deed, rank, random.choice(self.steps), random.choice(self.spots), self.seconds
+        )
+
+
+@dataclass(frozen=True)
+class Tampering:
+    """One kind of fault in what lies on the disk between two runs.
+
+    Args:
+        name: of the kind.
+        tamper: given a run folder with two checkpoints, and random numbers.
+    """
+
+    name: str
+    tamper: Callable[[Path, random.Random], None] = field(repr=False)
+    expects: Expectation = Expectation.REFUSED
+
+
+_FORWARD = (PartSpot("forward"), *(PartSpot("forward", number) for number in (1, 2, 3)))
+_BACKWARD = (PartSpot("backward"), *(PartSpot("backward", number) for number in (1, 2, 3, 4, 5)))
+_OPTIMIZER = (PartSpot("optimizer"),)
+_CLIP = (PartSpot("clip"), PartSpot("clip", 1))
+_CHECKPOINT = (PartSpot("checkpoint"), PartSpot("checkpoint", 1), FileSpot(1), FileSpot(2))
+_WRITES = tuple(FileSpot(number) for number in range(1, 13))
+_CAPTURE = (PartSpot("capture"),)
+_DATA = (PartSpot("batch"),)
+_SAVES = (EVERY * 2,)  # the second checkpoint is being written: the first has to stay
+_GRAPHED = (Program(2, ("--graph", "on")), Program(3, ("--graph", "on")))
+_PLACES = {
+    "forward": (_FORWARD, None, None),
+    "reduction": (_BACKWARD, None, None),
+    "optimizer": (_OPTIMIZER, None, None),
+    "checkpoint": (_CHECKPOINT, _SAVES, None),
+    "capture": (_CAPTURE, (4,), _GRAPHED),
+}
+_LAUNCHED = (Program(2, launched=True), Program(3, launched=True))
+_TWO_HOSTS = (Program(2, launched=True, hosts=2),)
+_E = Expectation
+
+
+def _everywhere(name: str, deed: str, **facts: object) -> list[Fault]:
+    """The same deed in every part of a step."""
+    found = []
+    for place, (spots, steps, programs) in _PLACES.items():
+        more: dict[str, object] = dict(facts)
+        if steps is not None:
+            more["steps"] = steps
+        if programs is not None:
+            more["programs"] = programs
+        found.append(Fault(f"{name} in {place}", deed, spots, **more))  # type: ignore[arg-type]
+    return found
+
+
+CATALOGUE: tuple[Fault | Tampering, ...] = (
+    *_everywhere("killed", "kill", words=("ended by SIGKILL",)),
+    *_everywhere("stopped", "stop", words=("does not answer",)),
+    *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
+    Fault(
+        "slowed beyond the limit", "sleep", (*_DATA, *_OPTIMIZER), seconds=3 * TIMEOUT_S, words=("is late",)
+    ),
+    Fault("segmentation fault", "crash", (*_FORWARD, *_BACKWARD), words=("ended by SIGSEGV",)),
+    Fault("abort in a library", "abort", (*_FORWARD, *_BACKWARD), words=("ended by SIGABRT",)),
+    Fault("exit without a word", "exit", (*_FORWARD, *_OPTIMIZER), words=("ended with status 7",)),
+    Fault("exception on one rank", "raise", (*_FORWARD, *_BACKWARD, *_CLIP), words=("a mistake in",)),
+    Fault("data ends early on one rank", "end data", _DATA, words=("the data loader has ended",)),
+    Fault("out of memory in forward", "out of memory", _FORWARD, words=("Memory ran out",)),
+    Fault("out of memory in backward", "out of memory", _BACKWARD, words=("Memory ran out",)),
+    Fault("one rank leaves the order", "leave order", _FORWARD[:1], words=("left the common order",)),
+    Fault("killed under another launcher", "kill", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
+    Fault("stopped under another launcher", "stop", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
+    Fault(
+        "store lost",
+        "lose store",
+        (*_FORWARD, *_BACKWARD),
+        _E.SAYS,
+        _LAUNCHED,
+        words=("The store in which the ranks met is gone",),
+    ),
+    Fault(
+        "link cut for a moment",
+        "cut link",
+        (*_FORWARD, *_BACKWARD, *_OPTIMIZER),
+        _E.SURVIVES,
+        _TWO_HOSTS,
+        seconds=0.5,
+        needs_hosts=True,
+    ),
+    Fault(
+        "link cut for good",
+        "cut link",
+        (*_FORWARD, *_BACKWARD, *_OPTIMIZER),
+        _E.SAYS,
+        _TWO_HOSTS,
+        words=("step",),
+        needs_hosts=True,
+    ),
+    Fault("crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES),
+    Fault("disk full", "disk full", _WRITES[:6], _E.SAYS, words=("disk is full",), steps=_SAVES),
+    Fault("disk read-only", "read-only", _WRITES[:6], _E.SAYS, words=("Read-only",), steps=_SAVES),
+    Fault(
+        "file may not grow",
+        "file limit",
+        (PartSpot("checkpoint"),),
+        _E.SAYS,
+        words=("disk is full or a quota",),
+        steps=_SAVES,
+    ),
+    Fault(
+        "out of file descriptors",
+        "descriptors",
+        (PartSpot("checkpoint"),),
+        _E.SAYS,
+        words=("Too many open files",),
+        steps=_SAVES,
+    ),
+    Fault("clock jumps forward", "clock forward", (*_FORWARD, *_CHECKPOINT[:1]), _E.SURVIVES),
+    Fault("clock jumps back", "clock back", (*_FORWARD, *_CHECKPOINT[:1]), _E.SURVIVES),
+    Fault("Ctrl-C", "interrupt", (*_FORWARD, *_BACKWARD), _E.STOPS),
+    Fault("Ctrl-C twice", "interrupt twice", (*_FORWARD, *_BACKWARD), _E.STOPS),
+    Fault("terminated by a scheduler", "terminate", (*_FORWARD, *_BACKWARD), _E.STOPS),
+    Fault("launcher killed", "kill launcher", (*_FORWARD, *_BACKWARD), _E.STOPS),
+    Fault("NaN in the loss", "poison loss", (PartSpot("data"),), words=("finite", "the loss of rank")),
+    Fault(
+        "NaN in a gradient",
+        "poison gradient",
+        _BACKWARD[:1],
+        _E.SAYS,
+        words=("stopped being finite at step", "the gradient of parameter"),
+    ),
+    Fault(
+        "replica differs in one bit",
+        "flip parameter",
+        (PartSpot("data"),),
+        programs=(Program(4, ("--mesh", "2x2")),),
+        words=("Replicas have drifted apart",),
+    ),
+    *(Tampering(f"checkpoint {name}", tamper) for name, tamper in TAMPERINGS.items()),
+)

@@ -1,0 +1,216 @@
+"""Runs a drill and judges it: did all end, in time, with the right words, and what was left to go on with.
+
+A drill is a run that is broken, or whose checkpoint is; then the same run resumed, whose losses have to be
+those of a run that nothing happened to: the same bits on the same ranks, close on others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardgrad.drills.faults import Expectation, Fault, Tampering
+from shardgrad.drills.saboteur import Plan, Trace
+from shardgrad.drills.stage import STEPS, Command, Outcome, Program, Stage, losses
+
+__all__ = ["Referee", "Verdict"]
+
+_OTHER_WORLD = 0.25  # of the resumed runs are resumed on another number of ranks
+_ROUNDING = 1e-4  # relative, of losses on other ranks: sums of fp32 in another order, over six steps
+_STOPPED = (130, -9)
+_DRAWS = 4  # until a spot comes by: which ranks write which files is theirs to decide
+_PREFIX = "shardgrad train: "
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a drill went.
+
+    Attributes:
+        kind: of the fault.
+        seed: with which it can be held again.
+        ranks: of the broken run.
+        place: where it struck, in words.
+        sentence: the last one that was printed.
+        exit_s: from the fault to the last exit.
+        resumed_on: ranks of the resumed run; 0 if there was none.
+        problems: what was not as it has to be; empty if all was.
+    """
+
+    kind: str
+    seed: int
+    ranks: int
+    place: str
+    sentence: str
+    exit_s: float
+    resumed_on: int
+    problems: tuple[str, ...]
+
+
+class Referee:
+    """Holds drills in a folder, one after the other.
+
+    Args:
+        command: the command line: `shardgrad`, given its arguments.
+        folder: an empty one; undisturbed runs are kept there to compare with.
+        bound_s: from the fault to the last exit.
+    """
+
+    def __init__(self, command: Command, folder: Path, *, bound_s: float) -> None:
+        self._stage = Stage(command, folder, bound_s=bound_s)
+        self._folder = folder
+        self._undisturbed: dict[Program, Path] = {}
+
+    def hold(self, kind: Fault | Tampering, seed: int) -> Verdict:
+        """Holds one drill; everything that is drawn for it follows from the seed."""
+        draw = random.Random(f"{kind.name} {seed}")
+        run = self._folder / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        if isinstance(kind, Tampering):
+            return self._hold_tampering(kind, seed, draw, run)
+        for _ in range(_DRAWS):
+            program, plan = kind.draw(draw)
+            outcome = self._stage.run(program, program.arguments(run), plan)
+            if outcome.trace is not None or not outcome.succeeded:
+                break
+            shutil.rmtree(run, ignore_errors=True)
+        problems = _judge(kind, plan, outcome)
+        resumed_on = 0
+        plain = Program(program.ranks, program.options)
+        if kind.expects is Expectation.SURVIVES:
+            problems += self._compare(run, plain, plain.ranks)
+        elif not (run / "checkpoints" / "latest").exists():
+            problems.append("there is no complete checkpoint, though one had been written")
+        else:
+            resumed_on = self._other_world(plain, draw)
+            problems += self._resume(run, plain, resumed_on)
+        return Verdict(
+            kind.name,
+            seed,
+            program.ranks,
+            _place(outcome.trace),
+            _sentence(outcome.words),
+            round(outcome.took_s, 3),
+            resumed_on,
+            tuple(problems),
+        )
+
+    def _hold_tampering(self, kind: Tampering, seed: int, draw: random.Random, run: Path) -> Verdict:
+        """Resumes a run whose newest checkpoint was tampered with; it may go on only if that is exact."""
+        program = Program(2)
+        self._cut_short(program, run)
+        kind.tamper(run, draw)
+        outcome = self._stage.run(program, program.resumption(run))
+        problems = [] if outcome.ended else ["it did not end within the bound"]
+        if outcome.succeeded:
+            problems += self._compare(run, program, program.ranks)
+        elif _sentence(outcome.words) == "" or "Traceback" in outcome.words:
+            problems.append(f"it did not say why in a sentence: {outcome.words[-300:]!r}")
+        return Verdict(
+            kind.name,
+            seed,
+            program.ranks,
+            "between two runs",
+            _sentence(outcome.words),
+            round(outcome.took_s, 3),
+            program.ranks if outcome.succeeded else 0,
+            tuple(problems),
+        )
+
+    def _cut_short(self, program: Program, run: Path) -> None:
+        """Makes a run folder as if the run had been cut off after its second checkpoint of three."""
+        shutil.copytree(self._reference(program), run)
+        checkpoints = run / "checkpoints"
+        names = sorted(path.name for path in checkpoints.glob("step_*"))
+        shutil.rmtree(checkpoints / names[-1])
+        (checkpoints / "latest").write_text(names[-2] + "\n", encoding="ascii")
+        # The settings name the folder.
+        path = run / "config.json"
+        text = path.read_text(encoding="utf-8").replace(str(self._reference(program)), str(run))
+        path.write_text(text, encoding="utf-8")
+
+    def _reference(self, program: Program) -> Path:
+        """The folder of a run of this program that nothing happened to."""
+        if program not in self._undisturbed:
+            folder = self._folder / f"undisturbed{len(self._undisturbed)}"
+            outcome = self._stage.run(program, [*program.arguments(folder), "--keep", "3"])
+            if not outcome.succeeded:
+                raise RuntimeError(f"the program does not even run undisturbed: {outcome.words}")
+            self._undisturbed[program] = folder
+        return self._undisturbed[program]
+
+    @staticmethod
+    def _other_world(program: Program, draw: random.Random) -> int:
+        others = [ranks for ranks in (1, 2, 3, 4) if ranks != program.ranks]
+        return draw.choice(others) if draw.random() < _OTHER_WORLD else program.ranks
+
+    def _resume(self, run: Path, program: Program, ranks: int) -> list[str]:
+        arguments = program.resumption(run, ranks=None if ranks == program.ranks else ranks)
+        outcome = self._stage.run(Program(ranks), arguments)
+        if not outcome.succeeded:
+            return [f"the resume on {ranks} ranks failed: {outcome.words[-500:]}"]
+        return self._compare(run, program, ranks)
+
+    def _compare(self, run: Path, program: Program, ranks: int) -> list[str]:
+        """What is wrong with the losses of a run that has come to its end."""
+        ours, theirs = losses(run), losses(self._reference(program))
+        if set(ours) != {*range(1, STEPS + 1), -1}:
+            return [f"steps are missing or too many: {sorted(ours)}"]
+        limit = 0.0 if ranks == program.ranks else _ROUNDING
+        wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]
+        return [f"losses differ at {wrong} (-1 is the validation)"] if wrong else []
+
+
+def _judge(kind: Fault, plan: Plan, outcome: Outcome) -> list[str]:
+    problems = []
+    trace = outcome.trace
+    if trace is None:
+        return [f"the fault never struck: {outcome.words[-300:]}"]
+    if not outcome.ended:
+        problems.append(f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}")
+    if "Traceback" in outcome.words:
+        problems.append(f"a traceback was printed: {outcome.words[-500:]}")
+    if kind.expects is Expectation.SURVIVES:
+        return problems if outcome.succeeded else [*problems, f"it did not survive: {outcome.words[-300:]}"]
+    if kind.expects is Expectation.STOPS:
+        if not all(status in _STOPPED for status in outcome.statuses):
+            problems.append(f"exit statuses {outcome.statuses} are not those of a stop: {outcome.words}")
+        return problems
+    if any(status == 0 for status in outcome.statuses):
+        problems.append(f"a rank ended with 0: {outcome.statuses}")
+    sentence = _sentence(outcome.words)
+    # Another launcher says itself by which signal a rank ended.
+    words = () if outcome.statuses[1:] and kind.expects is Expectation.ENDS else kind.words
+    problems += [f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence]
+    if kind.expects is Expectation.ENDS:
+        problems += _misplaced(sentence, plan, trace)
+    return problems
+
+
+def _misplaced(sentence: str, plan: Plan, trace: Trace) -> list[str]:
+    """What the sentence gets wrong about rank, step and unit or collective."""
+    problems = []
+    if not re.search(rf"\b[Rr]ank {plan.rank}\b", sentence):
+        problems.append(f"the sentence does not name rank {plan.rank}: {sentence}")
+    if not re.search(rf"\bstep ({trace.step}|{trace.step + 1})\b", sentence):
+        problems.append(f"the sentence does not name step {trace.step}: {sentence}")
+    if not re.search(rf"(in|made) the .+| of {re.escape(trace.unit)}\b", sentence):
+        problems.append(f"the sentence names no unit and no collective: {sentence}")
+    return problems
+
+
+def _place(trace: Trace | None) -> str:
+    if trace is None:
+        return "nowhere"
+    last = f", {trace.recent[-1]}" if trace.recent else ""
+    return f"rank {trace.plan_rank}, step {trace.step}, {trace.part}{last}"
+
+
+def _sentence(words: str) -> str:
+    """The last sentence that the program printed for its user."""
+    said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
+    return said[-1] if said else ""

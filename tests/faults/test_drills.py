@@ -1,0 +1,73 @@
+"""The training program is broken on purpose; `shardgrad drill` breaks it in more ways, and more often."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardgrad.drills.faults import CATALOGUE
+from shardgrad.drills.hosts import can_have_hosts
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 100  # of one drill, on a busy machine
+
+# One for each way in which something is noticed; the long run has them all, many times.
+SHORT = [
+    "killed in reduction",
+    "stopped in forward",
+    "slowed for a moment in optimizer",
+    "exception on one rank",
+    "out of memory in backward",
+    "one rank leaves the order",
+    "killed under another launcher",
+    "store lost",
+    "crash between writes of a checkpoint",
+    "disk full",
+    "Ctrl-C twice",
+    "launcher killed",
+    "NaN in the loss",
+    "replica differs in one bit",
+    "checkpoint truncated",
+]
+
+
+def drill(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardgrad.cli", "drill", *options],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(len(SHORT) * LIMIT_S)
+def test_every_fault_ends_in_time_is_named_and_is_recovered_from() -> None:
+    done = drill(*(word for kind in SHORT for word in ("--kind", kind)))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(SHORT)} drills, 0 of them wrong." in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_have_hosts(), reason="network namespaces are not permitted here")
+@pytest.mark.timeout(2 * LIMIT_S)
+def test_a_cable_that_is_pulled_for_good_ends_both_hosts() -> None:
+    done = drill("--kind", "link cut for good")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_catalogue_has_what_the_short_set_names() -> None:
+    names = [kind.name for kind in CATALOGUE]
+    assert len(names) == len(set(names)) >= 25
+    assert set(SHORT) <= set(names)
+
+
+def test_a_kind_that_there_is_not_is_refused() -> None:
+    done = drill("--kind", "flood")
+    assert done.returncode == 2
+    assert "see --list" in done.stderr
