@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from shardgrad.cli.doctor import doctor
+from shardgrad.cli.plan import plan
 from shardgrad.cli.train import train
 
 
@@ -14,4 +15,5 @@ def main() -> None:
 
 
 main.add_command(doctor)
+main.add_command(plan)
 main.add_command(train)
