@@ -107,7 +107,7 @@ class Experts(nn.Module):
         parts = room.view(config.experts, capacity, -1).chunk(config.groups)
         done = torch.cat([group(part) for group, part in zip(self.groups, parts, strict=True)])
         share = weights.flatten().index_select(0, place).to(tokens.dtype).unsqueeze(1)
-        mixed = self.shared(tokens).index_add(0, source, done.flatten(0, 1)[: len(place)] * share)
+        mixed: Tensor = self.shared(tokens).index_add(0, source, done.flatten(0, 1)[: len(place)] * share)
         return mixed.view_as(inputs)
 
 

@@ -99,7 +99,7 @@ def _draw_lanes(plan: Plan, axes: Any) -> None:
     bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for span in plan.timeline.spans:
         event = events[span.event]
-        if isinstance(event, Kernel):
+        if isinstance(event, Kernel) and span.end_s > span.begin_s:
             key = span.lane, "engine" if event.is_engine else event.phase, ""
         elif isinstance(event, Transfer):
             key = f"{event.kind}\n({span.lane})", event.kind, event.axis
@@ -111,7 +111,7 @@ def _draw_lanes(plan: Plan, axes: Any) -> None:
             merged[-1] = begin, span.end_s - begin
         else:
             merged.append((span.begin_s, span.end_s - span.begin_s))
-    lanes = list(dict.fromkeys(lane for lane, _, _ in bars))
+    lanes = sorted({lane for lane, _, _ in bars}, key=lambda lane: (lane != "compute", lane))
     for (lane, kind, _), pieces in bars.items():
         colour = _PHASES.get(kind) or _KINDS.get(kind, "#85929e")
         scaled = [(begin * 1e3, length * 1e3) for begin, length in pieces]

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -184,8 +185,7 @@ class Recorder:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._references:
-            # The callback holds the key only: storages die in the order in which the program drops them.
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._died(key))
+            self._references[key] = weakref.ref(storage, partial(self._died, key))
             self._homes[key] = self.stream
             self._set(key, storage.nbytes())
 
@@ -197,7 +197,7 @@ class Recorder:
                 self._homes[key] = self.stream
             self._set(key, storage.nbytes())
 
-    def _died(self, key: int) -> None:
+    def _died(self, key: int, reference: object) -> None:
         self._set(key, 0)
         del self._references[key], self._homes[key]
 

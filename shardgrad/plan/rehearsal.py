@@ -156,7 +156,7 @@ class _Rehearsing:
             recorder.phase = "forward"
             loss = self._subject.loss(request.batch_size, request.seq_len)
             recorder.phase = "backward"
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             del loss
         recorder.phase = "optimizer"
         clip_grad_norm_(self._model.parameters(), math.inf)

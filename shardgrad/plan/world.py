@@ -36,8 +36,13 @@ _aten, _prim = torch.ops.aten, torch.ops.prim
 _NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
 # A view that its schema does not own up to.
 _NO_KERNEL |= {"_unsafe_view"}
-# These touch a few rows of their first operand, not all of it.
+# These touch as much of their first operand as they return.
 _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+# The first operand of these is not read.
+_UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
+# These return nothing and update arguments in place; the engine's other operators, which return nothing
+# either, do not read what they write.
+_UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
 _KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -90,9 +95,9 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        result = original(storage, size)
+        original(storage, size)
         recorder.resized(storage)
-        return result
+        return storage
 
     torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
     try:
@@ -105,7 +110,7 @@ class _Observer(TorchDispatchMode):
     """Sees every operator. See [Note: What is real in a fake world]."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._recorder = recorder
 
     @classmethod
@@ -160,9 +165,12 @@ class _Observer(TorchDispatchMode):
     ) -> None:
         name = func._overloadpacket.__name__
         recorder = self._recorder
-        nbytes = sum(map(_nbytes, inputs[1:] if name in _LOOK_UPS else inputs)) + sum(map(_nbytes, outputs))
+        written = sum(map(_nbytes, outputs))
+        if name in _UPDATES:
+            written = sum(map(_nbytes, _tensors(args[i] for i in _UPDATES[name])))
+        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
         if name in _LOOK_UPS:
-            nbytes += sum(map(_nbytes, outputs))
+            nbytes += written
         flops, palm_flops = _flops(func, args, kwargs, result)
         dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
         is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
