@@ -63,6 +63,11 @@ class Slot:
         """Bytes this slot owns."""
         return self._bytes.numel()
 
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """What they are in; another one after the slot has grown."""
+        return self._bytes.untyped_storage()
+
     def reserve(self, nbytes: int) -> None:
         """Grows to at least `nbytes`; the content is lost. Only while nobody holds the slot."""
         if nbytes > self.nbytes:
@@ -87,7 +92,8 @@ class Slot:
             begin, end = skip * dtype.itemsize, (skip + count * numel) * dtype.itemsize
             with torch.inference_mode(mode=False):
                 whole = self._bytes[begin:end].view(dtype)
-                parts = tuple(whole.narrow(0, i * numel, numel) for i in range(count))
+                # One operation, however many ranks there are.
+                parts = whole.split(numel) if whole.numel() else (whole,) * count
             chunks = self._views[key] = Chunks(whole, parts)
         return chunks
 
@@ -133,6 +139,11 @@ class SlotRing:
         self._elastic = elastic
         self._made: list[Slot] = []
         self._turns: list[Slot] = []
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All there are, in the order in which they were made."""
+        return tuple(self._made)
 
     @property
     def nbytes(self) -> int:

@@ -17,9 +17,9 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 
     torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one piece of
     a flat buffer saves all of it. The memory stays alive as long as either tensor. Version counters are
-    separate. On the meta device, where there is no memory, the view itself is returned.
+    separate. Where there is no memory (meta and fake tensors), the view itself is returned.
     """
-    if view.device.type == "meta":
+    if view.untyped_storage().device.type == "meta":
         return view
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]

@@ -16,7 +16,7 @@ from the flat buffer's version counter, therefore a refill does not look like an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -237,6 +237,16 @@ class ParamGroup:
                 self.gradient_policy,
             )
         return self._gradient_shard
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0 bytes."""
+        yield "parameters", self.shard.untyped_storage()
+        if self._gradient_shard is not None:
+            yield "gradients", self._gradient_shard.flat.untyped_storage()
+        if self._unsharded is not None:
+            yield "whole parameters", self._unsharded.tensor.untyped_storage()
+        if self._post_forward is not None:
+            yield "post-forward shards", self._post_forward.chunk.untyped_storage()
 
     # -- unshard ----------------------------------------------------------------------------------------
 

@@ -45,8 +45,12 @@ def units_under(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-def establish_context(unit: Unit) -> RootContext:
+def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext:
     """Makes `unit` the root of everything under it. A collective: every rank of the mesh must call it.
+
+    Args:
+        unit: the outermost one.
+        runtime: a replacement for the device's, for plans and tests.
 
     Raises:
         RootError: the unit has several modules, so none is the root.
@@ -65,7 +69,7 @@ def establish_context(unit: Unit) -> RootContext:
     _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
     require_agreement(units)
-    context = RootContext(units, Runtime(unit.mesh.device))
+    context = RootContext(units, runtime or Runtime(unit.mesh.device))
     earlier = {each.context for each in units if each.context is not None}
     for each in units:
         each.context = context

@@ -15,7 +15,7 @@ optimizer with weight decay would notice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -91,6 +91,15 @@ class GroupReducer:
         if self._partial is not None and self._partial_live:
             found["partial sum of gradients"] = self._partial
         return found
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what reductions keep from step to step, with its owner."""
+        if self._accumulator is not None:
+            yield "unreduced gradients", self._accumulator.storage
+        if self._partial is not None:
+            yield "unreduced gradients", self._partial.untyped_storage()
+        for tail in self._tails.values():
+            yield "tails", tail.untyped_storage()
 
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""

@@ -6,6 +6,7 @@ import click
 
 from shardgrad.cli.doctor import doctor
 from shardgrad.cli.drill import drill
+from shardgrad.cli.plan import plan
 from shardgrad.cli.train import train
 
 
@@ -16,4 +17,5 @@ def main() -> None:
 
 main.add_command(doctor)
 main.add_command(drill)
+main.add_command(plan)
 main.add_command(train)

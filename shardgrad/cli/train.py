@@ -75,7 +75,7 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
         given = read_settings(file) if file is not None else {}
         given |= {name: value for name, value in flags.items() if value not in (None, ())}
         if flags["override"]:
-            given["override"] = dict(_key_and_value(text) for text in flags["override"])
+            given["override"] = dict(key_and_value(text) for text in flags["override"])
         folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
         report = start(given, resume=folder, debug=debug)
     except TrainingError as error:
@@ -88,7 +88,7 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     sys.exit(report.exit_status)
 
 
-def _key_and_value(text: str) -> tuple[str, Scalar]:
+def key_and_value(text: str) -> tuple[str, Scalar]:
     """`layers=2` to ("layers", 2); what is not a number or true/false is text."""
     key, sign, value = text.partition("=")
     if not (key and sign and value):

@@ -26,7 +26,7 @@ class CausalLM(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self._layers_path = _longest_module_list(model)
+        self._layers_path = longest_module_list(model)
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -94,7 +94,7 @@ def _read_config(source: str) -> dict[str, Any]:
     return settings
 
 
-def _longest_module_list(model: nn.Module) -> str:
+def longest_module_list(model: nn.Module) -> str:
     """The path of the module list with most parameters: the decoder's blocks, in every architecture."""
     sizes: dict[str, int] = {
         name: sum(parameter.numel() for parameter in part.parameters())

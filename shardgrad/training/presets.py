@@ -87,9 +87,11 @@ PRESETS: Mapping[str, TransformerConfig] = {
 }
 
 
-def transformer_config(preset: str, overrides: Mapping[str, Scalar]) -> TransformerConfig:
+def transformer_config(
+    preset: str, overrides: Mapping[str, Scalar], presets: Mapping[str, TransformerConfig] = PRESETS
+) -> TransformerConfig:
     """The preset's shape with single fields replaced; a field it lacks or of another type is refused."""
-    base = PRESETS[preset]
+    base = presets[preset]
     fields = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(base)}
     changes: dict[str, Scalar] = {}
     for name, value in overrides.items():

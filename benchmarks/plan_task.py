@@ -1,0 +1,34 @@
+"""What `plan` asks of its ranks; nothing here imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training step.
+
+    Attributes:
+        preset: of `shardgrad.training.presets`.
+        override: fields of it, replaced.
+        precision: `fp32`, or `bf16`: compute in bf16, reduce in fp32.
+        stage: 3, or 2.
+        accumulate: micro-batches; gradients are reduced after the last.
+        batch_size: sequences per rank and micro-batch.
+        seq_len: tokens per sequence.
+    """
+
+    preset: str
+    override: tuple[tuple[str, int], ...]
+    precision: str
+    stage: int
+    accumulate: int
+    batch_size: int
+    seq_len: int
+
+    def small(self) -> Task:
+        """Returns the same task on one narrow block."""
+        narrow = (("layers", 1), ("width", 64), ("heads", 1), ("kv_heads", 1), ("hidden", 64))
+        return dataclasses.replace(self, override=narrow, batch_size=1, seq_len=16)

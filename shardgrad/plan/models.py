@@ -1,0 +1,163 @@
+"""The model of a plan, built on the meta device: names and shapes, no memory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
+from shardgrad.plan.request import Request
+from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.training.huggingface import build_causal_lm, longest_module_list
+from shardgrad.training.model import Transformer
+from shardgrad.training.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
+
+__all__ = ["PLAN_PRESETS", "Subject", "subject_of"]
+
+# Beside those that can be trained on one machine.
+_LARGE: Mapping[str, TransformerConfig] = {
+    "70b": TransformerConfig(
+        width=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
+        vocab_size=128_256,
+        tied=False,
+        rope_theta=500_000.0,
+    ),
+}
+PLAN_PRESETS = (*PRESETS, *_LARGE, *MOE_PRESETS)
+
+Loss = Callable[[int, int], Tensor]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and what a step asks of it.
+
+    Attributes:
+        name: as the plan calls it.
+        module: on the meta device.
+        blocks: name of the list of blocks, each of which becomes a unit; "" if there is none.
+        loss: takes sequences and tokens per sequence, runs forward, and returns a scalar.
+    """
+
+    name: str
+    module: nn.Module
+    blocks: str
+    loss: Loss
+
+    def named_blocks(self) -> list[tuple[str, nn.Module]]:
+        """Returns the blocks, by their names in the list."""
+        return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
+
+    def keep_last_blocks(self, count: int) -> None:
+        """Makes the model shallower."""
+        blocks = self.module.get_submodule(self.blocks) if self.blocks else None
+        if isinstance(blocks, nn.ModuleList):
+            del blocks[: len(blocks) - count]
+
+
+def subject_of(request: Request) -> Subject:
+    """Builds the model that is asked for.
+
+    Raises:
+        UsageError: there is no such model, or it cannot be built on the meta device.
+    """
+    if request.model is not None:
+        return _own(request.model)
+    if request.hf is not None:
+        model = _built(request.hf, lambda: _hugging_face(str(request.hf), request.override))
+        return Subject(request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model))
+    name = request.preset
+    if name not in PLAN_PRESETS:
+        raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
+    if name in MOE_PRESETS:
+        if request.override:
+            raise UsageError(f"--override is for the dense presets, not for {name}: leave it out.")
+        moe = _built(name, lambda: MoeTransformer(MOE_PRESETS[name]))
+        return Subject(name, moe, "layers", _loss_of(moe))
+    config = transformer_config(name, request.override, presets={**PRESETS, **_LARGE})
+    dense = _built(name, lambda: Transformer(config))
+    return Subject(name, dense, "layers", _loss_of(dense))
+
+
+def _hugging_face(source: str, override: Mapping[str, Scalar]) -> Any:
+    return build_causal_lm(source, override, device=torch.device("meta"), seed=0)
+
+
+def _built(name: str, build: Callable[[], Any]) -> Any:
+    try:
+        with torch.device("meta"):
+            return build()
+    except TrainingError:
+        raise
+    except Exception as error:
+        first = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+        raise UsageError(
+            f"{name} cannot be built on the meta device, where tensors have no values "
+            f"({type(error).__name__}: {first}): leave what reads values to a later step."
+        ) from error
+
+
+def _own(reference: str) -> Subject:
+    """Builds `module:function`: a model with `loss(tokens, targets)`, or (model, loss).
+
+    In the second form `loss(model, batch_size, seq_len)` makes inputs, runs forward and returns a scalar.
+    """
+    function = _function(reference)
+    built = _built(reference, function)
+    module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
+    if loss is None and not callable(getattr(module, "loss", None)):
+        raise UsageError(
+            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} return the "
+            "model and a function of (model, batch_size, seq_len) that returns the loss."
+        )
+    if any(param.device.type != "meta" for param in module.parameters()):
+        raise UsageError(
+            f"{reference} puts parameters on a device of its own choice: leave out device= in the model, so "
+            "that it can be built on the meta device."
+        )
+    has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
+    blocks = longest_module_list(module) if has_blocks else ""
+    return Subject(
+        reference, module, blocks, _loss_of(module) if loss is None else lambda b, s: loss(module, b, s)
+    )
+
+
+def _function(reference: str) -> Callable[[], Any]:
+    module_name, _, function_name = reference.partition(":")
+    if not module_name or not function_name:
+        raise UsageError(f"--model {reference} is not module:function: write, for example, my_model:build.")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` would
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        raise UsageError(f"--model {reference}: importing {module_name} failed ({error}).") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise UsageError(f"--model {reference}: {module_name} has no function {function_name}.")
+    return function  # type: ignore[no-any-return]
+
+
+def _loss_of(module: nn.Module) -> Loss:
+    """Returns the loss of a language model on tokens."""
+
+    def loss(batch_size: int, seq_len: int) -> Tensor:
+        tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="cpu")
+        targets = torch.empty_like(tokens)
+        result: Tensor = module.loss(tokens, targets)  # type: ignore[operator]
+        return result
+
+    return loss

@@ -1,0 +1,172 @@
+"""A mixture-of-experts transformer, for plans: every expert works on a fixed number of tokens.
+
+Experts are batched matrices, in equal groups that can be units of their own. Which tokens an expert gets is
+data; how many is not: `capacity` of them, as in the Switch Transformer (arXiv 2101.03961, section 2.2), so
+that no shape depends on a value.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardgrad.training.model import (
+    Attention,
+    Embedding,
+    FeedForward,
+    Projection,
+    TransformerConfig,
+    next_token_loss,
+    rotary_tables,
+)
+
+__all__ = ["MOE_PRESETS", "ExpertGroup", "MoeConfig", "MoeTransformer"]
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """A transformer whose later blocks have experts.
+
+    Args:
+        dense: widths, heads and vocabulary; its `hidden` is that of the first, dense blocks.
+        dense_layers: blocks before the first with experts.
+        experts: in each block.
+        expert_hidden: inner width of one.
+        top_k: experts for each token, besides the shared one.
+        groups: parts that a block's experts are kept in.
+        capacity_factor: room of an expert, in tokens it would get if all got the same.
+    """
+
+    dense: TransformerConfig
+    dense_layers: int
+    experts: int
+    expert_hidden: int
+    top_k: int
+    groups: int
+    capacity_factor: float = 1.0
+
+
+MOE_PRESETS = {
+    # DeepSeek-V3's widths, depth and experts (arXiv 2412.19437, section 4.2), with grouped-query attention in
+    # place of its latent attention.
+    "moe-670b": MoeConfig(
+        TransformerConfig(
+            width=7168, layers=61, heads=56, kv_heads=8, hidden=18_432, vocab_size=129_280, tied=False
+        ),
+        dense_layers=3,
+        experts=256,
+        expert_hidden=2048,
+        top_k=8,
+        groups=16,
+    ),
+}
+
+
+class ExpertGroup(nn.Module):
+    """Some of a block's experts, as batched matrices: SwiGLU each."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        count, width, hidden = config.experts // config.groups, config.dense.width, config.expert_hidden
+        self.gate = nn.Parameter(torch.empty(count, width, hidden))
+        self.up = nn.Parameter(torch.empty(count, width, hidden))
+        self.down = nn.Parameter(torch.empty(count, hidden, width))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`[experts, capacity, width]` to the same."""
+        inner = functional.silu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
+        return torch.bmm(inner, self.down)
+
+
+class Experts(nn.Module):
+    """Routes each token to its `top_k` experts, and to the shared one."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = Projection(config.dense.width, config.experts, std=config.dense.init_std)
+        self.shared = _shared(config)
+        self.groups = nn.ModuleList(ExpertGroup(config) for _ in range(config.groups))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """`[batch, sequence, width]` to the same."""
+        config, tokens = self.config, inputs.flatten(0, 1)
+        scores = functional.softmax(self.router(tokens).float(), dim=-1)
+        weights, chosen = scores.topk(config.top_k, dim=-1)
+        capacity = math.ceil(config.capacity_factor * len(tokens) * config.top_k / config.experts)
+        # The first `capacity` tokens in the order of experts; those beyond are left to the residual stream.
+        order = chosen.flatten().argsort(stable=True)
+        place = order[: config.experts * capacity] if len(order) >= config.experts * capacity else order
+        source = place // config.top_k
+        room = tokens.new_zeros(config.experts * capacity, tokens.shape[1])
+        room = room.index_add(0, torch.arange(len(place), device=room.device), tokens.index_select(0, source))
+        parts = room.view(config.experts, capacity, -1).chunk(config.groups)
+        done = torch.cat([group(part) for group, part in zip(self.groups, parts, strict=True)])
+        share = weights.flatten().index_select(0, place).to(tokens.dtype).unsqueeze(1)
+        mixed: Tensor = self.shared(tokens).index_add(0, source, done.flatten(0, 1)[: len(place)] * share)
+        return mixed.view_as(inputs)
+
+
+class MoeBlock(nn.Module):
+    """Attention, then a dense feed-forward or experts, each normalised before and added after."""
+
+    def __init__(self, config: MoeConfig, *, is_dense: bool) -> None:
+        super().__init__()
+        dense = config.dense
+        self.attention_norm = nn.RMSNorm(dense.width, eps=dense.norm_eps)
+        self.attention = Attention(dense)
+        self.feed_forward_norm = nn.RMSNorm(dense.width, eps=dense.norm_eps)
+        self.feed_forward: nn.Module = FeedForward(dense) if is_dense else Experts(config)
+
+    def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """`[batch, sequence, width]` to the same."""
+        stream = stream + self.attention(self.attention_norm(stream), cosine, sine)
+        outputs: Tensor = stream + self.feed_forward(self.feed_forward_norm(stream))
+        return outputs
+
+
+class MoeTransformer(nn.Module):
+    """The language model; `layers` holds the blocks."""
+
+    def __init__(self, config: MoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        dense = config.dense
+        self.embedding = Embedding(dense)
+        self.layers = nn.ModuleList(
+            MoeBlock(config, is_dense=number < config.dense_layers) for number in range(dense.layers)
+        )
+        self.norm = nn.RMSNorm(dense.width, eps=dense.norm_eps)
+        self.head = Projection(dense.width, dense.vocab_size, std=dense.init_std)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        stream = self.embedding(tokens)
+        cosine, sine = rotary_tables(tokens.shape[1], self.config.dense, stream)
+        for block in self.layers:
+            stream = block(stream, cosine, sine)
+        logits: Tensor = self.head(self.norm(stream))
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross-entropy in nats per token."""
+        return next_token_loss(self(tokens), targets)
+
+
+def _shared(config: MoeConfig) -> FeedForward:
+    """Returns the expert that every token visits."""
+    dense = config.dense
+    return FeedForward(
+        TransformerConfig(
+            width=dense.width,
+            layers=dense.layers,
+            heads=dense.heads,
+            kv_heads=dense.kv_heads,
+            hidden=config.expert_hidden,
+            init_std=dense.init_std,
+        )
+    )

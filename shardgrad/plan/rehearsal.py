@@ -1,0 +1,178 @@
+"""Running the real engine for two steps in a fake world, and keeping what the second one did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgrad import clip_grad_norm_
+from shardgrad.errors import ShardgradError
+from shardgrad.optim import SGD, AdamW
+from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.plan.models import Subject, subject_of
+from shardgrad.plan.recording import Change, Event, PaperStreams, Recorder
+from shardgrad.plan.request import Request
+from shardgrad.plan.stages import Waste, groups_of, shard_subject, waste_of
+from shardgrad.plan.transports import paper_transport
+from shardgrad.plan.world import fake_tensors, fake_world
+from shardgrad.roots import establish_context, unit_of
+from shardgrad.runtime import Runtime
+from shardgrad.streams import NoStreams, Streams
+from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.training.sharding import set_gradient_sync
+
+__all__ = ["Rehearsal", "rehearse"]
+
+_CUDA_BLOCK = 512  # what the caching allocator of an accelerator rounds up to
+_HOST_BLOCK = 64  # the alignment of torch's CPU allocator
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """One steady step of rank 0, which holds no less than any other.
+
+    Attributes:
+        request: what was rehearsed.
+        name: of the model.
+        parameters: numbers in it.
+        blocks: that the model has.
+        units: calls of `fully_shard`.
+        unit_nbytes: of the largest group, whole, as compute sees it.
+        events: what the step launched, in the order of the host.
+        changes: memory that came and went meanwhile.
+        resting: bytes that are there between steps, by owner.
+        owners: owner of a storage that outlives the step.
+        start_nbytes: allocated when the step began.
+        homes: bytes allocated when the step began, by the stream they were allocated on.
+        waste: of the shards.
+    """
+
+    request: Request
+    name: str
+    parameters: int
+    blocks: int
+    units: int
+    unit_nbytes: int
+    events: tuple[Event, ...]
+    changes: tuple[Change, ...]
+    resting: Mapping[str, int]
+    owners: Mapping[int, str]
+    start_nbytes: int
+    homes: Mapping[str, int]
+    waste: Waste
+
+
+def rehearse(request: Request) -> Rehearsal:
+    """Trains for two steps on tensors without memory, and returns what the second one did.
+
+    Raises:
+        UsageError: the model or the mesh cannot be.
+        TrainingError: a step cannot be taken without values.
+    """
+    subject = subject_of(request)
+    if request.blocks is not None:
+        subject.keep_last_blocks(request.blocks)
+    parameters = sum(param.numel() for param in subject.module.parameters())
+    recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
+    with fake_world(request.shape) as mesh:
+        for axis, name in enumerate(mesh.mesh_dim_names or ()):
+            recorder.axes[mesh.get_group(axis).group_name] = name
+        try:
+            with fake_tensors(recorder):
+                return _Rehearsing(request, subject, parameters, mesh, recorder).result()
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise TrainingError(
+                f"{subject.name} decides by values which operations to run ({error.func}), and a plan has no "
+                "values: plan a variant with fixed shapes."
+            ) from error
+        except ShardgradError as error:
+            raise UsageError(f"{subject.name} cannot be sharded like this: {error}") from error
+
+
+class _Rehearsing:
+    """A model, an optimizer, and a runtime that writes down what happens."""
+
+    def __init__(
+        self, request: Request, subject: Subject, parameters: int, mesh: DeviceMesh, recorder: Recorder
+    ) -> None:
+        self._request, self._subject, self._recorder = request, subject, recorder
+        self._parameters = parameters
+        self._model: nn.Module = subject.module
+        shard_subject(subject, request, mesh)
+        transports = partial(paper_transport, recorder=recorder, on_host=request.on_host)
+        streams: Streams = NoStreams() if request.on_host else PaperStreams(recorder)
+        self._runtime = Runtime(torch.device("cpu"), streams, transports)
+        unit = unit_of(self._model)
+        if unit is None:
+            raise UsageError(f"{subject.name} has no parameters to shard.")
+        self._context = establish_context(unit, self._runtime)
+        params = [param for param in self._model.parameters() if param.requires_grad]
+        self._optimizer: FlatOptimizer = (
+            AdamW(params, lr=1e-3) if request.optimizer == "adamw" else SGD(params, lr=1e-3, momentum=0.9)
+        )
+
+    def result(self) -> Rehearsal:
+        """Takes both steps."""
+        self._step()
+        recorder = self._recorder
+        recorder.start_over()
+        start, homes = sum(recorder.live.values()), recorder.nbytes_by_home()
+        self._step()
+        owners = self._owners()
+        resting: dict[str, int] = {}
+        for storage, nbytes in recorder.live.items():
+            owner = owners.get(storage, "other")
+            resting[owner] = resting.get(owner, 0) + nbytes
+        groups = groups_of(self._model)
+        return Rehearsal(
+            request=self._request,
+            name=self._subject.name,
+            parameters=self._parameters,
+            blocks=len(self._subject.named_blocks()),
+            units=len({group.name for group in groups}),
+            unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
+            events=tuple(recorder.events),
+            changes=tuple(recorder.changes),
+            resting=resting,
+            owners=owners,
+            start_nbytes=start,
+            homes=homes,
+            waste=waste_of(groups),
+        )
+
+    def _step(self) -> None:
+        """What a training loop does; the gradients of all micro-batches but the last stay on the rank."""
+        request, recorder = self._request, self._recorder
+        for number in range(request.accumulate):
+            set_gradient_sync(self._model, number == request.accumulate - 1)
+            recorder.phase = "forward"
+            loss = self._subject.loss(request.batch_size, request.seq_len)
+            recorder.phase = "backward"
+            loss.backward()
+            del loss
+        recorder.phase = "optimizer"
+        clip_grad_norm_(self._model.parameters(), math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _owners(self) -> dict[int, str]:
+        """Returns who owns the memory that outlives a step."""
+        owners: dict[int, str] = {}
+        keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
+        for reducer in self._context.reducers:
+            keepers += [reducer.memory(), reducer.group.memory()]
+        for owner, storage in chain.from_iterable(keepers):
+            owners[storage._cdata] = owner
+        for _, tensor in self._optimizer.buffers():
+            owners[tensor.untyped_storage()._cdata] = "optimizer state"
+        for buffer in self._model.buffers():
+            owners[buffer.untyped_storage()._cdata] = "buffers"
+        return owners

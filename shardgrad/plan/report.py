@@ -1,0 +1,156 @@
+"""A plan in words and numbers: for people, and for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from shardgrad.plan.advice import Advice
+from shardgrad.plan.planning import Plan
+from shardgrad.training.display import nice_nbytes
+
+__all__ = ["as_json", "show"]
+
+
+def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
+    """Prints a plan.
+
+    Args:
+        plan: the plan.
+        advice: what would help, or None if nobody asked.
+        console: where.
+    """
+    parts: list[RenderableType] = [_heading(plan), "", _memory(plan), "", _traffic(plan), "", _time(plan)]
+    if advice is not None:
+        parts += ["", _advice(plan, advice)]
+    parts += ["", _sources(plan)]
+    console.print(Group(*parts))
+
+
+def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
+    """Returns a plan as plain values; sizes are bytes, times seconds, of one rank."""
+    rehearsal, timeline = plan.rehearsal, plan.timeline
+    return {
+        "model": rehearsal.name,
+        "parameters": rehearsal.parameters,
+        "request": dataclasses.asdict(plan.request),
+        "device": plan.machine.device.name,
+        "memory": {
+            "resting_nbytes": dict(rehearsal.resting),
+            "at_peak_nbytes": dict(plan.memory.peak.nbytes),
+            "peak_nbytes": plan.peak_nbytes,
+            "reserved_nbytes": plan.memory.reserved_nbytes,
+            "needed_nbytes": plan.needed_nbytes,
+            "waste": dataclasses.asdict(rehearsal.waste),
+            "fits": plan.fits,
+            "fits_on": dict(plan.fits_on()),
+        },
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic()],
+        "time": {
+            "step_s": timeline.step_s,
+            "compute_s": timeline.compute_s,
+            "exposed_s": timeline.exposed_s,
+            "transfers_s": timeline.transfers_s,
+            "host_s": timeline.host_s,
+            "tokens_per_s": plan.tokens_per_s,
+            "mfu": plan.mfu,
+        },
+        "advice": None if advice is None else [dataclasses.asdict(each) for each in advice],
+    }
+
+
+def _heading(plan: Plan) -> str:
+    request, rehearsal, machine = plan.request, plan.rehearsal, plan.machine
+    mesh = f"{request.shards} shards"
+    if request.replicas > 1:
+        mesh = f"{request.replicas} replicas of {mesh}"
+    return (
+        f"[bold]{rehearsal.name}[/bold], {rehearsal.parameters / 1e9:.3g} billion parameters in "
+        f"{rehearsal.units} units, on {request.ranks} x {machine.device.name}: {mesh}, "
+        f"stage {request.stage}, {request.precision}, "
+        f"{request.accumulate} x {request.batch_size} x {request.seq_len} tokens a rank"
+    )
+
+
+def _memory(plan: Plan) -> Table:
+    resting, peak = plan.rehearsal.resting, plan.memory.peak.nbytes
+    table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
+    for owner in sorted({*resting, *peak}, key=lambda owner: -peak.get(owner, 0)):
+        if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
+            table.add_row(owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0)))
+    table.add_row(
+        "[bold]allocated", nice_nbytes(sum(resting.values())), f"[bold]{nice_nbytes(plan.peak_nbytes)}"
+    )
+    if not plan.request.on_host:
+        table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.memory.reserved_nbytes))
+        table.add_row("context, communicators, workspaces", "", nice_nbytes(plan.machine.device.taken_nbytes))
+    waste = plan.rehearsal.waste
+    table.add_row("of the shards: alignment and tails", nice_nbytes(waste.alignment_nbytes), "")
+    table.add_row("of the shards: rows that do not divide", nice_nbytes(waste.uneven_nbytes), "")
+    verdict = "[green]fits" if plan.fits else "[red]does not fit"
+    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(plan.machine.device.memory_nbytes)}"
+    table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
+    if not plan.request.on_host:
+        fitting = [name for name, fits in plan.fits_on() if fits]
+        table.add_row("would fit on", "", ", ".join(fitting) or "none of the devices known here")
+    return table
+
+
+def _traffic(plan: Plan) -> RenderableType:
+    rows = plan.traffic()
+    if not rows:
+        return "No traffic: there is one rank."
+    table = Table("traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False)
+    for row in rows:
+        name = f"{row.kind}, axis {row.axis}"
+        table.add_row(name, row.link, str(row.count), nice_nbytes(row.sent_nbytes), _ms(row.busy_s))
+    return table
+
+
+def _time(plan: Plan) -> Table:
+    timeline, request = plan.timeline, plan.request
+    table = Table("time of a step", "", box=None, pad_edge=False)
+    table.add_row("[bold]step", f"[bold]{_ms(timeline.step_s)}")
+    table.add_row("compute stream busy", _ms(timeline.compute_s))
+    table.add_row("exposed: compute waits", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)} moved")
+    table.add_row("host launches", _ms(timeline.host_s))
+    table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
+    table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
+    table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+    return table
+
+
+def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
+    if not advice:
+        return "Nothing that was tried helps."
+    table = Table("what would help most", "needs", "", "tokens/s", "", box=None, pad_edge=False)
+    for each in advice:
+        change = each.tokens_per_s / plan.tokens_per_s - 1
+        table.add_row(
+            f"[bold]{each.option}",
+            nice_nbytes(each.needed_nbytes),
+            "[green]fits" if each.fits else "[red]does not fit",
+            f"{each.tokens_per_s:,.0f} ({change:+.0%})",
+            each.why,
+        )
+    return table
+
+
+def _sources(plan: Plan) -> str:
+    machine = plan.machine
+    lines = [
+        f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' peak, "
+        f"{machine.device.bandwidth_share:.0%} of its bandwidth",
+        f"link {machine.link.name}: {machine.link.source}",
+    ]
+    if not machine.device.is_synchronous:
+        lines.append(f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}")
+    return "\n".join(f"[dim]{line}[/dim]" for line in lines)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.1f} ms"

@@ -1,0 +1,120 @@
+"""What a plan is asked for: the model, how it is sharded and trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardgrad.training.config import mesh_shape
+from shardgrad.training.failure import UsageError
+from shardgrad.training.presets import Scalar
+
+__all__ = ["PRECISIONS", "Request"]
+
+PRECISIONS = ("fp32", "bf16-mixed", "bf16")
+_DTYPES = ("fp32", "bf16")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training step to plan for.
+
+    Args:
+        preset: a built-in model; ignored where `hf` or `model` is given.
+        hf: a Hugging Face configuration, as for `shardgrad train`.
+        model: `module:function` that returns a model of your own.
+        override: fields of the preset or of the configuration to replace.
+        ranks: in the world.
+        mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
+        stage: 3 gathers parameters for forward and again for backward, 2 keeps them from one to the other.
+        reshard_to: after forward, keep parameters cut over this many neighbouring ranks.
+        units: names of classes whose modules are units too, below the blocks.
+        precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
+        reduce_dtype: in which gradients travel; None for fp32.
+        gradient_dtype: in which they are kept; None for that of the weights.
+        activation_checkpointing: recompute each block's activations in backward.
+        batch_size: sequences per rank and micro-batch.
+        seq_len: tokens per sequence.
+        accumulate: micro-batches per step; gradients are reduced after the last.
+        optimizer: "adamw" or "sgd".
+        on_host: plan for CPU ranks joined by gloo.
+        blocks: plan for the last so many blocks only; None for all.
+    """
+
+    preset: str = "8b"
+    hf: str | None = None
+    model: str | None = None
+    override: Mapping[str, Scalar] = field(default_factory=dict)
+    ranks: int = 8
+    mesh: str | None = None
+    stage: int = 3
+    reshard_to: int | None = None
+    units: tuple[str, ...] = ()
+    precision: str = "bf16-mixed"
+    reduce_dtype: str | None = None
+    gradient_dtype: str | None = None
+    activation_checkpointing: bool = False
+    batch_size: int = 1
+    seq_len: int = 8192
+    accumulate: int = 1
+    optimizer: str = "adamw"
+    on_host: bool = False
+    blocks: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "batch_size", "seq_len", "accumulate"):
+            if getattr(self, name) < 1:
+                flag = name.replace("_", "-")
+                raise UsageError(f"--{flag} is {getattr(self, name)}: give a positive number.")
+        shape = mesh_shape(self.mesh)
+        if shape and math.prod(shape) != self.ranks:
+            raise UsageError(
+                f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: correct one."
+            )
+        if self.stage == 1:
+            raise UsageError(
+                "Stage 1 would keep whole gradients from micro-batch to micro-batch, which the engine does "
+                "not offer yet: use --stage 2, which needs less memory for the same traffic."
+            )
+        if self.stage not in (2, 3):
+            raise UsageError(f"There is no stage {self.stage}: use --stage 3 or --stage 2.")
+        if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
+            raise UsageError(
+                f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a divisor."
+            )
+        _check("--precision", self.precision, PRECISIONS)
+        _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
+        _check("--gradient-dtype", self.gradient_dtype, (None, *_DTYPES))
+        _check("--optimizer", self.optimizer, ("adamw", "sgd"))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the mesh: (shards,) or (replicas, shards)."""
+        return mesh_shape(self.mesh) or (self.ranks,)
+
+    @property
+    def shards(self) -> int:
+        """Ranks that a parameter is cut over."""
+        return self.shape[-1]
+
+    @property
+    def replicas(self) -> int:
+        """Groups of ranks that hold the same."""
+        return self.ranks // self.shards
+
+    @property
+    def tokens(self) -> int:
+        """Of one rank in a step."""
+        return self.batch_size * self.seq_len * self.accumulate
+
+    def but(self, **changes: object) -> Request:
+        """Returns the same request with some fields replaced."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def _check(flag: str, value: str | None, allowed: tuple[str | None, ...]) -> None:
+    if value not in allowed:
+        words = ", ".join(each for each in allowed if each)
+        raise UsageError(f"{flag} can be {words}, not {value!r}.")

@@ -1,0 +1,131 @@
+"""What a stage asks of `fully_shard`, and what the engine's layouts come to in bytes.
+
+The only file that knows what stages are called; the arithmetic itself is the engine's, in `layout.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgrad import fully_shard
+from shardgrad.layout import ShardLayout
+from shardgrad.param_group import ParamGroup
+from shardgrad.plan.models import Subject
+from shardgrad.plan.request import Request
+from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
+from shardgrad.roots import units_under
+from shardgrad.training.failure import UsageError
+
+__all__ = ["Waste", "groups_of", "shard_subject", "waste_of"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def policies_of(request: Request) -> dict[str, Any]:
+    """Returns the keyword arguments of `fully_shard` that follow from a request, but for the mesh."""
+    reduce_dtype = DTYPES[request.reduce_dtype or "fp32"]
+    mixed = MixedPrecisionPolicy()
+    if request.precision != "fp32":
+        mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+    gradient_dtype = None if request.gradient_dtype is None else DTYPES[request.gradient_dtype]
+    return {
+        "mp_policy": mixed,
+        "gradient_policy": GradientPolicy(dtype=gradient_dtype),
+        "reshard_after_forward": request.reshard_to or (None if request.stage == 3 else False),
+    }
+
+
+def shard_subject(subject: Subject, request: Request, mesh: DeviceMesh) -> None:
+    """Gives the model its memory and shards it, as the training program does: blocks first, then the rest.
+
+    Raises:
+        UsageError: no module is of a class that was named as a unit.
+    """
+    policies = policies_of(request)
+    weights = torch.bfloat16 if request.precision == "bf16" else None
+    found: set[str] = set()
+    for name, block in subject.named_blocks():
+        inner = [part for part in block.modules() if type(part).__name__ in request.units]
+        for unit in inner:
+            found.add(type(unit).__name__)
+            _materialise(unit, weights)
+            fully_shard(unit, mesh=mesh, **policies)
+        _materialise(block, weights)
+        if request.activation_checkpointing:
+            block = checkpoint_wrapper(block, preserve_rng_state=False)
+            subject.module.get_submodule(subject.blocks).register_module(name, block)
+        if not unit_is(block, inner):
+            fully_shard(block, mesh=mesh, **policies)
+    missing = [name for name in request.units if name not in found]
+    if missing:
+        classes = sorted({type(part).__name__ for part in subject.module.modules()})
+        raise UsageError(f"--unit {missing[0]}: no block has a module of this class: {', '.join(classes)}.")
+    _materialise(subject.module, weights)
+    fully_shard(subject.module, mesh=mesh, **policies)
+
+
+def unit_is(block: nn.Module, inner: Sequence[nn.Module]) -> bool:
+    """Returns whether a block is a unit already, because its class was named."""
+    return any(block is unit for unit in inner)
+
+
+def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replaces meta tensors by fake ones on the CPU; shared parameters stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is None or param.device.type != "meta":
+                continue
+            if id(param) not in made:
+                fake = torch.empty(param.shape, dtype=dtype or param.dtype, device="cpu")
+                made[id(param)] = nn.Parameter(fake, requires_grad=param.requires_grad)
+            part._parameters[name] = made[id(param)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device.type == "meta":
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    """Returns every group under a root, in construction order."""
+    return [group for unit in units_under(model) for group in unit.groups]
+
+
+@dataclass(frozen=True)
+class Waste:
+    """Bytes of one rank that hold nothing.
+
+    Attributes:
+        alignment_nbytes: behind pieces, so that the next begins on a multiple of 128 bytes; and tails.
+        uneven_nbytes: of the last ranks' short and empty pieces, averaged over the ranks.
+        total_nbytes: of the shards they are in.
+    """
+
+    alignment_nbytes: int
+    uneven_nbytes: int
+    total_nbytes: int
+
+
+def waste_of(groups: Sequence[ParamGroup]) -> Waste:
+    """Adds up the waste in the parameter and the gradient shards."""
+    alignment = uneven = total = 0
+    for layout, itemsize in _shards(groups):
+        full = sum(piece.shard_numel for piece in layout.pieces)
+        whole = sum(piece.numel for piece in layout.pieces)
+        alignment += layout.padding_numel * itemsize
+        uneven += (full * layout.world_size - whole) * itemsize // layout.world_size
+        total += layout.chunk_numel * itemsize
+    return Waste(alignment, uneven, total)
+
+
+def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[ShardLayout, int]]:
+    for group in groups:
+        yield group.layout, group.dtype.itemsize
+        if group.gradient_layout is not None:
+            yield group.gradient_layout, group.gradient_dtype.itemsize

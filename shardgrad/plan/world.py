@@ -1,0 +1,262 @@
+"""A world in which tensors have shapes and no memory, and ranks have numbers and no processes.
+
+[Note: What is real in a fake world]
+What a program writes down itself is real: `torch.tensor([...])`, and whatever is computed from such tensors
+alone. The engine's tables are of this kind, and it checks them by reading them. What lies in a device's
+memory is fake: shapes without values. A read of a fake value has no answer. In forward it is an error, since
+the model would branch on it; in the engine's own backward and in the optimizer it is answered by 0, which
+says: no other rank touched what this one did not, and no parameter stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
+from shardgrad.training.failure import TrainingError, UsageError
+
+__all__ = ["fake_tensors", "fake_world"]
+
+_MOST_RANKS = 2**20
+
+_aten, _prim = torch.ops.aten, torch.ops.prim
+# These make memory, without content.
+_NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+# A view that its schema does not own up to.
+_NO_KERNEL |= {"_unsafe_view"}
+# These touch as much of their first operand as they return.
+_LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+# The first operand of these is not read.
+_UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
+# These return nothing and update arguments in place; the engine's other operators, which return nothing
+# either, do not read what they write.
+_UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
+_KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "exchange",
+}
+_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+
+
+@contextmanager
+def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
+    """Makes this process rank 0 of ranks that do not exist, for as long as the context lasts.
+
+    Args:
+        shape: (shards,) or (replicas, shards).
+
+    Raises:
+        TrainingError: this process belongs to other ranks already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    ranks = 1
+    for size in shape:
+        ranks *= size
+    if ranks > _MOST_RANKS:
+        raise UsageError(f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}.")
+    if dist.is_initialized():
+        raise TrainingError("A plan needs a process of its own: this one has joined a process group already.")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
+        yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def fake_tensors(recorder: Recorder) -> Iterator[None]:
+    """Makes every new tensor a fake one, and writes down what is done with it."""
+    with ExitStack() as stack:
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Observer(recorder))
+        stack.enter_context(_watched_resizes(recorder))
+        yield
+
+
+@contextmanager
+def _watched_resizes(recorder: Recorder) -> Iterator[None]:
+    """No operator resizes a storage, so that a mode does not see it."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        original(storage, size)
+        recorder.resized(storage)
+        return storage
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+class _Observer(TorchDispatchMode):
+    """Sees every operator. See [Note: What is real in a fake world]."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the guard against it would take most of the time
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is _prim.device.default:
+            return func(*args)
+        if DTensor in types:
+            return NotImplemented  # it comes again, with the local tensor
+        inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
+        if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
+            if func is _aten.lift_fresh.default:
+                return args[0]
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is _aten._local_scalar_dense.default:
+            return self._answer()
+        result = func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self._transfer(func, args)
+        elif not _is_view(func):
+            outputs = list(_tensors((result,)))
+            for tensor in outputs:
+                if isinstance(tensor, FakeTensor):
+                    self._recorder.saw(tensor)
+            if func._overloadpacket.__name__ not in _NO_KERNEL:
+                self._kernel(func, args, kwargs, inputs, outputs, result)
+        return result
+
+    def _answer(self) -> int:
+        if self._recorder.phase == "forward":
+            raise TrainingError(
+                "The model reads a tensor's value in forward (.item(), nonzero, a mask as an index), which a "
+                "plan has no values for: plan a variant that decides nothing by values, for example with a "
+                "fixed capacity per expert."
+            )
+        return 0
+
+    def _kernel(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        result: Any,
+    ) -> None:
+        name = func._overloadpacket.__name__
+        recorder = self._recorder
+        written = sum(map(_nbytes, outputs))
+        if name in _UPDATES:
+            written = sum(map(_nbytes, _tensors(args[i] for i in _UPDATES[name])))
+        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
+        if name in _LOOK_UPS:
+            nbytes += written
+        flops, palm_flops = _flops(func, args, kwargs, result)
+        dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+        is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
+        recorder.events.append(
+            Kernel(recorder.stream, name, recorder.phase, is_engine, flops, palm_flops, dtype, nbytes)
+        )
+
+    def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
+        recorder = self._recorder
+        name = func._overloadpacket.__name__
+        kind = _KINDS.get(name)
+        if kind is None:
+            return
+        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        ranks = group.size()
+        # The larger of what goes in and what comes out: the whole message.
+        nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2] if not _is_group(arg))
+        sent = nbytes * (ranks - 1) // ranks
+        if kind == "all-reduce":
+            sent *= 2
+        elif kind == "exchange" and any(args[3:5]):  # two ranks swap what the other needs, and no more
+            sent = nbytes
+        axis = recorder.axes.get(group.group_name, "neighbours")
+        is_awaited = not recorder.label
+        label = recorder.label or f"{kind} of {nbytes} bytes"
+        recorder.events.append(Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited))
+        if is_awaited:
+            recorder.events.append(Waited(len(recorder.events) - 1, None))
+
+
+def _is_group(arg: Any) -> bool:
+    return isinstance(arg, torch.ScriptObject)
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    """Returns the bytes that a tensor shows, those that it shows several times (`expand`) once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or size == 0:
+            numel *= size
+    return numel * tensor.itemsize
+
+
+@cache
+def _is_view(func: OpOverload) -> bool:
+    """True if an operator does nothing but look at memory in another way."""
+    returns = func._schema.returns
+    views = [each.alias_info is not None and not each.alias_info.is_write for each in returns]
+    return bool(views) and all(views)
+
+
+def _flops(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[float, float]:
+    """Returns multiplications and additions: those that are done, and as if no attention were causal."""
+    name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product"):
+        is_backward = name.endswith("_backward")
+        query, key, value = args[1:4] if is_backward else args[:3]
+        full = float(sdpa_flop_count(query.shape, _with_heads_of(key, query), _with_heads_of(value, query)))
+        # Backward: five products where forward has two (it makes the scores again), as in FlashAttention-2.
+        full *= 2.5 if is_backward else 1.0
+        is_causal = _argument(func, args, kwargs, "is_causal", default=False)
+        return full * (0.5 if is_causal else 1.0), full
+    count: Callable[..., int] | None = flop_registry.get(func._overloadpacket)
+    flops = 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+    return flops, flops
+
+
+def _with_heads_of(key: torch.Tensor, query: torch.Tensor) -> torch.Size:
+    """Returns the shape of keys or values as if every query head had its own."""
+    return torch.Size((*query.shape[:2], *key.shape[2:]))
+
+
+def _argument(
+    func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, *, default: Any
+) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[position] if position < len(args) else kwargs.get(name, default)
+    return default
