@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 100  # several times what a smoke run takes: others may be using the machine
 
@@ -32,50 +30,6 @@ def smoke(benchmark: str, out: Path, *options: str) -> dict[str, Any]:
 def assert_spread(spread: dict[str, Any]) -> None:
     low, high = spread["quartiles"]
     assert low <= spread["median"] <= high
-
-
-def test_compare(tmp_path: Path) -> None:
-    record = smoke("compare", tmp_path)
-    assert {"preset", "precision", "accumulate", "reshard", "ranks", "keep_heap"} <= set(record["config"])
-    measured = {
-        "wall_s",
-        "cpu_s",
-        "minor_faults",
-        "loopback_nbytes",
-        "wall_ratio_to_fsdp2",
-        "cpu_ratio_to_fsdp2",
-    }
-    for name in ("fsdp2", "shardgrad", "compute", "collectives"):
-        assert set(record["samples"][name]) == measured
-        for field in measured:
-            assert len(record["samples"][name][field]) == record["config"]["rounds"]
-            assert_spread(record["summary"][name][field])
-    for name in ("fsdp2", "shardgrad"):
-        assert record["summary"][name]["dtensors_per_step"] >= 0
-    assert record["summary"]["shardgrad"]["loss_difference_to_fsdp2"] == 0
-
-
-def test_compare_draws_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.picture import draw
-
-    names = ("shardgrad", "compute", "collectives")
-    record = {
-        "config": {
-            "preset": "tiny",
-            "precision": "fp32",
-            "ranks": 2,
-            "batch_size": 4,
-            "seq_len": 64,
-            "accumulate": 1,
-            "reshard": None,
-        },
-        "samples": {name: {"wall_ratio_to_fsdp2": [0.5, 0.75]} for name in names},
-        "summary": {name: {"wall_ratio_to_fsdp2": {"median": 0.6}} for name in names},
-    }
-    path = draw([record, record], tmp_path / "compare.png")
-    assert path is not None
-    assert path.stat().st_size > 0
 
 
 def test_host_overhead(tmp_path: Path) -> None:
