@@ -17,7 +17,7 @@ from shardgrad.bench.summary import NOISE, noise, samples_of, summarise, timelin
 from shardgrad.bench.task import Length, Task, check
 from shardgrad.training.failure import UsageError
 
-__all__ = ["BENCHMARK", "measure"]
+__all__ = ["BENCHMARK", "measure", "record_of"]
 
 BENCHMARK = "bench"
 
@@ -44,12 +44,21 @@ def measure(
     else:
         logs.mkdir(parents=True, exist_ok=True)
         outcome = run_contest(task, length, names, logs, tell)
-    return _record(task, length, names, outcome, started)
+    return record_of(task, length, names, outcome, started)
 
 
-def _record(
+def record_of(
     task: Task, length: Length, names: Sequence[str], outcome: Outcome, started: dict[str, Any]
 ) -> dict[str, Any]:
+    """Puts a record together.
+
+    Args:
+        task: what contestants did.
+        length: how often.
+        names: who was asked to take part.
+        outcome: what came of it.
+        started: code, versions and hardware, as they were at the start.
+    """
     summary = summarise(outcome, task)
     config: dict[str, Any] = {
         **dataclasses.asdict(task),
