@@ -9,8 +9,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,12 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad.bench.batches import MicroBatch
 from shardgrad.bench.contestants import mesh_of
 from shardgrad.bench.models import LanguageModel, build_model
+from shardgrad.bench.plain_graph import PlainGraph
 from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, adamw, compute_dtype
 from shardgrad.bench.task import Task
 
-__all__ = ["PlainGraph", "build"]
-
-_WARMUP = 3  # eager steps before a capture, as many as `graphed_step` takes
+__all__ = ["build"]
 
 # torch 2.13 gave these two new names; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -36,8 +35,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 def build(name: str, task: Task, device: torch.device) -> Contestant:
     """Makes a floor."""
     if name == "hand-graphed":
-        graph = PlainGraph(_plain_step(task, device))
-        return Contestant(graph, lambda: graph.pool_nbytes, graph.close)
+        return _hand_graphed(task, device)
     return Contestant(_Floor(task, device, sends=name == "collectives").step)
 
 
@@ -138,65 +136,21 @@ class _UnitBuffers:
             dist.all_reduce(self._sum, group=self._replicas)
 
 
-# -- a graph without an engine's help ----------------------------------------------------------------------
+# -- a graph without an engine's help ---------------------------------------------------------------------
 
 
-class PlainGraph:
-    """A step as one CUDA graph, by the recipe of torch's manual.
+def _hand_graphed(task: Task, device: torch.device) -> Contestant:
+    plain = _plain_step(task, device)
 
-    Args:
-        function: takes micro-batches, returns a tensor; shapes stay.
-    """
+    def flat(*tensors: Tensor) -> Tensor:
+        return plain([*zip(tensors[::2], tensors[1::2], strict=True)])
 
-    def __init__(self, function: Callable[[list[MicroBatch]], Tensor]) -> None:
-        self._function = function
-        self._stream = torch.cuda.Stream()
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[MicroBatch] = []
-        self._output: Tensor | None = None
-        self.pool_nbytes = 0
+    graph = PlainGraph(flat)
 
-    def __call__(self, inputs: list[MicroBatch]) -> Tensor:
-        """Runs eagerly, captures, or replays."""
-        self._calls += 1
-        if self._calls <= _WARMUP:
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                output = self._function(inputs)
-            current.wait_stream(self._stream)
-            return output
-        if self._graph is None:
-            self._capture(inputs)
-        return self._replay(inputs)
+    def step(micro_batches: list[MicroBatch]) -> Tensor:
+        return graph(*chain.from_iterable(micro_batches))
 
-    def _capture(self, inputs: list[MicroBatch]) -> None:
-        self._inputs = [(tokens.clone(), targets.clone()) for tokens, targets in inputs]
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # as torch.cuda.graph is about to do
-        reserved = torch.cuda.memory_reserved()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        # Other threads may speak to the device: NCCL's watchdog does.
-        with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
-            self._output = self._function(self._inputs)
-        self.pool_nbytes = max(0, torch.cuda.memory_reserved() - reserved)
-        self._graph = graph
-
-    def _replay(self, inputs: list[MicroBatch]) -> Tensor:
-        if self._graph is None or self._output is None:
-            raise RuntimeError("the graph has been closed")
-        flat = [tensor for part in self._inputs for tensor in part]
-        torch._foreach_copy_(flat, [tensor for part in inputs for tensor in part])
-        self._graph.replay()
-        return self._output
-
-    def close(self) -> None:
-        """Gives the graph's memory back."""
-        torch.cuda.synchronize()
-        self._graph = self._output = None
-        self._inputs.clear()
+    return Contestant(step, lambda: graph.pool_nbytes, graph.close)
 
 
 def _plain_step(task: Task, device: torch.device) -> Callable[[list[MicroBatch]], Tensor]:
