@@ -148,6 +148,9 @@ class Contest:
         """Builds and warms up crews until memory runs out; returns those for which there was none."""
         for number, name in enumerate(names):
             others = set(self._crews) - {BASE}
+            if others and time.monotonic() > self._until_s - self._length.limit_s / 2:
+                self.leave_out(name, "no time left to start it: raise --limit-s, or name fewer engines")
+                continue
             self._tell(f"{name}: {CATALOGUE[name].words}")
             try:
                 self._warm_up(name)

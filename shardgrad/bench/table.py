@@ -10,7 +10,7 @@ from shardgrad.bench.words import Record, cells, setting, title, verdicts
 
 __all__ = ["show"]
 
-_WIDTH = 150  # where nobody's terminal says how wide it is
+_WIDTH = 190  # where nobody's terminal says how wide it is
 
 
 def show(record: Record, console: Console | None = None) -> None:
@@ -21,9 +21,9 @@ def show(record: Record, console: Console | None = None) -> None:
     headings, rows = cells(record)
     if rows:
         table = Table(title=escape(title(record)), caption=escape(setting(record)))
-        table.add_column("")
-        for heading in headings:
-            table.add_column(escape(heading), justify="right")
+        table.add_column("", no_wrap=True)
+        for number, heading in enumerate(headings):
+            table.add_column(escape(heading), justify="right", no_wrap=number == 0)
         for name, texts in rows.items():
             table.add_row(escape(name), *map(escape, texts))
         console.print(table)

@@ -71,7 +71,8 @@ class Length:
         rounds: in each of them every contestant has a turn.
         steps: of a turn.
         warmup: steps of each contestant before the first round; enough for every capture.
-        limit_s: no round begins after so many seconds, but for the two that a median needs.
+        limit_s: after half of it no contestant is started, after all of it no round, but for the two that a
+            median needs.
         answer_s: seconds that ranks may take over a command before they count as hung.
         smoke: the numbers mean nothing.
     """
