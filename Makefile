@@ -35,7 +35,7 @@ types: .venv/installed
 	.venv/bin/python -m mypy
 
 bench: .venv/installed
-	.venv/bin/python -m benchmarks.compare $(ARGS)
+	.venv/bin/shardgrad bench $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

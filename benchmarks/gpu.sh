@@ -1,24 +1,34 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in less than nine minutes: build, tests, benchmarks, and a table last.
 #
-#   bash benchmarks/gpu.sh --out DIR             on a machine with one GPU
+#   bash benchmarks/gpu.sh                       into benchmarks/results/gpu_<hardware>_<yyyymm>
+#   bash benchmarks/gpu.sh --out DIR             into DIR
 #   bash benchmarks/gpu.sh --out DIR --smoke     in a minute or two, without a GPU too; the numbers mean nothing
+#   bash benchmarks/gpu.sh --out DIR --only PART a single part, or a comma-separated list of them
+#   bash benchmarks/gpu.sh --list                names the parts, and leaves
 #
-# Each part has a time limit, and begins whatever became of the one before. DIR gets a log of each part, the
-# records as *.jsonl, and summary.txt. The exit status is 1 if a part failed. PYTHON names the interpreter.
+# Each part has a time limit, and begins whatever became of the one before. A part that was done is not done
+# again: call it once more with the same DIR for what failed, or for which there was no time (rm DIR/done/PART
+# to repeat one). DIR gets a log of each part, the records as *.jsonl, report.html, and summary.txt. The exit
+# status is 1 if a part failed. PYTHON names the interpreter; WHEELS names a folder of wheels (other engines, a
+# newer NCCL's Python package) that are made importable for the benchmarks without being installed.
 set -uo pipefail
 
-usage() { sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 out=""
 smoke=""
+only=""
+list=""
 while (($#)); do
     case $1 in
-        --out)
-            out=${2:-}
+        --out | --only)
+            [[ -n ${2:-} ]] || { usage >&2; exit 2; }
+            if [[ $1 == --out ]]; then out=$2; else only=,$2,; fi
             shift
             ;;
         --smoke) smoke=1 ;;
+        --list) list=1 ;;
         --help)
             usage
             exit 0
@@ -28,17 +38,23 @@ while (($#)); do
             exit 2
             ;;
     esac
-    (($#)) && shift
+    shift
 done
-if [[ -z $out ]]; then
-    usage >&2
-    exit 2
-fi
-mkdir -p "$out" || exit 2
-out=$(cd "$out" && pwd)
+python=${PYTHON:-python3}
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 2
 
-python=${PYTHON:-python3}
+read -r device count hardware < <("$python" -c '
+import re, torch
+found = torch.cuda.is_available()
+name = torch.cuda.get_device_name(0) if found else "cpu"
+slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+print("cuda" if found else "cpu", torch.cuda.device_count() if found else 0, slug)') || exit 2
+: "${out:=benchmarks/results/gpu_${hardware}_$(date +%Y%m)}"
+if [[ -z $list ]]; then
+    mkdir -p "$out/done" || exit 2
+    out=$(cd "$out" && pwd)
+fi
+
 readonly TOTAL_S=530
 began_s=$SECONDS
 failed=0
@@ -48,32 +64,45 @@ parts=()
 part() {
     local name=$1 limit_s=$2 result=ok start_s=$SECONDS
     shift 2
+    if [[ -n $list ]]; then
+        printf '%-22s %4d s at most: %s\n' "$name" "$limit_s" "$*"
+        return
+    fi
+    [[ -z $only || $only == *,$name,* ]] || return
     local left_s=$((TOTAL_S - (SECONDS - began_s)))
     ((limit_s > left_s)) && limit_s=$left_s
-    if ((limit_s < 5)); then
+    if [[ -e $out/done/$name ]]; then
+        result="done before"
+    elif ((limit_s < 5)); then
         result="no time left"
+        failed=1
     else
         # It ends the whole group of processes: benchmarks start ranks, pytest starts workers.
         timeout --kill-after=3 "$limit_s" "$@" >"$out/$name.log" 2>&1
         case $? in
-            0) ;;
+            0) touch "$out/done/$name" ;;
             124 | 137) result="over its $limit_s s" ;;
             *) result=failed ;;
         esac
+        [[ $result == ok ]] || failed=1
     fi
-    [[ $result == ok ]] || failed=1
     parts+=("$(printf '%-22s %-16s %4d s' "$name" "$result" $((SECONDS - start_s)))")
     echo "${parts[-1]}"
 }
 
-device=$("$python" -c 'import torch; print("cuda" if torch.cuda.is_available() else "cpu")') || exit 2
 echo "device $device, output in $out"
+if [[ -n ${WHEELS:-} && -z $list ]]; then
+    "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$out/site" \
+        "$WHEELS"/*.whl && export PYTHONPATH="$out/site${PYTHONPATH:+:$PYTHONPATH}"
+fi
 
 if [[ $device == cuda ]]; then
-    nvidia-smi >"$out/nvidia-smi.txt" 2>&1
+    [[ -n $list ]] || nvidia-smi >"$out/nvidia-smi.txt" 2>&1
     if command -v nvcc >/dev/null; then
         # One thread for each architecture; the sources are compiled one after the other.
         export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} --threads 0"
+        # Also where it was done before: the record may outlive the checkout.
+        [[ -e shardgrad/_C.so ]] || rm -f "$out/done/build"
         part build 120 "$python" setup.py build_ext --inplace
         part compiled-ops 30 "$python" -c 'import torch, shardgrad.ops
 assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"), "no CUDA kernels"'
@@ -83,26 +112,46 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"
 fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
+bench=("$python" -m shardgrad.cli bench --device "$device" --timeout 60)
 graphed=("$python" -m benchmarks.graphed --device "$device" --out "$out")
 kernels=("$python" -m benchmarks.kernels --device "$device" --out "$out")
 optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
+replay=("$python" -m benchmarks.replay --device "$device" --out "$out")
+alone=("${bench[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
     part tests 120 "${test[@]}" tests/gpu/test_graphed_step.py
+    part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine compute
     part graphed-tiny 120 "${graphed[@]}" --smoke
     part kernels 60 "${kernels[@]}" --smoke
     part optimizer 60 "${optimizer[@]}" --smoke --case one_unit
+    part replay 60 "${replay[@]}" --smoke
 else
     part tests 110 "${test[@]}" tests/gpu
-    part graphed-gpt2-1024 100 "${graphed[@]}" --preset gpt2 --tokens 1024 --limit-s 80
-    part graphed-300m-4096 90 "${graphed[@]}" --preset 300m --tokens 4096 --rounds 12 --steps 5 --limit-s 70
-    part graphed-1b-8192 100 "${graphed[@]}" --preset 1b --tokens 8192 --rounds 8 --steps 3 --limit-s 75
+    # One rank: what an engine costs where nothing is sent, and what a graph takes away.
+    part bench-gpt2 150 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
+        --limit-s 60 --out "$out/bench-gpt2"
+    part graphed-gpt2-1024 80 "${graphed[@]}" --preset gpt2 --tokens 1024 --limit-s 60
+    part graphed-300m-4096 75 "${graphed[@]}" --preset 300m --tokens 4096 --rounds 12 --steps 5 --limit-s 55
+    part graphed-1b-8192 90 "${graphed[@]}" --preset 1b --tokens 8192 --rounds 8 --steps 3 --limit-s 65
     part kernels 25 "${kernels[@]}" --ops segments --rounds 10
     part optimizer 40 "${optimizer[@]}"
+    part replay 30 "${replay[@]}"
+    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 60 \
+        --engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine compute --out "$out/bench-1b"
+    if ((count > 1)); then
+        part bench-ranks 200 "${bench[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
+            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 80 --out "$out/bench-ranks"
+    else
+        # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
+        part bench-shared 90 "${bench[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
+            --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/bench-shared"
+    fi
 fi
+[[ -z $list ]] || exit 0
 
 {
-    for log in "$out"/graphed-*.log; do
-        cat "$log"
+    for log in "$out"/bench-*.log "$out"/graphed-*.log; do
+        [[ -e $log ]] && cat "$log"
     done
     printf '\n%s\n' "parts, $device, $((SECONDS - began_s)) s in all"
     printf '%s\n' "${parts[@]}"

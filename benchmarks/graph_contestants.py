@@ -13,8 +13,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardgrad
 from benchmarks.graph_task import BASE, HAND_WRITTEN, GraphTask, shape_of
+from shardgrad.bench.plain_graph import PlainGraph
 from shardgrad.training.model import Transformer, materialise, next_token_loss
 
 _SEED = 0
@@ -134,74 +134,6 @@ def _ddp(task: GraphTask) -> Program:
 
 def _adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, **{"lr": _LR, "fused": True, **options})
-
-
-# -- graphs without an engine's help ------------------------------------------------------------------------
-
-
-class PlainGraph:
-    """A function of tensors as one CUDA graph, by the recipe of torch's manual.
-
-    Args:
-        function: takes tensors, returns one; the tensors' shapes stay.
-    """
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        self._function = function
-        self._stream = torch.cuda.Stream()
-        self._calls = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: list[Tensor] = []
-        self._output: Tensor | None = None
-        self.pool_nbytes = 0
-
-    @property
-    def is_captured(self) -> bool:
-        return self._graph is not None
-
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        self._calls += 1
-        if self._calls <= _WARMUP:
-            current = torch.cuda.current_stream()
-            self._stream.wait_stream(current)
-            with torch.cuda.stream(self._stream):
-                output = self._function(*inputs)
-            current.wait_stream(self._stream)
-            return output
-        if self._graph is None or self._output is None:
-            self._capture(inputs)
-        return self._replay(inputs)
-
-    def _capture(self, inputs: Sequence[Tensor]) -> None:
-        self._inputs = [tensor.clone() for tensor in inputs]
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()  # as torch.cuda.graph is about to do
-        reserved = torch.cuda.memory_reserved()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        try:
-            # Other threads may speak to the device: NCCL's watchdog does.
-            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
-                self._output = self._function(*self._inputs)
-        except Exception:
-            # torch leaves the allocator waiting for the end of a capture that broke, which would hold back
-            # the memory of every contestant after this one.
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
-            raise
-        self.pool_nbytes = max(0, torch.cuda.memory_reserved() - reserved)
-        self._graph = graph
-
-    def _replay(self, inputs: Sequence[Tensor]) -> Tensor:
-        assert self._graph is not None
-        assert self._output is not None
-        torch._foreach_copy_(self._inputs, list(inputs))
-        self._graph.replay()
-        return self._output
-
-    def close(self) -> None:
-        torch.cuda.synchronize()
-        self._graph = self._output = None
-        self._inputs.clear()
 
 
 def _half_graphed(program: Program) -> Contestant:

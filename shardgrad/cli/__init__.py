@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from shardgrad.cli.bench import bench
 from shardgrad.cli.doctor import doctor
 from shardgrad.cli.drill import drill
 from shardgrad.cli.plan import plan
@@ -15,6 +16,7 @@ def main() -> None:
     """Fully-sharded data-parallel training with PyTorch."""
 
 
+main.add_command(bench)
 main.add_command(doctor)
 main.add_command(drill)
 main.add_command(plan)

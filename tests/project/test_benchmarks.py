@@ -34,50 +34,6 @@ def assert_spread(spread: dict[str, Any]) -> None:
     assert low <= spread["median"] <= high
 
 
-def test_compare(tmp_path: Path) -> None:
-    record = smoke("compare", tmp_path)
-    assert {"preset", "precision", "accumulate", "reshard", "ranks", "keep_heap"} <= set(record["config"])
-    measured = {
-        "wall_s",
-        "cpu_s",
-        "minor_faults",
-        "loopback_nbytes",
-        "wall_ratio_to_fsdp2",
-        "cpu_ratio_to_fsdp2",
-    }
-    for name in ("fsdp2", "shardgrad", "compute", "collectives"):
-        assert set(record["samples"][name]) == measured
-        for field in measured:
-            assert len(record["samples"][name][field]) == record["config"]["rounds"]
-            assert_spread(record["summary"][name][field])
-    for name in ("fsdp2", "shardgrad"):
-        assert record["summary"][name]["dtensors_per_step"] >= 0
-    assert record["summary"]["shardgrad"]["loss_difference_to_fsdp2"] == 0
-
-
-def test_compare_draws_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from benchmarks.picture import draw
-
-    names = ("shardgrad", "compute", "collectives")
-    record = {
-        "config": {
-            "preset": "tiny",
-            "precision": "fp32",
-            "ranks": 2,
-            "batch_size": 4,
-            "seq_len": 64,
-            "accumulate": 1,
-            "reshard": None,
-        },
-        "samples": {name: {"wall_ratio_to_fsdp2": [0.5, 0.75]} for name in names},
-        "summary": {name: {"wall_ratio_to_fsdp2": {"median": 0.6}} for name in names},
-    }
-    path = draw([record, record], tmp_path / "compare.png")
-    assert path is not None
-    assert path.stat().st_size > 0
-
-
 def test_host_overhead(tmp_path: Path) -> None:
     record = smoke("host_overhead", tmp_path)
     for by_engine in record["summary"].values():
@@ -167,12 +123,10 @@ def test_contestants_that_do_not_fit_together_are_measured_in_groups_with_the_ba
     assert groups({"fsdp2": 30}, 10) == [["fsdp2"]]
 
 
-def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_says_so(tmp_path: Path) -> None:
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\ncase "$*" in *is_available*) echo cpu;; *"-m pytest "*) exit 1;; esac\n')
-    python.chmod(0o755)
+def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
+    """Runs the script for GPUs; returns its status, and how each part went."""
     done = subprocess.run(
-        ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(tmp_path / "out")],
+        ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(out)],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python)},
         capture_output=True,
@@ -180,7 +134,70 @@ def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_says_so(tmp_pa
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert done.returncode == 1
-    summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
-    results = {line.split()[0]: line.split()[1] for line in summary.splitlines()[-4:]}
-    assert results == {"tests": "failed", "graphed-tiny": "ok", "kernels": "ok", "optimizer": "ok"}
+    summary = (out / "summary.txt").read_text(encoding="utf-8")
+    parts = [line.split("  ", 1) for line in summary.splitlines()[-6:]]
+    return done.returncode, {name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts}
+
+
+def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_that(tmp_path: Path) -> None:
+    python, out = tmp_path / "python", tmp_path / "out"
+    fails = 'case "$*" in *is_available*) echo cpu 0 cpu;; *"-m pytest "*) exit 1;; esac\n'
+    python.write_text(f"#!/bin/sh\n{fails}")
+    python.chmod(0o755)
+    rest = ("bench-tiny", "graphed-tiny", "kernels", "optimizer", "replay")
+    assert run_script(python, out) == (1, {"tests": "failed", **dict.fromkeys(rest, "ok")})
+    python.write_text(f"#!/bin/sh\n{fails.replace('exit 1', 'exit 0')}")
+    assert run_script(python, out) == (0, {"tests": "ok", **dict.fromkeys(rest, "done before")})
+
+
+def test_replay(tmp_path: Path) -> None:
+    record = smoke("replay", tmp_path)
+    assert set(record["summary"]) == {"function", "graphed"}
+    for of in record["summary"].values():
+        assert_spread(of["host_s"])
+        assert_spread(of["ratio_to_function"])
+    assert_spread(record["summary"]["graphed"]["overhead_s"])
+
+
+def test_the_table_of_the_readme_is_made_of_records_that_count(tmp_path: Path) -> None:
+    from benchmarks.readme_table import BEGIN, END, lines, newest, replaced, results
+    from tests.project.test_report import make_record
+
+    def with_time(time: str, **environment: Any) -> dict[str, Any]:
+        record = make_record(spans=1)
+        return record | {
+            "environment": record["environment"] | {"time": time, "ops_backend": "compiled"} | environment
+        }
+
+    noisy = with_time("5")
+    noisy["noise"] = noisy["noise"] | {"is_quiet": False}
+    changed = with_time("6", git_is_clean=False)
+    folder = tmp_path / "benchmarks" / "results"
+    (folder / "a").mkdir(parents=True)
+    records = [with_time("2", cores=4), with_time("3"), with_time("1"), noisy, changed]
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (folder / "a" / "bench.jsonl").write_text(text, encoding="utf-8")
+    found = newest(results(folder))
+    assert [record["environment"]["time"] for _, record in found] == ["3", "2"]
+    table = "\n".join(lines(found))
+    # The actors' times are 10, 20 and 80 ms; memory is everybody's alike.
+    assert (
+        "| tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 cores, a processor | 11.95 | 2.00 (2.00 .. 2.00) |"
+        in table
+    )
+    assert "| 0.25 | 1.00 | [record](benchmarks/results/a/bench.jsonl) |" in table
+    page = f"before\n{BEGIN}\nold\n{END}\nafter\n"
+    fresh = replaced(page, table)
+    assert fresh == f"before\n{BEGIN}\n{table}\n{END}\nafter\n"
+    assert replaced(fresh, table) == fresh
+    with pytest.raises(ValueError, match="lacks the marks"):
+        replaced("no marks", table)
+
+
+def test_the_table_of_the_readme_is_up_to_date() -> None:
+    from benchmarks.readme_table import BEGIN, README, RESULTS, lines, newest, replaced, results
+
+    text = README.read_text(encoding="utf-8")
+    if BEGIN not in text:
+        pytest.skip("the README has no table of records")
+    assert replaced(text, "\n".join(lines(newest(results(RESULTS))))) == text

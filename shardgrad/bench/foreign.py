@@ -1,0 +1,113 @@
+"""Contestants from packages that may be installed: DeepSpeed and Megatron-FSDP, as their manuals say."""
+
+from __future__ import annotations
+
+import importlib
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardgrad.bench.batches import MicroBatch
+from shardgrad.bench.contestants import mesh_of, scaler_for
+from shardgrad.bench.models import build_model
+from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, Program, adamw, compute_dtype
+from shardgrad.bench.task import Task
+from shardgrad.training.model import next_token_loss
+
+__all__ = ["build"]
+
+
+def build(name: str, task: Task, device: torch.device) -> Contestant:
+    """Makes a contestant of another project's engine."""
+    if name.startswith("deepspeed-"):
+        return _deepspeed(task, device, stage=int(name.removeprefix("deepspeed-")))
+    make = _megatron_v2 if name.endswith("-v2") else _megatron
+    return Contestant(make(task, device).step)
+
+
+def _deepspeed(task: Task, device: torch.device, *, stage: int) -> Contestant:
+    deepspeed = importlib.import_module("deepspeed")
+    model = build_model(task, device)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": task.batch_size,
+        "gradient_accumulation_steps": task.accumulate,
+        "gradient_clipping": task.clip,
+        "zero_optimization": {"stage": stage, "overlap_comm": device.type != "cpu"},
+        "communication_data_type": "fp32",
+        "zero_allow_untested_optimizer": True,
+    }
+    if task.precision != "fp32":
+        config[task.precision] = {"enabled": True}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=LR, fused=True),
+        config=config,
+        dist_init_required=False,
+    )
+
+    def step(micro_batches: list[MicroBatch]) -> Tensor:
+        total = torch.zeros((), device=device)
+        for tokens, targets in micro_batches:
+            loss = next_token_loss(engine(tokens), targets)
+            engine.backward(loss)  # divides by the micro-batches
+            engine.step()  # updates after the last
+            total += loss.detach() / len(micro_batches)
+        return total
+
+    return Contestant(step)
+
+
+def _megatron(task: Task, device: torch.device) -> Program:
+    megatron = importlib.import_module("megatron_fsdp")
+    policy = importlib.import_module("megatron_fsdp.mixed_precision").MixedPrecisionPolicy
+    whole = build_model(task, device).to(compute_dtype(task.precision))
+    model, optimizer = megatron.fully_shard(
+        module=whole,
+        optimizer=adamw(whole.parameters()),
+        device_mesh=mesh_of(task),
+        dp_shard_dim="shard",
+        fsdp_unit_modules=[type(whole.layers[0])],
+        zero_dp_strategy="optim_grads_params",
+        device=device,
+        mixed_precision_policy=policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE),
+        sync_model_each_microbatch=False,
+    )
+
+    def micro_batch(is_last: bool) -> AbstractContextManager[Any]:
+        model.set_model_auto_sync(is_last)
+        return nullcontext()
+
+    return Program(
+        model,
+        optimizer,
+        partial(nn.utils.clip_grad_norm_, list(model.parameters())),
+        device,
+        task.clip,
+        micro_batch=micro_batch,
+        scaler=scaler_for(task),
+    )
+
+
+def _megatron_v2(task: Task, device: torch.device) -> Program:
+    v2 = importlib.import_module("megatron_fsdp.experimental")
+    placement = importlib.import_module("megatron_fsdp.experimental.placement")
+    policy = importlib.import_module("megatron_fsdp.mixed_precision").MixedPrecisionPolicy
+    mesh, flat = mesh_of(task), [placement.Flat()]
+    placements = placement.Placements(["shard"], flat, flat, flat)
+    model = build_model(task, device).to(compute_dtype(task.precision))
+    for part in (*model.layers, model):
+        v2.fully_shard(part, mesh, placements, policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE))
+    optimizer = adamw(model.parameters())
+    v2.fully_shard_optimizer(optimizer)
+    return Program(
+        model,
+        optimizer,
+        partial(nn.utils.clip_grad_norm_, list(model.parameters())),
+        device,
+        task.clip,
+        micro_batch=lambda is_last: v2.microbatch(model, is_last),
+        scaler=scaler_for(task),
+    )

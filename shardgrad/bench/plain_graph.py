@@ -1,0 +1,84 @@
+"""A CUDA graph without an engine's help: what every trainer can write by hand."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PlainGraph"]
+
+_WARMUP = 3  # eager steps before a capture, as many as `graphed_step` takes
+
+
+class PlainGraph:
+    """A function of tensors as one CUDA graph, by the recipe of torch's manual.
+
+    Args:
+        function: takes tensors, returns one; the tensors' shapes stay.
+
+    Attributes:
+        pool_nbytes: device memory that the capture reserved.
+    """
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self._function = function
+        self._stream = torch.cuda.Stream()
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: list[Tensor] = []
+        self._output: Tensor | None = None
+        self.pool_nbytes = 0
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether calls are replays by now."""
+        return self._graph is not None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        """Runs eagerly, captures, or replays."""
+        self._calls += 1
+        if self._calls <= _WARMUP:
+            current = torch.cuda.current_stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                output = self._function(*inputs)
+            current.wait_stream(self._stream)
+            return output
+        if self._graph is None or self._output is None:
+            self._capture(inputs)
+        return self._replay(inputs)
+
+    def _capture(self, inputs: Sequence[Tensor]) -> None:
+        self._inputs = [tensor.clone() for tensor in inputs]
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()  # as torch.cuda.graph is about to do
+        reserved = torch.cuda.memory_reserved()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            # Other threads may speak to the device: NCCL's watchdog does.
+            with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
+                self._output = self._function(*self._inputs)
+        except Exception:
+            # torch leaves the allocator waiting for the end of a capture that broke, which would hold back
+            # the memory of every contestant after this one.
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            raise
+        self.pool_nbytes = max(0, torch.cuda.memory_reserved() - reserved)
+        self._graph = graph
+
+    def _replay(self, inputs: Sequence[Tensor]) -> Tensor:
+        if self._graph is None or self._output is None:
+            raise RuntimeError("the graph has been closed")
+        torch._foreach_copy_(self._inputs, list(inputs))
+        self._graph.replay()
+        return self._output
+
+    def close(self) -> None:
+        """Gives the graph's memory back."""
+        torch.cuda.synchronize()
+        self._graph = self._output = None
+        self._inputs.clear()

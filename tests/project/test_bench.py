@@ -1,0 +1,117 @@
+"""`shardgrad bench` on two ranks of this machine: what it measures, writes and says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 280  # many times what a smoke run takes: others may be using the machine
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = ["fsdp2", "shardgrad", "shardgrad-graphed", "ddp", "unsharded", "compute", "collectives"]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardgrad.cli", "bench", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A smoke run's folder, its record, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    engines = [f"--engine={name}" for name in (*NAMES, "deepspeed-1")]
+    done = run("--smoke", "--device=cpu", "--accumulate=2", "--clip=1", f"--out={folder}", *engines)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (line,) = (folder / "bench.jsonl").read_text(encoding="utf-8").splitlines()
+    return folder, json.loads(line), done.stdout
+
+
+def test_every_contestant_has_its_numbers(measured: tuple[Path, dict[str, Any], str]) -> None:
+    _, record, _ = measured
+    assert list(record["summary"]) == NAMES
+    for name, of in record["summary"].items():
+        low, high = of["wall_s"]["quartiles"]
+        assert 0 < low <= of["wall_s"]["median"] <= high
+        assert of["ratio_to_base"]["median"] > 0
+        assert of["peak_rss_nbytes"] > of["peak_rss_beyond_imports_nbytes"] > 0
+        assert of["tokens_per_s"] > 0
+        assert of["mfu"] > 0
+        assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"] == 2
+        assert record["timelines"][name]["spans"]
+    assert record["summary"]["fsdp2"]["ratio_to_base"]["median"] == 1
+    assert {"git", "torch", "cpu", "cores", "versions", "ops_backend"} <= set(record["environment"])
+
+
+def test_collectives_are_counted_as_the_units_have_them(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    collectives = {name: of["collectives"] for name, of in record["summary"].items()}
+    # Two blocks and the root: three reductions at the end, whatever is accumulated before.
+    for name in ("fsdp2", "shardgrad", "shardgrad-graphed", "collectives"):
+        assert collectives[name]["reduce-scatter"]["count"] == 3
+    assert collectives["compute"] == collectives["unsharded"] == {}
+    nbytes = 4 * record["environment"]["model"]["numel"]
+    assert collectives["ddp"]["all-reduce"]["nbytes"] == pytest.approx(nbytes + 4, rel=0.02)
+    for name in ("fsdp2", "shardgrad"):
+        assert collectives[name]["reduce-scatter"]["nbytes"] == pytest.approx(nbytes / 2, rel=0.05)
+
+
+def test_the_engine_constructs_no_dtensor_in_a_steady_step(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    assert record["summary"]["shardgrad"]["dtensors"] == 0
+    assert record["summary"]["fsdp2"]["dtensors"] > 0
+
+
+def test_one_process_agrees_with_all_ranks_together(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    assert record["disagreed"] == []
+    assert record["summary"]["unsharded"]["loss_difference"] < 1e-5
+
+
+def test_who_is_not_installed_is_a_row(measured: tuple[Path, dict[str, Any], str]) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("deepspeed") is not None:
+        pytest.skip("deepspeed is installed")
+    _, record, printed = measured
+    assert record["left_out"] == {"deepspeed-1": "not installed: pip install deepspeed"}
+    assert "deepspeed-1: not installed" in printed
+    assert "A smoke run: the numbers mean nothing." in printed
+
+
+def test_records_can_be_shown_again(measured: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    folder, _, _ = measured
+    done = run(f"--show={folder / 'bench.jsonl'}", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == (folder / "report.html").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_an_impossible_mesh_is_a_row_for_everybody_and_a_typing_error_starts_nothing(tmp_path: Path) -> None:
+    done = run("--smoke", "--device=cpu", "--ranks=3", "--mesh=2x2", f"--out={tmp_path}")
+    assert done.returncode == 1
+    assert "fsdp2: --mesh 2x2 has room for 4 ranks, not 3" in done.stdout
+    done = run("--engine=fsdp3", f"--out={tmp_path / 'none'}")
+    assert done.returncode == 2
+    assert "did you mean 'fsdp2'" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_pictures_are_drawn_where_matplotlib_is(measured: tuple[Path, dict[str, Any], str]) -> None:
+    pytest.importorskip("matplotlib")
+    folder, _, _ = measured
+    for name in ("steps.png", "timeline-1.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")

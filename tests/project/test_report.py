@@ -1,0 +1,222 @@
+"""The report of `shardgrad bench`: in a real browser where one is at hand, and as text everywhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardgrad.bench.contest import Measured, Outcome
+from shardgrad.bench.measure import Cost
+from shardgrad.bench.observation import LANES, Observation, Span, Traffic
+from shardgrad.bench.report import render
+from shardgrad.bench.run import record_of
+from shardgrad.bench.task import Length, Task
+
+NAMES = ("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", "compute", "collectives")
+BROWSERS = (
+    "chromium",
+    "chromium-browser",
+    "chromium-headless-shell",
+    "chrome-headless-shell",
+    "google-chrome",
+)
+BROWSER = os.environ.get("SHARDGRAD_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+TIMEOUT_S = 100
+LEAST_FONT_PX = 12
+
+needs_browser = pytest.mark.skipif(
+    BROWSER is None, reason=f"no browser: install {BROWSERS[0]}, or name one in SHARDGRAD_BROWSER"
+)
+
+
+def make_record(spans: int = 40, *, evil: str = "", task: Task | None = None) -> dict[str, Any]:
+    """A record of everybody, with `evil` wherever text comes from outside."""
+    outcome = Outcome(left_out={"deepspeed-1": f"not installed {evil}"})
+    outcome.hardware = {
+        "ops_backend": f"compiled{evil}",
+        "matmul_flops_per_s": 1e9,
+        "model": {"numel": 10, "active_numel": 10, "units": 2, "attention_numel": 0, "vocab_size": 256},
+    }
+    for number, name in enumerate(NAMES, start=1):
+        timeline = [Span(LANES[i % len(LANES)], f"aten::op{i}{evil}", 10.0 * i, 8.0) for i in range(spans)]
+        observation = Observation(100, 2**26, traffic={"all-gather": Traffic(3, 1000)}, timeline=timeline)
+        costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1.0, 1e6) for i in range(40)]
+        outcome.measured[name] = Measured(costs, rounds=[*range(40)], observations=[observation])
+    started = {
+        "git": "0123456789abcdef",
+        "git_is_clean": True,
+        "torch": f"2.13.0{evil}",
+        "cpu": f"a processor{evil}",
+        "cores": 2,
+        "load_average_1min": 0.1,
+        "time": "now",
+    }
+    names = [*NAMES, "deepspeed-1"]
+    return record_of(task or Task(), Length(), names, outcome, started)
+
+
+def browse(page: str, folder: Path, script: str, *, width: int = 1200) -> Any:
+    """Opens a page and returns what `script`, the body of a function, returned when all was loaded."""
+    probe = (
+        "<script>window.addEventListener('load', () => setTimeout(() => {"
+        f"const answer = (() => {{ {script} }})();"
+        "const out = document.createElement('pre'); out.id = 'probe';"
+        "out.textContent = JSON.stringify(answer); document.body.append(out); }, 50));</script>"
+    )
+    path = folder / "page.html"
+    path.write_text(page.replace("</body>", probe + "</body>"), encoding="utf-8")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},800"]
+    profile = f"--user-data-dir={folder / 'profile'}"
+    done = subprocess.run(
+        [str(BROWSER), *options, profile, "--virtual-time-budget=3000", path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:] + done.stdout[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+@needs_browser
+def test_wheel_buttons_keys_and_dragging_move_the_timeline(tmp_path: Path) -> None:
+    views = browse(
+        render([make_record()]),
+        tmp_path,
+        """
+        const figure = document.querySelector('.timeline'), canvas = figure.querySelector('canvas');
+        const view = () => [+figure.dataset.from, +figure.dataset.to], views = [view()];
+        const box = canvas.getBoundingClientRect();
+        const at = (share) => ({clientX: box.left + share * box.width, clientY: box.top + 30, bubbles: true});
+        canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: -300, ...at(0.25), cancelable: true}));
+        views.push(view());
+        figure.querySelector('button').click(); views.push(view());
+        canvas.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowRight'})); views.push(view());
+        canvas.dispatchEvent(new PointerEvent('pointerdown', {pointerId: 1, ...at(0.5)}));
+        canvas.dispatchEvent(new PointerEvent('pointermove', {pointerId: 1, ...at(0.4)}));
+        canvas.dispatchEvent(new PointerEvent('pointerup', {pointerId: 1, ...at(0.4)})); views.push(view());
+        canvas.dispatchEvent(new PointerEvent('pointerdown', {pointerId: 1, ...at(0.4)}));
+        canvas.dispatchEvent(new PointerEvent('pointerdown', {pointerId: 2, ...at(0.6)}));
+        canvas.dispatchEvent(new PointerEvent('pointermove', {pointerId: 2, ...at(0.8)})); views.push(view());
+        figure.querySelectorAll('button')[2].click(); views.push(view());
+        return views;
+        """,
+    )
+    whole, wheeled, clicked, keyed, dragged, pinched, again = views
+    width = whole[1] - whole[0]
+    assert whole == again == [0, 398]
+    # Towards the place under the pointer.
+    assert wheeled[1] - wheeled[0] == pytest.approx(width / 2.718, rel=0.01)
+    assert (0.25 * width - wheeled[0]) / (wheeled[1] - wheeled[0]) == pytest.approx(0.25, abs=0.01)
+    assert clicked[1] - clicked[0] == pytest.approx((wheeled[1] - wheeled[0]) / 2)
+    assert keyed[0] - clicked[0] == pytest.approx((clicked[1] - clicked[0]) / 10)
+    assert dragged[0] - keyed[0] == pytest.approx((keyed[1] - keyed[0]) / 10, rel=0.05)
+    assert pinched[1] - pinched[0] == pytest.approx((dragged[1] - dragged[0]) / 2, rel=0.05)
+
+
+@needs_browser
+def test_hovering_names_the_span_under_the_pointer(tmp_path: Path) -> None:
+    tips = browse(
+        render([make_record()]),
+        tmp_path,
+        """
+        const figure = document.querySelector('.timeline'), canvas = figure.querySelector('canvas');
+        const tip = figure.querySelector('.tip'), box = canvas.getBoundingClientRect();
+        const over = (time, y) => { canvas.dispatchEvent(new PointerEvent('pointermove', {
+            clientX: box.left + time / figure.dataset.to * box.width, clientY: box.top + y, bubbles: true}));
+            return tip.hidden ? null : tip.textContent; };
+        return [over(64, 30), over(64, 55), over(75, 55)];
+        """,
+    )
+    # The first lane begins under the contestant's name; every sixth operation is in it.
+    assert tips == [
+        "aten::op6 · compute · 0.008 ms from 0.060 ms",
+        None,
+        "aten::op7 · all-gather · 0.008 ms from 0.070 ms",
+    ]
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [360, 1200])
+def test_a_phone_shows_it_without_scrolling_sideways_and_in_letters_that_can_be_read(
+    tmp_path: Path, width: int
+) -> None:
+    # In a frame, since a browser's window has a least width.
+    page = render([make_record(), make_record(task=Task(precision="bf16"))])
+    text = json.dumps(page).replace("<", "\\u003c")
+    frame = f'<!doctype html><body><iframe width="{width}" height="800"></iframe></body>'
+    script = f"""
+        const frame = document.querySelector('iframe');
+        frame.contentDocument.open(); frame.contentDocument.write({text});
+        frame.contentDocument.close();
+        const inner = frame.contentDocument.documentElement, sizes = [];
+        for (const one of inner.querySelectorAll('body *'))
+            if ([...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())
+                && one.getClientRects().length)
+                sizes.push(parseFloat(frame.contentWindow.getComputedStyle(one).fontSize));
+        const canvas = inner.querySelector('canvas').getBoundingClientRect();
+        return {{view: frame.contentWindow.innerWidth, page: inner.scrollWidth, font: Math.min(...sizes),
+                 canvas: [canvas.width, canvas.height], charts: inner.querySelectorAll('.chart').length}};
+    """
+    seen = browse(frame, tmp_path, script)
+    assert seen["view"] == width
+    assert seen["page"] <= width
+    assert seen["font"] >= LEAST_FONT_PX
+    assert seen["canvas"][0] > 0.8 * min(width, 1100)
+    assert seen["canvas"][1] > 100
+    assert seen["charts"] == 6
+
+
+@needs_browser
+def test_whatever_records_say_stays_text(tmp_path: Path) -> None:
+    evil = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&lt;"
+    record = make_record(evil=evil, task=Task(preset=f"tiny{evil}"))
+    seen = browse(
+        render([record]),
+        tmp_path,
+        """
+        return {hacked: window.hacked ?? null, images: document.images.length, title:
+                document.querySelector('h2').textContent, ready: document.documentElement.dataset.ready};
+        """,
+    )
+    assert seen == {
+        "hacked": None,
+        "images": 0,
+        "title": f"tiny{evil}, fp32, 2 ranks, 8 x 128 tokens each",
+        "ready": "yes",
+    }
+
+
+@needs_browser
+def test_a_large_report_opens_in_less_than_two_seconds(tmp_path: Path) -> None:
+    page = render([make_record(2000) for _ in range(3)])
+    script = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
+    took_ms = min(browse(page, tmp_path, script) for _ in range(3))
+    if took_ms >= 2000 and os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip(f"the machine is busy, so {took_ms:.0f} ms say nothing about the page")
+    assert took_ms < 2000
+
+
+def test_the_report_asks_for_nothing_from_elsewhere() -> None:
+    page = render([make_record()])
+    assert re.findall(r"""(?:src|href)\s*=\s*["']?(?!\#)""", page) == []
+    assert not re.search(r"url\(|@import|https?:", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_record_without_any_number_is_still_a_report() -> None:
+    record = record_of(
+        Task(), Length(), ["fsdp2"], Outcome(left_out={"fsdp2": "no & never"}), make_record()["environment"]
+    )
+    page = render([record])
+    assert "no &amp; never" in page
+    assert "<canvas" not in page
