@@ -72,14 +72,15 @@ class RootContext:
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if `unit` is the outermost one running.
+        """Opens a forward if `unit` is the outermost one running, or runs inside a method of its own.
 
         Streams: later all-gathers start after what the current stream has been given, which is where the
         optimizer wrote the parameters. Inputs are moved to the device if it is not the CPU.
         """
-        if self.scheduler.backward_running or self._forward_root is unit:
+        nested = self._forward_root is unit and unit.may_nest
+        if self.scheduler.backward_running or (self._forward_root is unit and not nested):
             self.recover()
-        if self._forward_root is not None:
+        if self._forward_root is not None and not nested:
             return args, kwargs
         self._forward_root = unit
         self._position = 0

@@ -1,8 +1,8 @@
 """Noticing at the first step that a parameter is not being trained.
 
 A run can go on for days while part of the model stands still, because an optimizer looks at another attribute
-than the one that has the gradients, was given an empty list, frozen parameters, or those that fully_shard has
-replaced since, or makes steps that vanish in rounding. So the first step of every optimizer over sharded
+than the one that has the gradients, was given an empty list, frozen parameters, those that fully_shard has
+replaced since, or whole ones, or makes steps that vanish in rounding. So the first step of every optimizer over sharded
 parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero has to move.
 It is the only step for which the host waits.
 """
@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .managed_param import ManagedParam, is_replaced, local_of, managed_by
+from .managed_param import ManagedParam, is_replaced, is_whole, local_of, managed_by
 from .owed_gradient import OwedGradient
 from .streams import is_capturing
 
@@ -117,6 +117,14 @@ class _Watch:
                 f"{replaced} parameters were those from before fully_shard, which nothing computes with",
                 "was the optimizer built after the last fully_shard?",
             )
+        whole = sum(map(is_whole, _params(optimizer)))
+        if whole:
+            _warn(
+                optimizer,
+                f"{whole} parameters were whole ones, as a forward or unshard() had left them",
+                "was the optimizer built while parameters were sharded (before the first forward, or after "
+                "model.reshard())?",
+            )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
         if idle:
             _warn(
@@ -168,7 +176,8 @@ def _watch(optimizer: Optimizer) -> _Watch | None:
     if watch is None:
         watch = _watches[optimizer] = _Watch()
         watch.is_over = not any(
-            managed_by(param) is not None or is_replaced(param) for param in _params(optimizer)
+            managed_by(param) is not None or is_replaced(param) or is_whole(param)
+            for param in _params(optimizer)
         )
     if watch.is_over:
         return None

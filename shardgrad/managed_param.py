@@ -23,15 +23,18 @@ __all__ = [
     "Snapshot",
     "is_replaced",
     "is_sharded_by_us",
+    "is_whole",
     "local_of",
     "managed_by",
     "mark_sharded",
+    "mark_whole",
 ]
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
 CLAIM = "_shardgrad_claim"
 
 _SHARDED = "_shardgrad_sharded"
+_WHOLE = "_shardgrad_whole"
 
 # By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
 # weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
@@ -112,6 +115,11 @@ def mark_sharded(managed: ManagedParam) -> None:
     _managed[id(managed.sharded)] = managed
 
 
+def mark_whole(managed: ManagedParam) -> None:
+    """Notes on an unsharded face that it is one."""
+    managed.whole.__dict__[_WHOLE] = True
+
+
 def managed_by(param: torch.Tensor) -> ManagedParam | None:
     """Returns what manages a parameter, or None if it is not one of ours, or was replaced by another."""
     managed = _managed.get(id(param))
@@ -126,6 +134,11 @@ def is_sharded_by_us(param: torch.Tensor) -> bool:
 def is_replaced(param: torch.Tensor) -> bool:
     """Returns whether `fully_shard` has put a sharded parameter in this one's place."""
     return CLAIM in param.__dict__
+
+
+def is_whole(param: torch.Tensor) -> bool:
+    """Returns whether a parameter is an unsharded face, which comes and goes with its unit's forward."""
+    return _WHOLE in param.__dict__
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

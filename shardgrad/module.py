@@ -308,7 +308,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = unit.pre_forward(self, args, kwargs)
-        return unit.post_forward(self, args, method(*args, **kwargs))
+        with unit.running_method():
+            output = method(*args, **kwargs)
+        return unit.post_forward(self, args, output)
 
     wrapped.__name__ = wrapped.__qualname__ = method_name
     wrapped.__doc__ = method.__doc__

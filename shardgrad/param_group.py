@@ -33,7 +33,7 @@ from .faces import face_over, in_own_storage
 from .gradient_shard import GradientShard
 from .labels import LABEL_NUMEL, Label
 from .layout import ShardLayout, alignment_numel
-from .managed_param import ManagedParam, Owner, local_of, mark_sharded
+from .managed_param import ManagedParam, Owner, local_of, mark_sharded, mark_whole
 from .mesh import DataParallelMesh
 from .policies import GradientPolicy
 from .post_forward import PostForwardShard
@@ -346,6 +346,7 @@ class ParamGroup:
             for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
                 # `.data` gives the view a version counter of its own: see the module docstring.
                 p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
+                mark_whole(p)
         self.on_new_unsharded()
         return self._unsharded.tensor
 

@@ -17,7 +17,8 @@ unsharded parameters, they are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,6 +88,7 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.reducers: list[GroupReducer] = []
         self.set_groups(groups)
+        self._methods_running = 0
         self._outstanding = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
@@ -179,6 +181,20 @@ class Unit:
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
+
+    @contextmanager
+    def running_method(self) -> Iterator[None]:
+        """While active, forwards of this unit may be nested: a registered method calls them, as often as it likes."""
+        self._methods_running += 1
+        try:
+            yield
+        finally:
+            self._methods_running -= 1
+
+    @property
+    def may_nest(self) -> bool:
+        """True if a forward of this unit inside another one is no remainder of one that failed."""
+        return self._methods_running > 0
 
     def _prefetch_forward(self, context: RootContext) -> None:
         following = context.upcoming(self)

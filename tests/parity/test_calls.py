@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,11 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import fsdp
 
+import shardgrad
 from tests.parity.programs import (
     SHARDGRAD,
     Engine,
     Tensors,
+    assert_same_bits,
     close_to_unsharded,
     make_optimizer,
     same_bits_as_fsdp2,
@@ -336,3 +340,72 @@ def inputs_get_their_gradients() -> None:
 
 def test_inputs_that_require_grad_get_this_ranks_gradient(two_ranks: Ranks) -> None:
     two_ranks.run(inputs_get_their_gradients)
+
+
+# -- methods that call forward ----------------------------------------------------------------------------
+
+
+class Generator(nn.Module):
+    """A tower with a method, other than forward, that runs forward again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tower(tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor) -> Tensor:
+        for _ in range(2):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+def generating_between_micro_batches(engine: Engine, *, generates: bool = True) -> Tensors:
+    model = Generator()
+    for layer in model.tower.layers:
+        engine.fully_shard(layer)
+    engine.fully_shard(model)
+    if not engine.whole_batch:
+        register = fsdp if engine.name == "fsdp2" else shardgrad
+        register.register_fsdp_forward_method(model, "generate")
+    optimizer = make_optimizer("adamw", model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            engine.sync(model, micro == 1)
+            token_loss(model, engine.tokens(2 * step + micro)).backward()
+            if generates:
+                model.generate(engine.tokens(50 + step)[0])
+        optimizer.step()
+    return engine.snapshot(model)
+
+
+def test_a_registered_method_may_call_forward_while_gradients_wait(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, generating_between_micro_batches)
+
+
+def generating_changes_nothing() -> None:
+    with_it = generating_between_micro_batches(SHARDGRAD)
+    assert_same_bits(with_it, generating_between_micro_batches(SHARDGRAD, generates=False))
+
+
+def test_a_registered_method_that_calls_forward_changes_no_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(generating_changes_nothing)
+
+
+def an_optimizer_over_whole_parameters() -> list[str]:
+    model = SHARDGRAD.shard_tower(tower())
+    model(SHARDGRAD.tokens(0)[0])  # leaves the root whole
+    optimizer = make_optimizer("adamw", model)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    return [str(w.message) for w in caught if w.category is shardgrad.UntrainedParameterWarning]
+
+
+def test_an_optimizer_built_while_the_root_is_whole_is_noticed(two_ranks: Ranks) -> None:
+    for warned in two_ranks.run(an_optimizer_over_whole_parameters):
+        assert any("were whole ones" in text for text in warned), warned
