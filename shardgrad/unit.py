@@ -128,6 +128,11 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def let_host_write(self) -> None:
+        """Makes the host wait until shards that live there have been read."""
+        for group in self.groups:
+            group.let_host_write()
+
     @property
     def is_root(self) -> bool:
         """True once this unit has been found to be the outermost one."""

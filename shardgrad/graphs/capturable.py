@@ -9,7 +9,7 @@ the state that the captured step left it in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.context import RootContext
-from shardgrad.errors import OptionError
+from shardgrad.errors import CaptureError, OptionError
 from shardgrad.grad_scaler import GradScaler
 from shardgrad.managed_param import managed_by
 from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.param_group import ParamGroup
 from shardgrad.roots import units_under
 
 __all__ = ["Capturable", "OutsideOptimizer", "capturable"]
@@ -128,6 +129,7 @@ class _Module(Capturable):
         known = {id(context): context for context in self._context_of if context is not None}
         self._contexts: list[RootContext] = list(known.values())
         self._groups = [group for unit in self._units for group in unit.groups]
+        _refuse_host_shards(self._groups)
         self._reducers = [reducer for unit in self._units for reducer in unit.reducers]
         self._sharded = [p.sharded for group in self._groups for p in group.params]
         self._plain = [p for p in self._module.parameters() if managed_by(p) is None]
@@ -235,6 +237,19 @@ class _Module(Capturable):
                     yield f"factor that gradients of {group.name} owe", shard.owed
             for what, buffer in reducer.buffers().items():
                 yield f"{what} of {group.name}", buffer
+
+
+def _refuse_host_shards(groups: Iterable[ParamGroup]) -> None:
+    for group in groups:
+        if group.home.is_away:
+            raise CaptureError(
+                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
+                "no graph repeats",
+                expected=f"shards on {group.mesh.device}",
+                got=f"shards on {group.home.device}",
+                where=f"unit {group.name}" if group.name else None,
+                fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
+            )
 
 
 class _FlatOptimizer(Capturable):
