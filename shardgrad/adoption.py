@@ -100,6 +100,15 @@ def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
+    elsewhere = [p.name for p, param in zip(group.params, shown, strict=True) if param.device.type != "cpu"]
+    if group.home.is_away and elsewhere:
+        raise ForeignParameterError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading",
+            expected="parameters on cpu",
+            got=f"{elsewhere} on {shown[0].device}",
+            where=f"unit {group.name}",
+            fix='model.to_empty(device="cpu"), or load a state dict of CPU tensors',
+        )
     dtypes = {local_of(param).dtype for param in shown}
     if len(dtypes) > 1:
         raise ForeignParameterError(

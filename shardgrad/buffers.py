@@ -84,12 +84,21 @@ class Slot:
             # Whoever had these bytes before may still use them here, and the first writer may be elsewhere.
             self._free.record(self._allocated_on)
 
-    def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0) -> Chunks:
-        """Returns `count` pieces of `numel` elements, behind `skip` elements; the same objects each time."""
-        key = (dtype, count, numel, skip)
+    def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0, behind: int = 0) -> Chunks:
+        """Returns `count` pieces of `numel` elements; the same objects each time.
+
+        Args:
+            dtype: of the elements.
+            count: pieces.
+            numel: elements of each.
+            skip: elements that come before.
+            behind: bytes that come before those.
+        """
+        key = (dtype, count, numel, behind + skip * dtype.itemsize)
         chunks = self._views.get(key)
         if chunks is None:
-            begin, end = skip * dtype.itemsize, (skip + count * numel) * dtype.itemsize
+            begin = key[-1]
+            end = begin + count * numel * dtype.itemsize
             with torch.inference_mode(mode=False):
                 whole = self._bytes[begin:end].view(dtype)
                 # One operation, however many ranks there are.

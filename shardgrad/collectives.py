@@ -22,7 +22,7 @@ from .errors import CollectiveError, DesyncError, unsupported
 from .journal import Entry, Line, journal
 from .labels import LABEL_NUMEL, Label, words_for
 
-__all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "transport_for"]
+__all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "reaches", "transport_for"]
 
 _T = TypeVar("_T")
 
@@ -290,12 +290,21 @@ class ExchangeTransport(Transport):
             _end(chunk).fill_(-1)
 
 
+def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Returns the name of the backend that a group has for tensors on `device`; None if it has none."""
+    return dict(item.split(":") for item in dist.get_backend_config(group).split(",")).get(device.type)
+
+
+def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Returns whether tensors on `device` can travel in a group."""
+    return _backend_for(group, device) is not None
+
+
 def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
     if group.size() == 1:
         return ExchangeTransport(group)
-    backends = dict(item.split(":") for item in dist.get_backend_config(group).split(","))
-    gloo = backends.get(device.type) == "gloo"
+    gloo = _backend_for(group, device) == "gloo"
     if gloo and device.type != "cpu":
         raise unsupported(f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl")
     return ExchangeTransport(group) if gloo else StreamTransport(group)

@@ -132,6 +132,8 @@ class RootContext:
         self._order_frozen = self._order_frozen or unit is self.root
         for each in self.units:
             each.finish_forward()
+        for each in self.units:
+            each.let_host_write()
 
     def ran_forward(self, unit: Unit) -> int:
         """Notes a forward that will have a backward; returns its place in the order."""
@@ -155,6 +157,8 @@ class RootContext:
             self.scheduler.drain(self.reducers, wait=self.is_last_backward)
             if self.is_last_backward:
                 self._backward_order.clear()
+            for unit in self.units:
+                unit.let_host_write()
 
     # -- participation ----------------------------------------------------------------------------------
 
@@ -217,6 +221,7 @@ class RootContext:
         self.scheduler.join()
         for unit in self.units:
             unit.reshard()
+            unit.let_host_write()
 
     def inherit(self, other: RootContext) -> None:
         """Takes over what an inner unit's own context had noted before this root first ran."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .mesh import DataParallelMesh
 
@@ -32,13 +33,13 @@ def face_over(
     """Returns the DTensor of which `local` is this rank's piece.
 
     Args:
-        local: the piece, as the mesh's placements cut it.
+        local: the piece, as the mesh's placements cut it; on the mesh's device or on the host.
         mesh: where it is sharded.
         shape: of the whole.
         stride: of the whole; None for a contiguous one.
     """
     if stride is None:
         stride = torch.empty(tuple(shape), device="meta").stride()
-    return DTensor.from_local(
-        local, mesh.mesh, mesh.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-    )
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    # Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device.
+    return DTensor(local, DTensorSpec(mesh.mesh, mesh.placements, tensor_meta=meta), requires_grad=False)

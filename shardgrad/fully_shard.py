@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Placement, Shard
 
 from .build import Claim, Collected, collect, validate_modules
@@ -17,6 +17,7 @@ from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
 from .errors import OptionError, unsupported
 from .first_step import watch_first_steps
+from .home import Home
 from .managed_param import CLAIM, mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
@@ -58,7 +59,8 @@ def fully_shard(
             except for the root and for the unit that ran last, which backward needs at once.
         shard_placement_fn: per parameter, `Shard(0)` or None; other dimensions are refused.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: only the base class, which does not offload.
+        offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in host
+            memory; the base class does not.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: refused unless None.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
@@ -89,6 +91,7 @@ def fully_shard(
             post_forward_mesh,
             mp_policy,
             gradient_policy,
+            Home.of(data_mesh.device, offload_policy),
         )
         for params in grouped
     ]
@@ -120,8 +123,10 @@ def _refuse_unsupported(
         )
     if dp_mesh_dims is not None:
         raise unsupported("dp_mesh_dims", instead="pass the data-parallel axes of the mesh as `mesh`")
-    if type(offload_policy) is not OffloadPolicy:
-        raise unsupported(type(offload_policy).__name__, instead="offload_policy=OffloadPolicy()")
+    if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
+        raise unsupported(
+            type(offload_policy).__name__, instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()"
+        )
     if shard_placement_fn is not None and not callable(shard_placement_fn):
         raise OptionError(
             "shard_placement_fn must be callable",

@@ -33,11 +33,12 @@ from torch.distributed.tensor import DTensor
 from . import ops
 from .errors import ForeignParameterError
 from .faces import face_over, in_own_storage
+from .home import Home
 from .layout import Piece, ShardLayout
 from .mesh import DataParallelMesh
 from .owed_gradient import OwedGradient
 from .policies import GradientPolicy
-from .streams import is_capturing
+from .streams import Mark, Streams, is_capturing
 
 __all__ = ["Binding", "GradientFacts", "GradientShard"]
 
@@ -67,12 +68,13 @@ class GradientShard:
     Args:
         params: the group's trainable sharded parameters, in layout order.
         layout: their places, with a tail.
-        mesh: gives device, rank and placements.
+        mesh: gives rank and placements.
         dtype: of the shard.
         policy: where gradients are bound.
+        home: where the shard lives; see [Note: Shards on the host] in `home.py`.
 
     Attributes:
-        flat: 1-D, `layout.chunk_numel` elements of `dtype` on the mesh's device.
+        flat: 1-D, `layout.chunk_numel` elements of `dtype`, at home.
         values: the part of `flat` that holds gradients; zero between them.
         flags: the part of `flat` with one element per parameter. See [Note: Live flags].
         mesh: as given.
@@ -89,13 +91,16 @@ class GradientShard:
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         policy: GradientPolicy,
+        home: Home,
     ) -> None:
         self._params = list(params)
         self._layout = layout
         self._attribute = policy.attribute
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
-        self.flat = torch.zeros(layout.chunk_numel, dtype=dtype, device=mesh.device)
+        self._home = home
+        self._brought: Mark | None = None
+        self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
         self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
         self.owed: torch.Tensor | None = None
@@ -129,6 +134,7 @@ class GradientShard:
 
         Streams: writes, if any, go to the current stream.
         """
+        self.arrive()
         self.nonfinite = None
         if all(getattr(param, self._attribute, None) is None for param in self._params):
             self.owed = None
@@ -138,6 +144,24 @@ class GradientShard:
             if not live:
                 self._views[i].zero_()
         return True
+
+    def bring(self, landing: torch.Tensor, streams: Streams) -> None:
+        """Copies gradients from the device to the host, where they live.
+
+        Args:
+            landing: like `flat`, on the mesh's device.
+            streams: of that device.
+
+        Streams: on the current one; the copy goes on after the return, until `arrive`.
+        """
+        self.flat.copy_(landing, non_blocking=self._home.pinned)
+        self._brought = self._brought or streams.mark()
+        self._brought.record(streams.current())
+
+    def arrive(self) -> None:
+        """Makes the host wait for gradients on their way to it, if any are."""
+        if self._brought is not None:
+            self._brought.wait_on_host()
 
     def bind(self, touched: Sequence[bool]) -> None:
         """Binds the gradient of every parameter that was touched on some rank, and runs its hooks.
@@ -158,12 +182,14 @@ class GradientShard:
             # sees; FSDP2 runs them after its reduction too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
+                self.arrive()
                 for hook in list(hooks.values()):
                     hook(param)
 
     def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
         if is_capturing(self.flat.device):
             return self._seen.get(touched, [True] * len(touched))
+        self.arrive()
         flags = self.flags.tolist()
         self._seen[touched] = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
         return self._seen[touched]

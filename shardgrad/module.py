@@ -88,6 +88,7 @@ class FSDPModule:
     def reshard(self) -> None:
         """Frees this unit's whole parameters and shows the shards. Not recursive."""
         self._unit.reshard()
+        self._unit.let_host_write()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
 from . import ops
+from .collectives import reaches
 from .errors import GradientError, OptionError
 from .journal import journal
 from .selection import Gradients, select
@@ -179,6 +180,12 @@ def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
+    if not reaches(group, value.device):  # gradients on the host, and a backend for devices only
+        device = torch.accelerator.current_accelerator()
+        there = value.to(device)
+        _all_reduce(there, group, norm_type)
+        value.copy_(there)
+        return
     if not math.isinf(norm_type):
         with journal.line(group).awaited(_WHAT, value):
             dist.all_reduce(value, group=group)

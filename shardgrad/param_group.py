@@ -31,6 +31,7 @@ from .collectives import Flight
 from .errors import MetaParameterError
 from .faces import face_over, in_own_storage
 from .gradient_shard import GradientShard
+from .home import Home
 from .labels import LABEL_NUMEL, Label
 from .layout import ShardLayout, alignment_numel
 from .managed_param import ManagedParam, Owner, local_of, mark_sharded, mark_whole
@@ -90,11 +91,12 @@ class ParamGroup:
         post_forward_mesh: fewer, neighbouring ranks to reshard to after forward; None to reshard fully.
         mp_policy: torch's policy.
         gradient_policy: ours.
+        home: where shards, gradients and optimizer states live.
 
     Attributes:
         name: of the unit, for errors and traces.
         state: see the module docstring.
-        shard: 1-D, this rank's chunk in the parameters' dtype.
+        shard: 1-D, this rank's chunk in the parameters' dtype, at home.
         generation: how often parameters were replaced and taken over; see `adoption.py`.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
     """
@@ -106,8 +108,10 @@ class ParamGroup:
         post_forward_mesh: DataParallelMesh | None,
         mp_policy: MixedPrecisionPolicy,
         gradient_policy: GradientPolicy,
+        home: Home,
     ) -> None:
         self.mesh = mesh
+        self.home = home
         self.post_forward_mesh = post_forward_mesh
         self.gradient_policy = gradient_policy
         self.mp_policy = mp_policy
@@ -117,6 +121,7 @@ class ParamGroup:
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: _Gathering | None = None
         self._whole: Mark | None = None
+        self._departed: Mark | None = None
         self._noted_version = -1
         self.steps_taken = 0
         self.generation = 0
@@ -152,7 +157,7 @@ class ParamGroup:
     def _build(self, wholes: Sequence[torch.Tensor]) -> None:
         """Fills the shard from whole parameters and makes the sharded faces show it."""
         device = wholes[0].device
-        self._allocate(device if device.type == "meta" else self.mesh.device)
+        self._allocate(on_meta=device.type == "meta")
         rank = self.mesh.shard_rank
         views = self.layout.local_views(self.shard, rank)
         for p, whole, view, piece in zip(self.params, wholes, views, self.layout.pieces, strict=True):
@@ -167,12 +172,13 @@ class ParamGroup:
             p.sharded.__dict__.update(attributes)
             p.expected_local = local_of(p.sharded)
 
-    def _allocate(self, device: torch.device) -> None:
+    def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
         self.layout = ShardLayout.of(
             [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_flags=False
         )
-        self.shard = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=device)
+        home = Home(torch.device("meta")) if on_meta else self.home
+        self.shard = home.zeros(self.layout.chunk_numel, self.dtype)
         self._forget_derived()
 
     def _forget_derived(self) -> None:
@@ -235,6 +241,7 @@ class ParamGroup:
                 self.mesh,
                 self.gradient_dtype,
                 self.gradient_policy,
+                self.home,
             )
         return self._gradient_shard
 
@@ -265,10 +272,13 @@ class ParamGroup:
             return
         source = self._source()
         transport = runtime.transport(source.mesh.shard_group)
-        cast = self.gather_dtype != self.dtype and source.chunk.dtype != self.gather_dtype
-        apart = cast and not transport.gathers_in_place  # the cast chunk needs room of its own
+        cast = source.chunk.dtype != self.gather_dtype
+        comes = self.home.is_away and source.chunk is self.shard
+        apart = (cast or comes) and not transport.gathers_in_place  # what is sent needs room of its own
         count = transport.gather_chunks
         n = source.layout.chunk_numel
+        staging_nbytes = (count + apart) * n * self.gather_dtype.itemsize
+        landing_nbytes = n * self.dtype.itemsize if comes and cast else 0  # cast on the device
         gathering = _Gathering(self, source)
         stream = runtime.streams.gather
         if source.ready is None and self._labelled is not source.chunk:
@@ -278,14 +288,20 @@ class ParamGroup:
             runtime.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)
-            slot = runtime.gather_ring.acquire((count + apart) * n * self.gather_dtype.itemsize, gathering)
+            slot = runtime.gather_ring.acquire(staging_nbytes + landing_nbytes, gathering)
             slot.start_writing(stream)
             staging = slot.chunks(self.gather_dtype, count, n)
             chunk = source.chunk
-            if cast:
+            if landing_nbytes:
+                chunk = slot.chunks(self.dtype, 1, n, behind=staging_nbytes).whole
+                chunk.copy_(source.chunk, non_blocking=True)
+            if cast or comes:
                 room = slot.chunks(self.gather_dtype, 1, n, skip=count * n) if apart else staging
-                chunk = room.parts[0 if apart else transport.rank]
-                chunk.copy_(source.chunk)
+                sent = room.parts[0 if apart else transport.rank]
+                chunk = sent.copy_(chunk, non_blocking=True)
+            if comes:
+                self._departed = self._departed or runtime.streams.mark()
+                self._departed.record(stream)
             gathering.slot = slot
             gathering.flight = transport.all_gather(chunk, staging, source.label)
             slot.finish_writing(stream)
@@ -360,6 +376,11 @@ class ParamGroup:
         # The gather has read the shard, which the program may write next.
         gathering.slot.start_reading(self._runtime.streams.current())
         gathering.slot.release(self._runtime.streams.gather)
+
+    def let_host_write(self) -> None:
+        """Makes the host wait until its memory has been read, if the shard lives there."""
+        if self._departed is not None:
+            self._departed.wait_on_host()
 
     # -- reshard ----------------------------------------------------------------------------------------
 
@@ -449,7 +470,7 @@ class ParamGroup:
             raise MetaParameterError(
                 "FSDP parameters should be materialized from meta device before training, but the following "
                 f"were still on meta device: {names}",
-                expected=f"parameters on {self.mesh.device}",
+                expected=f"parameters on {self.home.device}",
                 got=f"{len(names)} on meta",
                 where=f"unit {self.name}",
                 fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
@@ -467,11 +488,12 @@ class ParamGroup:
         """Copies replacements into the shard, a new one if dtype or device changed, and shows it in them."""
         self.generation += 1
         locals_ = [local_of(p) for p in shown]
-        if dtype != self.dtype or self.shard.device != self.mesh.device:
+        self.let_host_write()
+        if dtype != self.dtype or self.shard.device != self.home.device:
             self._set_dtypes(dtype)
             for p in self.params:
                 p.unsharded = p.post_forward = None
-            self._allocate(self.mesh.device)
+            self._allocate()
         views = self.layout.local_views(self.shard, self.mesh.shard_rank)
         with torch.no_grad():
             for p, new, local, view in zip(self.params, shown, locals_, views, strict=True):
@@ -497,7 +519,7 @@ class ParamGroup:
             return None
         smaller = copy.copy(self)
         smaller.params = [p for p, _ in staying]
-        smaller._allocate(self.shard.device)
+        smaller._allocate(on_meta=self.shard.device.type == "meta")
         for (p, old), view in zip(staying, smaller.layout.local_views(smaller.shard, rank), strict=True):
             with torch.no_grad():
                 view.copy_(old)

@@ -222,22 +222,27 @@ class GroupReducer:
         transport = runtime.transport(group.mesh.shard_group)
         n, dtype = self._layout.chunk_numel, group.reduce_dtype
         ticket = _Ticket(self)
+        landing = n * group.gradient_dtype.itemsize if group.home.is_away else 0
         if self._accumulating:
             self.accumulate()
             self._accumulating = False
             send_slot, send = self._accumulator_chunks()
-            slot = runtime.reduce_ring.acquire(transport.receive_chunks * n * dtype.itemsize, ticket)
+            count = transport.receive_chunks
+            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize + landing, ticket)
             slot.start_writing(runtime.streams.reduce)
-            receive = slot.chunks(dtype, transport.receive_chunks, n)
+            receive = slot.chunks(dtype, count, n)
             send_slot.holder = ticket
             ticket.slots = [slot, send_slot]
         else:
             count = transport.size + transport.receive_chunks
-            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize, ticket)
+            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize + landing, ticket)
             send = slot.chunks(dtype, transport.size, n)
             receive = slot.chunks(dtype, transport.receive_chunks, n, skip=transport.size * n)
             ticket.slots = [slot]
             self._pack(slot, send.whole, accumulate=False)
+        if landing:
+            room = slot.chunks(group.gradient_dtype, 1, n, behind=count * n * dtype.itemsize)
+            ticket.landing = room.whole
         ticket.touched = tuple(self._touched)
         reduce_stream = runtime.streams.reduce
         with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
@@ -280,9 +285,14 @@ class GroupReducer:
             ticket.chunks = ticket.flight.wait()
         if not ticket.chunks:
             return  # HSDP with the all-reduce deferred: the gradients stay None
-        gradients = self.group.gradients()
+        gradients, landing = self.group.gradients(), ticket.landing
         accumulate = gradients.prepare()
-        ops.sum_chunks(ticket.chunks, gradients.flat, divisor=self._factors[1], accumulate=accumulate)
+        if landing is not None and accumulate:
+            landing.copy_(gradients.flat, non_blocking=True)
+        out = gradients.flat if landing is None else landing
+        ops.sum_chunks(ticket.chunks, out, divisor=self._factors[1], accumulate=accumulate)
+        if landing is not None:
+            gradients.bring(landing, self.scheduler.runtime.streams)
         gradients.bind(ticket.touched)
         self.bound_in_this_backward = True
         self.last_touched = ticket.touched
@@ -308,6 +318,7 @@ class _Ticket:
         self.slots: list[Slot] = []
         self.chunks: list[torch.Tensor] = []
         self.reducing_replicas = False
+        self.landing: torch.Tensor | None = None
         self.own: torch.Tensor
         self.flight: Flight
 
@@ -330,9 +341,11 @@ class _Ticket:
         self._done.record(streams.reduce)
 
     def join(self, stream: Stream) -> None:
-        """Completes, and makes `stream` wait for the gradients."""
+        """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
         self.complete()
         self._done.wait(stream)
+        if self.landing is not None:
+            self._reducer.group.gradients().arrive()
 
     def abandon(self) -> None:
         """Waits for the transport and drops the result."""

@@ -38,6 +38,12 @@ class Mark(Protocol):
         The host does not block. Free when `stream` is the stream the mark lies on.
         """
 
+    def wait_on_host(self) -> None:
+        """Blocks the host until the device has come to the mark; nothing if it was never recorded.
+
+        Capture: not safe.
+        """
+
 
 class Streams(Protocol):
     """What the engine asks of a device. Replaced by a recorder in tests."""
@@ -67,6 +73,9 @@ class _FreeMark:
         pass
 
     def wait(self, stream: Stream) -> None:
+        pass
+
+    def wait_on_host(self) -> None:
         pass
 
 
@@ -116,6 +125,10 @@ class _EventMark:
         if self._era == self._streams.era and self._stream != stream:
             _require(stream)
             self._event.wait(stream)
+
+    def wait_on_host(self) -> None:
+        if self._era == self._streams.era:
+            self._event.synchronize()
 
 
 def _require(stream: Stream) -> torch.Stream:

@@ -131,6 +131,11 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def let_host_write(self) -> None:
+        """Makes the host wait until shards that live there have been read."""
+        for group in self.groups:
+            group.let_host_write()
+
     @property
     def is_root(self) -> bool:
         """True once this unit has been found to be the outermost one."""
@@ -184,7 +189,7 @@ class Unit:
 
     @contextmanager
     def running_method(self) -> Iterator[None]:
-        """While active, forwards of this unit may be nested: a registered method calls them, as often as it likes."""
+        """While active, forwards of this unit may be nested: a registered method calls them, maybe often."""
         self._methods_running += 1
         try:
             yield

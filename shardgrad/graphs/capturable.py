@@ -9,7 +9,7 @@ the state that the captured step left it in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import attrgetter, is_
 from typing import Any
 
@@ -19,11 +19,12 @@ from torch.optim import Optimizer
 
 from shardgrad.adoption import Registration
 from shardgrad.context import RootContext
-from shardgrad.errors import OptionError
+from shardgrad.errors import CaptureError, OptionError
 from shardgrad.grad_scaler import GradScaler
 from shardgrad.gradient_shard import GradientFacts
 from shardgrad.managed_param import managed_by
 from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.param_group import ParamGroup
 from shardgrad.roots import units_under
 
 __all__ = ["Capturable", "OutsideOptimizer", "capturable"]
@@ -135,6 +136,7 @@ class _Module(Capturable):
         """Finds what is in the module; units learn of their root in the first forward."""
         self._units = units_under(self._module)
         self._groups = [group for unit in self._units for group in unit.groups]
+        _refuse_host_shards(self._groups)
         self._made_of = self._identities()
         known = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
         self._contexts: list[RootContext] = list(known.values())
@@ -279,6 +281,19 @@ class _Module(Capturable):
                     yield f"factor that gradients of {group.name} owe", shard.owed
             for what, buffer in reducer.buffers().items():
                 yield f"{what} of {group.name}", buffer
+
+
+def _refuse_host_shards(groups: Iterable[ParamGroup]) -> None:
+    for group in groups:
+        if group.home.is_away:
+            raise CaptureError(
+                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
+                "no graph repeats",
+                expected=f"shards on {group.mesh.device}",
+                got=f"shards on {group.home.device}",
+                where=f"unit {group.name}" if group.name else None,
+                fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
+            )
 
 
 class _FlatOptimizer(Capturable):

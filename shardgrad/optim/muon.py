@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardgrad.collectives import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
 from shardgrad.managed_param import ManagedParam, managed_by
 from shardgrad.optim.flat import FlatOptimizer, Update
@@ -130,6 +131,11 @@ class Muon(FlatOptimizer):
                 expected="matrices sharded by shardgrad.fully_shard, or by nobody",
                 got=f"a DTensor with placements {param.placements}",
                 fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
+            )
+        if managed is not None and not reaches(managed.group.mesh.shard_group, managed.group.home.device):
+            raise unsupported(
+                f"Muon under CPUOffloadPolicy without a backend for {managed.group.home.device}",
+                instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to host',
             )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

@@ -174,8 +174,8 @@ class ShardedSegment(Segment):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The mesh's, also while the parameters are on the meta device."""
-        return self._group.mesh.device
+        """Where the group's shards live, also while the parameters are on the meta device."""
+        return self._group.home.device
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]

@@ -230,6 +230,9 @@ class _PaperMark:
         if self._now is not None and stream != self._stream:  # work of one stream is in order already
             self._recorder.events.append(Waited(self._now, str(stream)))
 
+    def wait_on_host(self) -> None:
+        """Does nothing: the host is not a stream here."""
+
 
 class PaperStreams:
     """Three streams that run nothing and write down who waits for whom; see `shardgrad.streams.Streams`.

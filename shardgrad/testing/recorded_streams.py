@@ -67,6 +67,10 @@ class _RecordedMark:
         for name, time in self._clock.items():
             clock[name] = max(clock.get(name, 0), time)
 
+    def wait_on_host(self) -> None:
+        if self._clock is not None and self._era == self._streams.era:
+            self._streams.host_saw(self._clock)
+
 
 class RecordedStreams:
     """A stand-in for a device's streams; pass it to `Runtime`, or patch `shardgrad.runtime.streams_for`.
@@ -85,6 +89,7 @@ class RecordedStreams:
         self.era = 0
         self._current: list[str] = ["compute"]
         self._clocks: dict[str, _Clock] = {}
+        self._host: _Clock = {}
         self._accesses: list[_Access] = []
 
     def current(self) -> Any:
@@ -114,8 +119,15 @@ class RecordedStreams:
     def tick(self, stream: str) -> _Clock:
         """Advances a stream's own time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
+        for name, time in self._host.items():  # what the host has seen finish is before all it launches
+            clock[name] = max(clock.get(name, 0), time)
         clock[stream] = clock.get(stream, 0) + 1
         return clock
+
+    def host_saw(self, clock: _Clock) -> None:
+        """Takes note that the host has waited for the work that a clock stands for."""
+        for name, time in clock.items():
+            self._host[name] = max(self._host.get(name, 0), time)
 
     def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
         """Returns whether what `second_stream` does now is ordered after that moment of `first_stream`."""

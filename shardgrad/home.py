@@ -1,0 +1,55 @@
+"""Where shards live between steps: on the mesh's device, or on the host.
+
+[Note: Shards on the host]
+Under `CPUOffloadPolicy` parameter shards, gradient shards and optimizer states are host memory. The device
+sees them only on their way: a shard is copied to it before its all-gather, on the gather stream, and a
+reduced gradient is copied back, on the reduce stream. Arithmetic on gradients stays on the device: where one has to
+be added to, it travels there and back, so that nobody waits on the host in the middle of a backward.
+
+Streams order what devices do, and nothing else. So the host itself waits, once, for the last copy that reads
+or writes its memory before the program gets to it: at the end of a forward and of a backward, and before a
+hook or the engine looks at a gradient.
+
+On a CPU mesh the host is the device: nothing is copied and nobody waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+__all__ = ["Home"]
+
+
+@dataclass(frozen=True)
+class Home:
+    """A place for shards.
+
+    Attributes:
+        device: of shards, gradients and optimizer states.
+        is_away: True if computation and collectives happen on another device.
+        pinned: the memory can be copied from and to that device while the host goes on.
+    """
+
+    device: torch.device
+    is_away: bool = False
+    pinned: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
+        """Returns the home that a policy asks for.
+
+        Args:
+            device: where parameters compute.
+            policy: torch's; `CPUOffloadPolicy` or the base class.
+        """
+        if not isinstance(policy, CPUOffloadPolicy):
+            return cls(device)
+        is_away = device.type not in ("cpu", "meta")
+        return cls(torch.device("cpu"), is_away, is_away and policy.pin_memory)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates a zeroed 1-D tensor here."""
+        return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
