@@ -1,10 +1,11 @@
 """Noticing at the first step that a parameter is not being trained.
 
 A run can go on for days while part of the model stands still, because an optimizer looks at another attribute
-than the one that has the gradients, was given an empty list, frozen parameters, those that fully_shard has
-replaced since, or whole ones, or makes steps that vanish in rounding. So the first step of every optimizer
-over sharded parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero
-has to move. It is the only step for which the host waits.
+than the one that has the gradients, was given an empty list, frozen parameters, or those that fully_shard has
+replaced since, or makes steps that vanish in rounding. So the first step of every optimizer over sharded
+parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero has to move.
+It is the only step for which the host waits. An optimizer over whole parameters, whose memory comes and goes
+with their unit's forward, is refused there.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from .errors import OptimizerParameterError
 from .managed_param import ManagedParam, is_replaced, is_whole, local_of, managed_by
 from .owed_gradient import OwedGradient
 from .streams import is_capturing
@@ -75,7 +77,20 @@ class _Watch:
         self._without: list[str] = []
 
     def before(self, optimizer: Optimizer) -> None:
-        """Takes samples."""
+        """Takes samples.
+
+        Raises:
+            OptimizerParameterError: the optimizer has whole parameters, whose memory comes and goes.
+        """
+        whole = sum(map(is_whole, _params(optimizer)))
+        if whole:
+            raise OptimizerParameterError(
+                f"{type(optimizer).__name__} was built over {whole} whole parameters, as a forward or "
+                "unshard() leaves them",
+                expected="sharded parameters: the model's before its first forward, or after reshard()",
+                got="parameters whose memory is freed between steps",
+                fix="model.reshard(), on every unit that is whole, before the optimizer is built",
+            )
         self._samples, self._without = [], []
         moving = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in moving for param in group["params"]):
@@ -116,14 +131,6 @@ class _Watch:
                 optimizer,
                 f"{replaced} parameters were those from before fully_shard, which nothing computes with",
                 "was the optimizer built after the last fully_shard?",
-            )
-        whole = sum(map(is_whole, _params(optimizer)))
-        if whole:
-            _warn(
-                optimizer,
-                f"{whole} parameters were whole ones, as a forward or unshard() had left them",
-                "was the optimizer built while parameters were sharded (before the first forward, or after "
-                "model.reshard())?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
         if idle:

@@ -202,7 +202,13 @@ class ParamGroup:
         return self.gradient_layout is not None and bool(self.gradient_layout.pieces)
 
     def refresh_trainable(self) -> bool:
-        """Takes note of which parameters require grad; True if that changed since the last call."""
+        """Takes note of which parameters require grad; True if that changed since the last call.
+
+        A program may have frozen a whole parameter, as a forward left it; that is meant for the sharded one.
+        """
+        for p, known in zip(self.params, self._trainable or (), strict=False):
+            if p.unsharded is not None and p.unsharded.requires_grad != known:
+                p.sharded.requires_grad_(not known)
         now = tuple(p.sharded.requires_grad for p in self.params)
         if now == self._trainable:
             return False

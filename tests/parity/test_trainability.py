@@ -15,6 +15,7 @@ from tests.parity.programs import (
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
+    token_loss,
     tower,
     train,
 )
@@ -107,6 +108,26 @@ def train_two_dtypes(engine: Engine) -> Tensors:
     return train_stack(engine, engine.fully_shard(TwoDtypes()))
 
 
+def freeze_while_whole(engine: Engine) -> Tensors:
+    """A forward leaves the root whole; what is frozen then stays frozen when it is sharded again."""
+    model = engine.shard_tower(tower())
+    with torch.no_grad():
+        model(engine.tokens(9)[0])
+    model.head.requires_grad_(False)
+    if not engine.whole_batch:
+        assert not isinstance(model.head.weight, DTensor)
+        model.reshard()
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            model(engine.tokens(10 + step)[0])
+        model.head.requires_grad_(step == 0)
+    return engine.snapshot(model)
+
+
 def frozen_parameters_have_no_gradient() -> None:
     model = tower()
     model.layers[0].up.requires_grad_(False)
@@ -123,7 +144,9 @@ def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, program)
 
 
-@pytest.mark.parametrize("program", [train_half_frozen, unfreeze_between_steps, train_lora])
+@pytest.mark.parametrize(
+    "program", [train_half_frozen, unfreeze_between_steps, freeze_while_whole, train_lora]
+)
 def test_freezing_and_unfreezing_equals_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
     two_ranks.run(close_to_unsharded, program)
 

@@ -1,0 +1,549 @@
+"""What programs written for FSDP2 rely on, beyond plain training: each is run under both engines.
+
+docs/reference/fsdp2_behaviours.md lists all such behaviours with the test that shows each.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.profiler import ProfilerActivity, profile
+
+import shardgrad
+from tests.parity.programs import (
+    FSDP2,
+    GATHERED,
+    SHARDGRAD,
+    UNSHARDED,
+    Engine,
+    Tensors,
+    assert_close,
+    close_to_unsharded,
+    float64,
+    hsdp_mesh,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+    train,
+)
+from tests.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5) -> Tensors:
+    """Trains on squares of the outputs."""
+    optim = make_optimizer("adamw", model)
+    for step in range(steps):
+        optim.zero_grad()
+        model(engine.inputs(step, width)).float().square().mean().backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+# -- meshes -------------------------------------------------------------------------------------------------
+
+
+def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
+    if replicas == 1:
+        mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
+    else:
+        sliced = hsdp_mesh(replicas, dist.get_world_size() // replicas)
+        groups = [sliced.get_group(name) for name in ("replicate", "shard")]
+        mesh = DeviceMesh.from_group(groups, "cpu", mesh=sliced.mesh, mesh_dim_names=("replicate", "shard"))
+    return train(engine, engine.shard_tower(tower(), mesh=mesh))
+
+
+def test_a_mesh_made_of_process_groups_works_like_a_sliced_one(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_on_a_mesh_of_groups, 1)
+
+
+def test_a_two_dimensional_mesh_of_process_groups_works_too(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_on_a_mesh_of_groups, 2)
+
+
+def train_after_a_broadcast_to_replicas(engine: Engine) -> Tensors:
+    """Replicas begin with other weights; those of the first are sent to the rest, in place."""
+    mesh = hsdp_mesh(2, 2)
+    first = mesh.get_local_rank("replicate") == 0
+    model = engine.shard_tower(tower(seed=0 if first else 1), mesh=mesh)
+    group = mesh.get_group("replicate")
+    with torch.no_grad():
+        for param in model.parameters():
+            dist.broadcast(param.to_local(), group=group, group_src=0)
+    return train(engine, model)
+
+
+def broadcast_equals_a_plain_start() -> None:
+    ours = train_after_a_broadcast_to_replicas(SHARDGRAD)
+    plain = train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), mesh=hsdp_mesh(2, 2)))
+    assert all(torch.equal(ours[name], plain[name]) for name in plain)
+
+
+def test_shards_can_be_broadcast_across_replicas_in_place(four_ranks: Ranks) -> None:
+    four_ranks.run(broadcast_equals_a_plain_start)
+
+
+# -- construction and calls ---------------------------------------------------------------------------------
+
+
+def train_sharded_while_built(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers.append(engine.fully_shard(nn.Linear(5, 5)))
+        gc.collect()
+    return train_stack(engine, engine.fully_shard(nn.Sequential(*layers)))
+
+
+def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_sharded_while_built)
+
+
+def two_roots(engine: Engine) -> None:
+    model = stack(5, 5, 5)
+    engine.fully_shard([model[0], model[2]])
+    with pytest.raises(RuntimeError, match="single root module"):
+        model(engine.inputs(0, 5))
+
+
+def both_need_one_root() -> None:
+    # A list is fine as long as none of its modules contains units: each is run by itself.
+    model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
+    for engine in (SHARDGRAD, FSDP2):
+        for part in model:
+            engine.fully_shard(part[0])
+        engine.fully_shard(list(model))
+        with pytest.raises(RuntimeError, match="single root module"):
+            model[0](engine.inputs(0, 5))
+        model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
+
+
+def test_a_list_of_modules_that_contain_units_is_no_root(two_ranks: Ranks) -> None:
+    two_ranks.run(both_need_one_root)
+
+
+def a_module_of_units_can_be_waited_for() -> None:
+    model = stack(5, 7, 3)
+    for layer in (model[0], model[2]):
+        shardgrad.fully_shard(layer)
+    shardgrad.fully_shard(model)  # it has no parameters of its own
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    assert isinstance(model[0].weight, DTensor), "unshard is not recursive"
+    model.reshard()
+
+
+def test_a_module_without_parameters_of_its_own_can_be_unsharded(two_ranks: Ranks) -> None:
+    two_ranks.run(a_module_of_units_can_be_waited_for)
+
+
+def registration_leaves_plain_modules_alone() -> None:
+    model = nn.Linear(3, 3)
+    before = model.extra_repr
+    shardgrad.register_fsdp_forward_method(model, "extra_repr")
+    assert model.extra_repr == before
+    shardgrad.fully_shard(model)
+    with pytest.raises(ValueError, match="nothing_of_the_kind"):
+        shardgrad.register_fsdp_forward_method(model, "nothing_of_the_kind")
+
+
+def test_registering_a_method_of_a_plain_module_does_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(registration_leaves_plain_modules_alone)
+
+
+def train_with_parameters_used_directly(engine: Engine) -> Tensors:
+    """A forward without inputs, which uses parameters and not their modules."""
+
+    class Energy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.field = nn.Linear(5, 5)
+            self.scale = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> Tensor:
+            return (self.field.weight.square().sum() + self.scale.exp().sum()) * self.scale.mean()
+
+    torch.manual_seed(0)
+    model = engine.fully_shard(Energy())
+    optim = make_optimizer("adamw", model)
+    for _ in range(3):
+        optim.zero_grad()
+        model().backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+def test_a_forward_without_inputs_uses_parameters_directly(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_parameters_used_directly)
+
+
+def train_a_child_several_times(engine: Engine, where: str) -> Tensors:
+    """One unit runs twice in a forward, frozen or without gradients the second time."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+            self.frozen = nn.Linear(5, 5).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.frozen(torch.tanh(self.first(x)))
+            if where == "no_grad":
+                with torch.no_grad():
+                    x = x + self.frozen(self.first(x))
+            else:
+                x = self.frozen(torch.tanh(self.first(x)))
+            return self.last(x)
+
+    torch.manual_seed(0)
+    model = Twice()
+    for inner in (model.first, model.frozen):
+        engine.fully_shard(inner)
+    return train_stack(engine, engine.fully_shard(model))
+
+
+@pytest.mark.parametrize("where", ["with gradients", "no_grad"])
+def test_trainable_and_frozen_units_run_several_times_in_a_forward(two_ranks: Ranks, where: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_a_child_several_times, where)
+
+
+def train_without_a_root(engine: Engine) -> Tensors:
+    """Only the layers are units: each is its own root."""
+    model = stack(5, 7, 3)
+    engine.fully_shard(model[0])
+    engine.fully_shard(model[2].requires_grad_(False))
+    found = train_stack(engine, model, steps=2)
+    with torch.no_grad():
+        model(engine.inputs(7, 5))
+    for layer in (model[0], model[2]):
+        layer.reshard()  # roots stay whole after a forward
+    model[2].requires_grad_(True)
+    return found | {f"later {k}": v for k, v in train_stack(engine, model, steps=2).items()}
+
+
+def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_without_a_root)
+
+
+# -- beside torch's data parallelism ------------------------------------------------------------------------
+
+
+def train_inside_replicate(engine: Engine) -> Tensors:
+    """Units inside a module that torch's composable DDP replicates: it leaves their parameters alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    engine.fully_shard(model[2])
+    replicate(model, device_mesh=None)
+    optim = make_optimizer("sgd", model)
+    for step in range(3):
+        model(engine.inputs(step, 5)).square().mean().backward()
+        with implicit_replication():
+            optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model[2]) | {"outer": model[0].weight.detach().clone()}
+
+
+def test_units_inside_a_replicated_module_are_left_to_the_engine(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_inside_replicate)
+
+
+def replicating_a_unit_is_refused() -> None:
+    for engine in (SHARDGRAD, FSDP2):
+        model = engine.fully_shard(stack(5, 3))
+        with pytest.raises((RuntimeError, AssertionError)):
+            replicate(model)
+
+
+def test_replicating_a_sharded_module_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(replicating_a_unit_is_refused)
+
+
+# -- how often it talks -------------------------------------------------------------------------------------
+
+
+def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:
+    """Returns how often each kind of work shows up in a profile of the third step."""
+    model = engine.shard_tower(tower(), **options)
+    change(model)
+    for step in range(2):
+        token_loss(model, engine.tokens(step)).backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        token_loss(model, engine.tokens(2)).backward()
+    names = [event.name.split(" (")[0] for event in profiled.events() if event.name.startswith("FSDP::")]
+    return Counter(name for name in names if name in ("FSDP::all_gather", "FSDP::post_backward_reduce"))
+
+
+def nothing(model: nn.Module) -> None:
+    """Leaves the model as it is."""
+
+
+def embedding_stays_away(model: Any) -> None:
+    model.embedding.set_unshard_in_backward(False)
+
+
+def as_often_as_fsdp2(change: Callable[[Any], None], reshard: Any, gathers: int) -> None:
+    ours = spans_of(SHARDGRAD, change, reshard_after_forward=reshard)
+    assert ours == {"FSDP::all_gather": gathers, "FSDP::post_backward_reduce": 5}
+    theirs = spans_of(FSDP2, change, reshard_after_forward=reshard)
+    assert ours["FSDP::post_backward_reduce"] == theirs["FSDP::post_backward_reduce"]
+    assert ours["FSDP::all_gather"] <= theirs["FSDP::all_gather"]
+
+
+@pytest.mark.parametrize(
+    ("reshard", "change", "gathers"),
+    [
+        (None, nothing, 5 + 3),
+        (True, nothing, 5 + 5),
+        (False, nothing, 5),
+        (True, embedding_stays_away, 5 + 4),
+    ],
+)
+def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
+    two_ranks: Ranks, reshard: bool | None, change: Callable[[Any], None], gathers: int
+) -> None:
+    """Five units. By default the root stays whole, and here the unit that ran last does as well."""
+    two_ranks.run(as_often_as_fsdp2, change, reshard, gathers)
+
+
+def half_is_left() -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=2)
+    rows = model.layers[0].up.weight.shape[0]
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    shown = model.layers[0].up.weight.to_local()
+    assert shown.shape[0] in (rows // 2, rows - rows // 2)
+    loss.backward()
+    assert isinstance(model.layers[0].up.weight, DTensor)
+
+
+def test_resharding_to_two_of_four_ranks_leaves_halves(four_ranks: Ranks) -> None:
+    four_ranks.run(half_is_left)
+
+
+@contextmanager
+def slow_collectives() -> Iterator[None]:
+    """Delays what gloo is asked for, another time for each rank."""
+    names = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
+    originals = {name: getattr(dist, name) for name in names}
+
+    def slowed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.002 * (1 + dist.get_rank()))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, slowed(original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+def slowness_changes_nothing() -> None:
+    quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
+    with slow_collectives():
+        slow = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
+    assert all(torch.equal(quick[name], slow[name]) for name in quick)
+
+
+def test_slow_collectives_change_no_bit(two_ranks: Ranks) -> None:
+    two_ranks.run(slowness_changes_nothing)
+
+
+def train_with_unshards_that_wait(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    model._set_unshard_async_op(True)
+    return train(engine, model)
+
+
+def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_unshards_that_wait)
+
+
+# -- precision ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+    mask: Tensor
+
+
+class Layered(nn.Module):
+    """Units with policies of their own; what travels between them is a dataclass with an integer tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Hidden(self.first(x), torch.ones(1, dtype=torch.int64))
+        self.seen = [hidden.value.dtype, hidden.mask.dtype]
+        y = self.second(hidden.value)
+        self.seen.append(y.dtype)
+        z = self.third(y)
+        self.seen.append(z.dtype)
+        return z
+
+
+POLICIES = {
+    "each its own": (BF16, MixedPrecisionPolicy(param_dtype=torch.float32), BF16),
+    "outputs cast": (
+        BF16,
+        BF16,
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+    ),
+    "float16": (
+        MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+        BF16,
+        MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
+    ),
+}
+
+
+def train_layered(engine: Engine, name: str) -> Tensors:
+    torch.manual_seed(0)
+    model = Layered()
+    for inner, policy in zip((model.first, model.second, model.third), POLICIES[name], strict=True):
+        engine.fully_shard(inner, mp_policy=policy)
+    engine.fully_shard(model)
+    found = train_stack(engine, model)
+    return found | {str(i): torch.zeros((), dtype=dtype) for i, dtype in enumerate(model.seen)}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_casts_happen_at_the_border_of_each_policy(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_layered, name)
+
+
+def train_with_inputs_as_they_come(engine: Engine) -> Tensors:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    model = stack(5, 7, 3)
+    engine.fully_shard(model[0], mp_policy=policy)
+    engine.fully_shard(model[2], mp_policy=policy)
+    engine.fully_shard(model, mp_policy=policy)
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(engine.inputs(step, 5))
+        model.reset_iter_state()
+        model(engine.inputs(step, 5, dtype=torch.bfloat16)).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_inputs_as_they_come)
+
+
+def small_addends_survive() -> None:
+    """256 on one rank and 1 on the other: bfloat16 has no 257."""
+    model = nn.Linear(1, 1, bias=False)
+    shardgrad.fully_shard(model, mp_policy=BF16)
+    x = torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])
+    model(x).sum().backward()
+    grad = model.weight.grad.full_tensor()
+    assert grad.dtype is torch.float32
+    assert grad.item() == 257 / 2
+
+
+def test_a_reduction_in_float32_keeps_what_bfloat16_would_lose(two_ranks: Ranks) -> None:
+    two_ranks.run(small_addends_survive)
+
+
+# -- everything at once -------------------------------------------------------------------------------------
+
+
+def train_hsdp_with_everything(engine: Engine) -> Tensors:
+    """Replicas, recomputation, micro-batches without synchronisation, sizes that no rank count divides."""
+    model = tower()
+    for i, layer in enumerate(model.layers):
+        model.layers[i].forward = _recomputed(layer.forward)
+    engine.shard_tower(model, mesh=hsdp_mesh(2, 2))
+    return train(engine, model, micro_batches=3, sync_each=False)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
+
+    return call
+
+
+def test_replicas_recompute_and_accumulate_like_an_unsharded_run(four_ranks: Ranks) -> None:
+    four_ranks.run(close_to_unsharded, train_hsdp_with_everything)
+
+
+def old_names_are_known() -> None:
+    from torch.distributed._composable import fsdp as old
+
+    model = shardgrad.fully_shard(stack(5, 3))
+    assert isinstance(model, old.FSDPModule)
+    assert type(model).__name__ == "FSDPSequential"
+
+
+def test_programs_that_import_from_the_old_path_recognise_a_unit(two_ranks: Ranks) -> None:
+    two_ranks.run(old_names_are_known)
+
+
+def moved_gradients() -> None:
+    """`set_gradient_divide_factor` of one unit changes the gradients of that unit only."""
+    with float64():
+        runs = []
+        for factor in (None, 8.0):
+            model = SHARDGRAD.shard_tower(tower())
+            if factor:
+                model.layers[1].set_gradient_divide_factor(factor)
+            token_loss(model, SHARDGRAD.tokens(0)).backward()
+            runs.append(SHARDGRAD.snapshot(model))
+    plain, divided = runs
+    for name, grad in plain.items():
+        if name.endswith(".grad"):
+            share = dist.get_world_size() / 8 if name.startswith("layers.1.") else 1.0
+            torch.testing.assert_close(divided[name], grad * share, rtol=1e-12, atol=0)
+
+
+def test_a_divide_factor_is_for_one_unit_only(two_ranks: Ranks) -> None:
+    two_ranks.run(moved_gradients)
+
+
+def norms_of(engine: Engine, foreach: bool | None) -> Tensors:
+    model = engine.shard_tower(tower())
+    token_loss(model, engine.tokens(0)).backward()
+    if engine is UNSHARDED:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
+    else:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1, foreach=foreach).full_tensor()
+    return {"norm": norm} | engine.snapshot(model)
+
+
+def norms_agree() -> None:
+    with float64():
+        for foreach in (None, False):
+            assert_close(norms_of(GATHERED, foreach), norms_of(UNSHARDED, foreach))
+
+
+def test_torchs_clipping_sees_whole_norms(two_ranks: Ranks) -> None:
+    two_ranks.run(norms_agree)
