@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
@@ -33,8 +34,10 @@ class Source(ABC):
         folder: where it is.
         tensors: by name.
         values: what is no tensor, by name.
+        origin: who wrote checkpoints of this kind.
     """
 
+    origin: ClassVar[str]
     folder: Path
     tensors: Mapping[str, Entry]
     values: Mapping[str, Value]
@@ -91,6 +94,8 @@ class NativeSource(Source):
     Raises:
         CheckpointError: it is not complete, or its index or the size of a file is wrong. No tensor is read.
     """
+
+    origin = "shardgrad.checkpoint"
 
     def __init__(self, folder: Path) -> None:
         super().__init__()

@@ -75,6 +75,8 @@ class TorchSource(Source):
             files. No tensor is read.
     """
 
+    origin = "torch.distributed.checkpoint"
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from shardgrad.cli.checkpoint import checkpoint
 from shardgrad.cli.doctor import doctor
 from shardgrad.cli.train import train
 
@@ -13,5 +14,6 @@ def main() -> None:
     """Fully-sharded data-parallel training with PyTorch."""
 
 
+main.add_command(checkpoint)
 main.add_command(doctor)
 main.add_command(train)
