@@ -184,3 +184,18 @@ def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_says_so(tmp_pa
     summary = (tmp_path / "out" / "summary.txt").read_text(encoding="utf-8")
     results = {line.split()[0]: line.split()[1] for line in summary.splitlines()[-4:]}
     assert results == {"tests": "failed", "graphed-tiny": "ok", "kernels": "ok", "optimizer": "ok"}
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    record = smoke("checkpoints", tmp_path)
+    for name in ("save", "save_async", "load", "load unverified"):
+        assert len(record["samples"][name]) == record["config"]["rounds"]
+        assert_spread(record["summary"][name]["ratio_to_raw"])
+
+
+def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
+    assert sum(sum(found.values()) for found in record["summary"].values()) >= 100
