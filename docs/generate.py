@@ -306,10 +306,11 @@ def cli_page() -> str:
         "`shardgrad` is installed with the package; `python -m shardgrad.cli` is the same program, and what "
         "`torchrun` starts.\n",
     ]
-    for name, command in command_line.commands.items():
-        lines += [f"## shardgrad {name}\n", inspect.cleandoc(command.help or "") + "\n"]
+    for name, command in commands(command_line, "shardgrad"):
+        lines += [f"## {name}\n", inspect.cleandoc(command.help or "") + "\n"]
         options = [one for one in command.params if isinstance(one, click.Option)]
-        lines += table("option", "value", "meaning", map(option_row, options))
+        if options:
+            lines += table("option", "value", "meaning", map(option_row, options))
     lines += [
         "A setting in a file (`--config run.toml`) has the option's name without the dashes in front: "
         "`batch_size = 4`. A file may hold any of the settings above except `--resume`, `--config` and "
@@ -318,6 +319,15 @@ def cli_page() -> str:
         *table("status", "means", "", status_rows()),
     ]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def commands(group: click.Group, prefix: str) -> Iterator[tuple[str, click.Command]]:
+    """Yields every command with what to type for it, those of groups after their group."""
+    for name, command in group.commands.items():
+        arguments = [one.human_readable_name for one in command.params if isinstance(one, click.Argument)]
+        yield " ".join([prefix, name, *arguments]), command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{prefix} {name}")
 
 
 def option_row(option: click.Option) -> tuple[str, str, str]:

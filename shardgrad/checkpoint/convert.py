@@ -22,7 +22,7 @@ from shardgrad.checkpoint.safetensors import write_safetensors
 from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import split
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import CheckpointError, OptionError
 
 __all__ = ["FORMATS", "convert"]
 
@@ -38,12 +38,20 @@ def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") 
             `safetensors` holds no values, only tensors.
 
     Raises:
+        OptionError: there is no such format.
         CheckpointError: the source is damaged, or there is nothing of that name in it.
         CheckpointSaveError, OSError: the target could not be written, or is something else already.
         PartnerUnavailableError: `safetensors` is asked for, and not installed.
 
     Host memory: a few blocks of 4 MiB (`shardgrad`), one tensor (`torch`), one file (`safetensors`).
     """
+    if to not in FORMATS:
+        raise OptionError(
+            "checkpoints are not written in that format",
+            expected=", ".join(FORMATS),
+            got=printable(to),
+            fix=f"to={next(iter(FORMATS))!r}",
+        )
     with open_checkpoint(source) as opened:
         part = _Part(opened, only)
         for name in part.tensors:

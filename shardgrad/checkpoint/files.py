@@ -16,7 +16,16 @@ from shardgrad.checkpoint.index import BLOCK_NBYTES
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointError
 
-__all__ = ["DataFile", "blocks_of", "open_plain", "read_range", "sync", "write_synced"]
+__all__ = [
+    "DataFile",
+    "blocks_of",
+    "memory_of",
+    "open_plain",
+    "read_into",
+    "read_range",
+    "sync",
+    "write_synced",
+]
 
 _ALIGNMENT = 64
 
@@ -84,8 +93,13 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), BLOCK_NBYTES):
-        block = flat[begin : begin + BLOCK_NBYTES].cpu().numpy()
-        yield memoryview(block)  # type: ignore[arg-type]
+        yield memory_of(flat[begin : begin + BLOCK_NBYTES].cpu())
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Returns the bytes of a contiguous tensor on the host, to be read or written."""
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -136,16 +150,21 @@ def read_range(descriptor: int, begin: int, nbytes: int, path: Path) -> bytearra
         CheckpointError: the file ends before, or cannot be read.
     """
     buffer = bytearray(nbytes)
-    view, done = memoryview(buffer), 0
-    while done < nbytes:
+    read_into(descriptor, begin, memoryview(buffer), path)
+    return buffer
+
+
+def read_into(descriptor: int, begin: int, view: memoryview, path: Path) -> None:
+    """Fills memory with bytes of an open file; raises what `read_range` raises."""
+    done = 0
+    while done < len(view):
         try:
             count = os.preadv(descriptor, [view[done : done + BLOCK_NBYTES]], begin + done)
         except OSError as error:
-            raise _unreadable(path, f"{nbytes} bytes at {begin}", error.strerror or "an error") from error
+            raise _unreadable(path, f"{len(view)} bytes at {begin}", error.strerror or "an error") from error
         if not count:
-            raise _unreadable(path, f"{nbytes} bytes at {begin}", f"its end after {done}")
+            raise _unreadable(path, f"{len(view)} bytes at {begin}", f"its end after {done}")
         done += count
-    return buffer
 
 
 def _unreadable(path: Path, expected: str, got: str) -> CheckpointError:

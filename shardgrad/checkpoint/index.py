@@ -28,13 +28,13 @@ from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value
 from shardgrad.errors import CheckpointError
 
-__all__ = ["BLOCK_NBYTES", "DTYPES", "Entry", "Index", "Piece"]
+__all__ = ["BLOCK_NBYTES", "DTYPES", "MOST_DIMENSIONS", "Entry", "Index", "Piece"]
 
 BLOCK_NBYTES = 4 * 2**20
 _FORMAT, _VERSION = "shardgrad-checkpoint", 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 _LARGEST = 2**62  # of any number of bytes or elements
-_MOST_DIMENSIONS = 64  # torch has no more
+MOST_DIMENSIONS = 64  # torch has no more
 
 # By the name that is in the file. What is not here (quantised, complex32) is not saved either.
 DTYPES: dict[str, torch.dtype] = {
@@ -168,8 +168,8 @@ def _entry(name: str, raw: Any, files: list[tuple[str, int]]) -> Entry:
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise _malformed(f"dtype of {printable(name)}", ", ".join(DTYPES), printable(dtype_name))
     dtype, shape = DTYPES[dtype_name], _counts(raw_shape, name)
-    if len(shape) > _MOST_DIMENSIONS:
-        raise _malformed(name, f"at most {_MOST_DIMENSIONS} dimensions", str(len(shape)))
+    if len(shape) > MOST_DIMENSIONS:
+        raise _malformed(name, f"at most {MOST_DIMENSIONS} dimensions", str(len(shape)))
     pieces = tuple(_pieces(name, raw_pieces, files, dtype, len(shape)))
     if not tile([piece.box for piece in pieces], shape):
         raise _malformed(name, f"pieces that make up {shape}", "pieces that overlap or leave gaps")

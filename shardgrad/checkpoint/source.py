@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import ClassVar
 
 import torch
 
 from shardgrad.checkpoint.boxes import Box, row_runs
-from shardgrad.checkpoint.files import open_plain, read_range
+from shardgrad.checkpoint.files import memory_of, open_plain, read_into, read_range
 from shardgrad.checkpoint.index import BLOCK_NBYTES, Entry, Index, Piece
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value
@@ -33,8 +34,10 @@ class Source(ABC):
         folder: where it is.
         tensors: by name.
         values: what is no tensor, by name.
+        origin: who wrote checkpoints of this kind.
     """
 
+    origin: ClassVar[str]
     folder: Path
     tensors: Mapping[str, Entry]
     values: Mapping[str, Value]
@@ -92,6 +95,8 @@ class NativeSource(Source):
         CheckpointError: it is not complete, or its index or the size of a file is wrong. No tensor is read.
     """
 
+    origin = "shardgrad.checkpoint"
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
@@ -99,6 +104,7 @@ class NativeSource(Source):
         self.tensors, self.values = index.tensors, index.values
         self._sizes = index.files
         self._open: dict[str, int] = {}
+        self._buffer = bytearray(BLOCK_NBYTES)
         self._exits.callback(self._close_files)
         for name in index.files:
             self._descriptor(name)
@@ -115,35 +121,44 @@ class NativeSource(Source):
             ((_, first, last),) = row_runs(common.seen_from(piece.box), piece.box.shape, piece.box.numel)
             for number in range(first * itemsize // BLOCK_NBYTES, -(-last * itemsize // BLOCK_NBYTES)):
                 begin = number * BLOCK_NBYTES
-                block = self._bytes(piece, begin, min(begin + BLOCK_NBYTES, size))
+                block = self._staging(min(BLOCK_NBYTES, size - begin))
+                self._read(piece, begin, block)
                 if zlib.crc32(block) != piece.checksums[number]:
                     raise _corrupt(name, self.folder / piece.file, piece.start + begin, len(block))
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies runs of rows."""
+        """Copies runs of rows, or reads straight into memory that is as the file is."""
         entry = self.tensors[name]
-        itemsize = entry.dtype.itemsize
         for piece in entry.pieces:
             common = box.meets(piece.box)
-            if common is None:
-                continue
-            target = into.detach()[common.seen_from(box).slices()]
-            inner, done = common.seen_from(piece.box), 0
-            for part, first, last in row_runs(inner, piece.box.shape, BLOCK_NBYTES // itemsize):
-                rows = torch.frombuffer(
-                    self._bytes(piece, first * itemsize, last * itemsize), dtype=entry.dtype
-                )
-                if not part.shape:
-                    target.copy_(rows[0])
-                    continue
-                rows = rows.reshape(-1, *piece.box.shape[1:])
-                rows = rows[(slice(None), *part.slices()[1:])]
-                target[done : done + part.shape[0]].copy_(rows)
-                done += part.shape[0]
+            if common is not None:
+                target = into.detach()[common.seen_from(box).slices()]
+                self._fill(piece, entry.dtype, common.seen_from(piece.box), target)
 
-    def _bytes(self, piece: Piece, begin: int, end: int) -> bytearray:
-        path = self.folder / piece.file
-        return read_range(self._descriptor(piece.file), piece.start + begin, end - begin, path)
+    def _fill(self, piece: Piece, dtype: torch.dtype, box: Box, target: torch.Tensor) -> None:
+        itemsize, shape, done = dtype.itemsize, piece.box.shape, 0
+        for part, first, last in row_runs(box, shape, BLOCK_NBYTES // itemsize):
+            rows = target[done : done + part.shape[0]] if part.shape else target
+            done += part.shape[0] if part.shape else 0
+            is_alike = rows.dtype == dtype and rows.device.type == "cpu" and rows.is_contiguous()
+            if is_alike and rows.numel() == last - first:
+                self._read(piece, first * itemsize, memory_of(rows))
+                continue
+            staging = self._staging((last - first) * itemsize)
+            self._read(piece, first * itemsize, staging)
+            found = torch.frombuffer(staging, dtype=dtype)
+            if part.shape:
+                found = found.reshape(-1, *shape[1:])[(slice(None), *part.slices()[1:])]
+            rows.copy_(found.reshape(rows.shape))
+
+    def _staging(self, nbytes: int) -> memoryview:
+        """Returns memory that the next call returns again: new memory costs more than reading does."""
+        if len(self._buffer) < nbytes:
+            self._buffer = bytearray(nbytes)
+        return memoryview(self._buffer)[:nbytes]
+
+    def _read(self, piece: Piece, begin: int, into: memoryview) -> None:
+        read_into(self._descriptor(piece.file), piece.start + begin, into, self.folder / piece.file)
 
     def _descriptor(self, name: str) -> int:
         if name not in self._open:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-__all__ = ["listed", "printable"]
+__all__ = ["escaped", "listed", "printable"]
 
 _LONGEST = 200
 
 
+def escaped(text: object) -> str:
+    """Returns text with everything that is no printable character written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
 def printable(text: object) -> str:
-    """Returns text with everything that is no printable character escaped, and cut to a line's length."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    """Returns escaped text, cut to a line's length."""
+    shown = escaped(text)
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 

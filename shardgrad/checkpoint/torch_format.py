@@ -9,18 +9,17 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import pickletools
 import zipfile
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardgrad.checkpoint.boxes import Box, tile
 from shardgrad.checkpoint.files import open_plain, read_range
-from shardgrad.checkpoint.index import DTYPES, Entry, Piece
+from shardgrad.checkpoint.index import DTYPES, MOST_DIMENSIONS, Entry, Piece
 from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value, flatten, join
@@ -31,34 +30,71 @@ __all__ = ["METADATA", "TorchSource"]
 METADATA = ".metadata"
 _SCRIPT_OVERHEAD_NBYTES = 2**20  # what an archive may have beside its tensor
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
-_ALLOWED = {
+_RECORDS = {
     *((_METADATA_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
-    (_METADATA_MODULE, "TensorStorageMetadata"),
-    (_METADATA_MODULE, "BytesStorageMetadata"),
-    (_METADATA_MODULE, "ChunkStorageMetadata"),
+    *((_METADATA_MODULE, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    *(("torch", name) for name in DTYPES),
-    ("collections", "OrderedDict"),
 }
 
 
+class _Record:
+    """What stands for an object of torch's: its attributes, and nothing that acts."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._facts: dict[str, Any] = {}
+
+    def __setstate__(self, state: Any) -> None:
+        # TensorProperties has a tuple, whose first item is the dtype.
+        self._facts = state if isinstance(state, dict) else {"dtype": state[0]}
+
+    def __getattr__(self, name: str) -> Any:
+        facts = self.__dict__.get("_facts", {})
+        if name.startswith("__") or name not in facts:
+            raise AttributeError(f"the list of contents has no {name}")
+        return facts[name]
+
+
 class _Unpickler(pickle.Unpickler):
-    """Makes the objects of a list of contents, and no others."""
+    """Makes records, tuples and dictionaries, and nothing else: no class of torch's is even touched."""
+
+    def __init__(self, text: bytes) -> None:
+        super().__init__(io.BytesIO(text))
+        self._kinds: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns an allowed class."""
-        if (module, name) == ("pathlib", "PosixPath"):
-            return _path_text  # torch notes where it wrote; nobody here goes there
-        if (module, name) not in _ALLOWED:
+        """Returns what stands for a global."""
+        if (module, name) in _RECORDS:
+            return self._kinds.setdefault(name, type(name, (_Record,), {}))
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        harmless = _HARMLESS.get((module, name))
+        if harmless is None:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in a list of contents")
-        return getattr(import_module(module), name)
+        return harmless
 
 
-def _path_text(*parts: str) -> str:
-    return "/".join(parts)
+def _nothing(*parts: Any) -> None:
+    """What a layout, and the path that torch wrote to, are replaced by: nobody asks for them."""
+
+
+_HARMLESS = {
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+    ("torch.serialization", "_get_layout"): _nothing,
+    ("pathlib", "PosixPath"): _nothing,
+    ("pathlib", "WindowsPath"): _nothing,
+    ("pathlib._local", "PosixPath"): _nothing,
+}
+
+
+def _refuse_bombs(text: bytes) -> None:
+    """Refuses a pickle that makes the unpickler reserve more memory than it has bytes itself."""
+    for code, argument, _ in pickletools.genops(text):
+        if "PUT" in code.name and isinstance(argument, int) and argument > len(text):
+            raise pickle.UnpicklingError(f"memo {argument} in {len(text)} bytes")
+        if code.name in ("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST"):
+            raise pickle.UnpicklingError(f"{code.name} has no place in a list of contents")
 
 
 class TorchSource(Source):
@@ -75,6 +111,8 @@ class TorchSource(Source):
             files. No tensor is read.
     """
 
+    origin = "torch.distributed.checkpoint"
+
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
@@ -82,7 +120,7 @@ class TorchSource(Source):
         try:
             self._pieces = _located(folder, metadata)
             self.tensors, self.values = self._contents(metadata)
-        except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
+        except (AttributeError, TypeError, LookupError, ValueError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise _refused(folder, "a list of contents", f"{type(error).__name__}: {error}") from error
@@ -103,21 +141,21 @@ class TorchSource(Source):
                 target = into.detach()[common.seen_from(box).slices()]
                 target.copy_(data[common.seen_from(piece.box).slices()])
 
-    def _contents(self, metadata: Metadata) -> tuple[Mapping[str, Entry], Mapping[str, Value]]:
+    def _contents(self, metadata: _Record) -> tuple[Mapping[str, Entry], Mapping[str, Value]]:
         tensors, values = {}, {}
         for key, stored in metadata.state_dict_metadata.items():
             path = tuple((metadata.planner_data or {}).get(key, (key,)))
             name = join(path)
-            if isinstance(stored, TensorStorageMetadata):
+            if type(stored).__name__ == "TensorStorageMetadata":
                 tensors[name] = self._entry(name, key, stored)
             else:
                 values.update(self._values(name, key))
         return tensors, values
 
-    def _entry(self, name: str, key: str, stored: TensorStorageMetadata) -> Entry:
-        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks]
+    def _entry(self, name: str, key: str, stored: _Record) -> Entry:
+        boxes = [Box(_sizes(chunk.offsets), _sizes(chunk.sizes)) for chunk in stored.chunks]
         boxes = [box for box in boxes if box.numel]
-        shape, dtype = tuple(stored.size), stored.properties.dtype
+        shape, dtype = _sizes(stored.size), stored.properties.dtype
         if dtype not in DTYPES.values() or not tile(boxes, shape):
             raise _refused(self.folder, f"pieces that make up {shape}", "others", where=name)
         pieces = []
@@ -183,14 +221,13 @@ class TorchSource(Source):
 _Located = dict[tuple[str, tuple[int, ...] | None], tuple[str, int, int]]
 
 
-def _located(folder: Path, metadata: Metadata) -> _Located:
+def _located(folder: Path, metadata: _Record) -> _Located:
     """Returns file, first byte and size of every piece; all inside files that lie in the folder."""
     sizes: dict[str, int] = {}
     found: _Located = {}
-    index: MetadataIndex
     for index, info in metadata.storage_data.items():
-        file, start, nbytes = str(info.relative_path), info.offset, info.length
-        if "/" in file or file in ("", ".", ".."):
+        file, (start, nbytes) = info.relative_path, _sizes((info.offset, info.length))
+        if not isinstance(file, str) or "/" in file or file in ("", ".", ".."):
             raise _refused(folder, "names of files without folders", printable(file))
         if getattr(info, "transform_descriptors", None):
             raise _refused(
@@ -200,15 +237,24 @@ def _located(folder: Path, metadata: Metadata) -> _Located:
             descriptor = open_plain(folder / file)
             sizes[file] = os.fstat(descriptor).st_size
             os.close(descriptor)
-        if not (start >= 0 and nbytes >= 0 and start + nbytes <= sizes[file]):
+        if start + nbytes > sizes[file]:
             got = f"{nbytes} bytes at {start}"
             raise _refused(folder, f"bytes inside {file}, which has {sizes[file]}", got, where=index.fqn)
-        key = index.fqn, None if index.offset is None else tuple(index.offset)
+        offset = getattr(index, "offset", None)
+        key = index.fqn, None if offset is None else _sizes(offset)
         found[key] = file, start, nbytes
     return found
 
 
-def _read_metadata(folder: Path) -> Metadata:
+def _sizes(raw: Any) -> tuple[int, ...]:
+    """Returns sizes or offsets, which a pickle may have made anything else."""
+    sizes = tuple(raw)
+    if len(sizes) > MOST_DIMENSIONS or not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{printable(sizes)} are no sizes")
+    return sizes
+
+
+def _read_metadata(folder: Path) -> _Record:
     descriptor = open_plain(folder / METADATA)
     path = folder / METADATA
     try:
@@ -216,12 +262,14 @@ def _read_metadata(folder: Path) -> Metadata:
     finally:
         os.close(descriptor)
     try:
-        metadata = _Unpickler(io.BytesIO(text)).load()
+        _refuse_bombs(bytes(text))
+        metadata = _Unpickler(bytes(text)).load()
     except Exception as error:  # a damaged pickle raises whatever its bytes spell
         raise _refused(folder, "a list of contents and nothing else", printable(error)) from error
-    if not isinstance(metadata, Metadata):
+    if type(metadata).__name__ != "Metadata":
         raise _refused(folder, "a list of contents", type(metadata).__name__)
-    return metadata
+    record: _Record = metadata
+    return record
 
 
 def _refused(folder: Path, expected: str, got: str, where: str | None = None) -> CheckpointError:

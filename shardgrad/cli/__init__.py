@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from shardgrad.cli.bench import bench
+from shardgrad.cli.checkpoint import checkpoint
 from shardgrad.cli.doctor import doctor
 from shardgrad.cli.drill import drill
 from shardgrad.cli.plan import plan
@@ -17,6 +18,7 @@ def main() -> None:
 
 
 main.add_command(bench)
+main.add_command(checkpoint)
 main.add_command(doctor)
 main.add_command(drill)
 main.add_command(plan)

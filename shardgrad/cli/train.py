@@ -69,6 +69,7 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     torchrun --nproc-per-node 2 -m shardgrad.cli train.
     Ctrl-C finishes the step and saves; once more stops at once.
     """
+    from shardgrad.checkpoint.text import escaped
     from shardgrad.training.launch import newest_run, start
 
     try:
@@ -79,12 +80,12 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
         folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
         report = start(given, resume=folder, debug=debug)
     except TrainingError as error:
-        click.echo(f"shardgrad train: {error}", err=True)
+        click.echo(f"shardgrad train: {escaped(error)}", err=True)
         sys.exit(error.exit_status)
     if report.exit_status and report.speaks:
-        click.echo(f"shardgrad train: {report.sentence}", err=True)
+        click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:
-            click.echo(f"  {frame}", err=True)
+            click.echo(f"  {escaped(frame)}", err=True)
     sys.exit(report.exit_status)
 
 

@@ -175,7 +175,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
-    except ValueError as error:  # both decoders' errors are ValueErrors
+    except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UsageError(f"{path} is not valid {kind} ({error}): correct it there.") from error
     if not isinstance(raw, dict):

@@ -11,7 +11,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
+from rich.text import Text
 
+from shardgrad.checkpoint.text import escaped
 from shardgrad.training.record import StepMetrics
 
 
@@ -45,7 +47,7 @@ class PlainDisplay(SilentDisplay):
 
     def note(self, text: str) -> None:
         """Print the text."""
-        print(text, flush=True)
+        print(escaped(text), flush=True)
 
     def progress(self, metrics: StepMetrics) -> None:
         """Print the numbers on a line."""
@@ -78,7 +80,7 @@ class LiveDisplay(SilentDisplay):
 
     def note(self, text: str) -> None:
         """Print the text above the panel."""
-        self._live.console.print(text, markup=False, highlight=False)
+        self._live.console.print(escaped(text), markup=False, highlight=False)
 
     def progress(self, metrics: StepMetrics) -> None:
         """Redraw the panel."""
@@ -91,7 +93,12 @@ class LiveDisplay(SilentDisplay):
         whole.add_row(ProgressBar(total=self._steps, completed=metrics.step))
         whole.add_row(numbers)
         self._live.update(
-            Panel(whole, title=self._title, expand=False, width=min(100, self._live.console.width))
+            Panel(
+                whole,
+                title=Text(escaped(self._title)),
+                expand=False,
+                width=min(100, self._live.console.width),
+            )
         )
 
 

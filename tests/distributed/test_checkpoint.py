@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,24 @@ def training_goes_on_while_a_checkpoint_is_written(folder: str) -> None:
 
 def test_training_goes_on_while_a_checkpoint_is_written(two_ranks: Ranks, tmp_path: Path) -> None:
     two_ranks.run(training_goes_on_while_a_checkpoint_is_written, str(tmp_path / "c"))
+
+
+def a_model_is_exported_whole(folder: str) -> None:
+    model, _ = build(SHARDGRAD, 0, 1)
+    checkpoint.export_safetensors(model.state_dict(), folder, file_nbytes=600)
+    dist.barrier()
+    found: Tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found |= import_module("safetensors.torch").load_file(path)
+    plain = tower(seed=1)
+    plain.load_state_dict(found)
+    assert_same_bits(dict(plain.named_parameters()), dict(tower(seed=0).named_parameters()))
+
+
+def test_a_sharded_model_is_exported_whole(two_ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    two_ranks.run(a_model_is_exported_whole, str(tmp_path / "st"))
+    assert len(list((tmp_path / "st").iterdir())) > 2
 
 
 # -- memory -------------------------------------------------------------------------------------------------

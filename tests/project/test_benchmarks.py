@@ -201,3 +201,18 @@ def test_the_table_of_the_readme_is_up_to_date() -> None:
     if BEGIN not in text:
         pytest.skip("the README has no table of records")
     assert replaced(text, "\n".join(lines(newest(results(RESULTS))))) == text
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    record = smoke("checkpoints", tmp_path)
+    for name in ("save", "save_async", "load", "load unverified"):
+        assert len(record["samples"][name]) == record["config"]["rounds"]
+        assert_spread(record["summary"][name]["ratio_to_raw"])
+
+
+def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
+    assert sum(sum(found.values()) for found in record["summary"].values()) >= 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from shardgrad import checkpoint as checkpoints
 from tests.simulated.device import NAME
 from tests.simulated.graphed import (
     WIDTH,
@@ -401,6 +403,40 @@ CHANGES = (
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_followed(change: str) -> None:
     same_on(2, changes_between, change)
+
+
+def goes_back_to_a_checkpoint(graphed: Callable[..., Any], folder: str) -> list[Any]:
+    """A checkpoint loaded while a graph exists is what its next replay starts from."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    seen = []
+    for number in [*range(6), *range(3, 9)]:
+        if len(seen) == 3:
+            checkpoints.save(state(), folder)
+        if len(seen) == 6:
+            loaded = checkpoints.load(state(), folder)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        seen.append(step(batch(number)).item())
+    assert seen[3:6] == seen[6:9]
+    require_replays(step, 1, 9)
+    return seen + weights(model)
+
+
+def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) -> None:
+    same_on(1, goes_back_to_a_checkpoint, str(tmp_path / "c"))
 
 
 # -- torch's optimizers and plain modules -------------------------------------------------------------------
