@@ -38,7 +38,7 @@ def policies_of(request: Request) -> dict[str, Any]:
     return {
         "mp_policy": mixed,
         "gradient_policy": GradientPolicy(dtype=gradient_dtype),
-        "reshard_after_forward": request.reshard_to or (None if request.stage == 3 else False),
+        "reshard_after_forward": request.reshard_to or (False if request.stage == "2" else None),
     }
 
 
