@@ -85,23 +85,26 @@ def weak_table(preset: str) -> list[str]:
         "| GPUs | layout | needs | fits in 80 GiB | step | compute waits | tokens/s a GPU | of the first |",
         "|---:|---|---:|---|---:|---:|---:|---:|",
     ]
-    first = None
-    for name, case in CASES.items():
-        if not re.match(rf"{preset} (FSDP|HSDP|HFSDP) ", name):
-            continue
-        guess = predicted(name)
-        fits = "yes" if guess.fits else "no"
-        first = first or (guess.tokens_per_s if guess.fits else None)
-        share = f"{guess.tokens_per_s / first:.1%}" if first else ""
-        layout = name.split()[1]
-        if case.request.replicas > 1:
-            layout += f", {case.request.replicas} x {case.request.shards}"
-        lines.append(
-            f"| {case.request.ranks:,} | {layout} | {guess.needed_nbytes / GIB:.1f} GiB | {fits} "
-            f"| {guess.step_s * 1e3:,.0f} ms | {guess.exposed_s * 1e3:,.0f} ms | {guess.tokens_per_s:,.0f} "
-            f"| {share} |"
-        )
+    first: float | None = None  # that fits
+    for name in (name for name in CASES if re.match(rf"{preset} (FSDP|HSDP|HFSDP) ", name)):
+        lines.append(weak_row(name, first))
+        if first is None and predicted(name).fits:
+            first = predicted(name).tokens_per_s
     return lines
+
+
+def weak_row(name: str, first: float | None) -> str:
+    """One case; `first` is what it is compared with, None if it is that itself, or if nothing fits yet."""
+    guess, request = predicted(name), CASES[name].request
+    layout = name.split()[1]
+    if request.replicas > 1:
+        layout += f", {request.replicas} x {request.shards}"
+    share = f"{guess.tokens_per_s / first:.1%}" if first else ""
+    return (
+        f"| {request.ranks:,} | {layout} | {guess.needed_nbytes / GIB:.1f} GiB "
+        f"| {'yes' if guess.fits else 'no'} | {guess.step_s * 1e3:,.0f} ms | {guess.exposed_s * 1e3:,.0f} ms "
+        f"| {guess.tokens_per_s:,.0f} | {share} |"
+    )
 
 
 # -- beside what others published -----------------------------------------------------------------------
@@ -123,7 +126,7 @@ def _eager(device: str, network: str, cards: int | None = None) -> Machine:
 
 TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing=True)
 OLDER = Request(preset="8b", batch_size=1, seq_len=8192, activation_checkpointing=True)
-FMS = Request(preset="8b", override=LLAMA_2_7B, batch_size=2, seq_len=4096, precision="bf16")
+FMS = Request(preset="8b", override=LLAMA_2_7B, batch_size=2, seq_len=4096, reduce_dtype="bf16")
 PUBLISHED_CASES = [
     Case("titan 8", TITAN.but(ranks=8), _eager("h100", "ib400")),
     Case("titan 128", TITAN.but(ranks=128), _eager("h100", "ib400")),

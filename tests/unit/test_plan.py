@@ -254,8 +254,8 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
 
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
     plan = plan_for(batch_size=8)
-    small = plan.needed_nbytes * 0.9 / 2**30
-    cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=small))
+    room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
+    cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=room / 2**30))
     assert not cramped.fits
     advice = advise(cramped, Calibration())
     assert 0 < len(advice) <= 3
@@ -351,7 +351,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--ranks", "2000000"], "more than this program plans for"),
         (["--override", "lairs=3"], "did you mean 'layers'"),
         (["--unit", "Atention"], "no block has a module of this class"),
-        (["--hf", "nowhere/config.json"], "config.json"),
+        (["--hf", "nowhere/config.json"], "--hf"),
         (["--model", "nowhere"], "is not module:function"),
         (["--model", "nowhere:build"], "importing nowhere failed"),
         (["--model", "math:build"], "has no function build"),
