@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Calibration, Plan
-from shardgrad.plan.request import Request
 from shardgrad.training.failure import TrainingError
 
 __all__ = ["Advice", "advise"]
@@ -40,7 +40,7 @@ class Advice:
 class _Change:
     option: str
     why: str
-    request: Request
+    fields: Mapping[str, Any]
     machine: Machine
 
 
@@ -57,9 +57,10 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
     found = []
     for change in _changes(plan):
         try:
-            after = estimate(shallow(change.request, depth), change.machine, calibration, depth)
+            request = plan.request.but(**change.fields)
+            after = estimate(shallow(request, depth), change.machine, calibration, depth)
         except TrainingError:
-            continue  # not for this model
+            continue  # not with this model, or not with this mesh
         needed = int(plan.needed_nbytes + after.needed_nbytes - base.needed_nbytes)
         tokens_per_s = plan.tokens_per_s * after.tokens_per_s / base.tokens_per_s
         fits = needed <= change.machine.device.memory_nbytes
@@ -75,8 +76,8 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
 def _changes(plan: Plan) -> Iterator[_Change]:
     request, machine = plan.request, plan.machine
 
-    def but(option: str, why: str, **changes: object) -> _Change:
-        return _Change(option, why, request.but(**changes), machine)
+    def but(option: str, why: str, **fields: object) -> _Change:
+        return _Change(option, why, fields, machine)
 
     if not request.activation_checkpointing:
         yield but(
@@ -108,7 +109,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
     if machine.launch_s and plan.timeline.host_s > 0.9 * plan.timeline.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)
-        yield _Change("--graph", "the host is what takes the time", request, graphed)
+        yield _Change("--graph", "the host is what takes the time", {}, graphed)
 
 
 def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Change]:
@@ -127,6 +128,6 @@ def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Chan
     if request.replicas > 1 and request.stage == "3":
         yield but("--stage hfsdp", "replicas share optimizer states too", stage="hfsdp")
     if request.replicas > 1:
-        yield but(f"--mesh {request.ranks}", "shard over all ranks, replicate nothing", mesh=None)
+        yield but(f"--mesh {request.ranks}", "shard over all ranks, replicate nothing", mesh=None, stage="3")
     if not plan.fits and request.replicas == 1:
         yield but(f"--ranks {request.ranks * 2}", "smaller shards", ranks=request.ranks * 2, mesh=None)
