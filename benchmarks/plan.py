@@ -115,7 +115,7 @@ def _predict(task: Task, ranks: int, measured: Sequence[dict[str, float]]) -> di
         preset=task.preset,
         override=dict(task.override),
         ranks=ranks,
-        stage=task.stage,
+        stage=str(task.stage),
         precision="fp32" if task.precision == "fp32" else "bf16-mixed",
         batch_size=task.batch_size,
         seq_len=task.seq_len,

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 @click.option("--override", multiple=True, metavar="KEY=VALUE", help="Replace one field of the shape.")
 @click.option("--ranks", type=int, help="In the world.  [default: what --mesh has room for, or 8]")
 @click.option("--mesh", metavar="TEXT", help="16: shard over 16 ranks; 4x16: 4 replicas of 16 shards.")
-@click.option(
-    "--stage", type=int, default=3, show_default=True, help="3: gather twice; 2: gather once and keep."
-)
+@click.option("--stage", default="3", show_default=True, metavar="2|3|hfsdp", help="Of ZeRO; 2: keep whole.")
 @click.option("--reshard-to", type=int, help="After forward, keep parameters cut over so many neighbours.")
 @click.option("--unit", "units", multiple=True, metavar="CLASS", help="Modules of this class are units too.")
 @click.option("--precision", default="bf16-mixed", show_default=True, metavar="fp32|bf16-mixed|bf16")

@@ -1,25 +1,19 @@
-"""What to change: every change is rehearsed, not guessed.
-
-A rehearsal of the whole model takes seconds, and a dozen of them too long. The blocks of a model are alike,
-so the alternatives are rehearsed with three and with five blocks, and a straight line through both leads to
-the rest; so is the plan they are compared with.
-"""
+"""What to change: every change is rehearsed, not guessed, with a few blocks of the model (`depth.py`)."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine
-from shardgrad.plan.planning import Calibration, Plan, plan_of
-from shardgrad.plan.rehearsal import rehearse
-from shardgrad.plan.request import Request
+from shardgrad.plan.planning import Calibration, Plan
 from shardgrad.training.failure import TrainingError
 
 __all__ = ["Advice", "advise"]
 
-_FEW, _MORE = 3, 5
 _WORTH = 1.01  # less than one per cent is not worth a line
 
 
@@ -46,7 +40,7 @@ class Advice:
 class _Change:
     option: str
     why: str
-    request: Request
+    fields: Mapping[str, Any]
     machine: Machine
 
 
@@ -59,15 +53,16 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
         most: how many to return.
     """
     depth = plan.rehearsal.blocks
-    base = _Estimate.of(plan.request, plan.machine, calibration, depth)
+    base = estimate(shallow(plan.request, depth), plan.machine, calibration, depth)
     found = []
     for change in _changes(plan):
         try:
-            estimate = _Estimate.of(change.request, change.machine, calibration, depth)
+            request = plan.request.but(**change.fields)
+            after = estimate(shallow(request, depth), change.machine, calibration, depth)
         except TrainingError:
-            continue  # not for this model
-        needed = int(plan.needed_nbytes + estimate.needed_nbytes - base.needed_nbytes)
-        tokens_per_s = plan.tokens_per_s * estimate.tokens_per_s / base.tokens_per_s
+            continue  # not with this model, or not with this mesh
+        needed = int(plan.needed_nbytes + after.needed_nbytes - base.needed_nbytes)
+        tokens_per_s = plan.tokens_per_s * after.tokens_per_s / base.tokens_per_s
         fits = needed <= change.machine.device.memory_nbytes
         found.append(Advice(change.option, change.why, needed, tokens_per_s, fits))
     if plan.fits:
@@ -78,37 +73,11 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
     return sorted(smaller, key=lambda a: (not a.fits, -a.tokens_per_s if a.fits else a.needed_nbytes))[:most]
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    needed_nbytes: float
-    tokens_per_s: float
-
-    @classmethod
-    def of(cls, request: Request, machine: Machine, calibration: Calibration, depth: int) -> _Estimate:
-        """Follows the line through two shallow models to the depth of the real one."""
-        few = plan_of(rehearse(request.but(blocks=min(_FEW, depth))), machine, _mfu_of(calibration))
-        if depth <= _FEW:
-            return cls(few.needed_nbytes, few.tokens_per_s)
-        more = plan_of(rehearse(request.but(blocks=min(_MORE, depth))), machine, _mfu_of(calibration))
-
-        def at_depth(value: Callable[[Plan], float]) -> float:
-            slope = (value(more) - value(few)) / (min(_MORE, depth) - _FEW)
-            return value(few) + slope * (depth - _FEW)
-
-        step_s = at_depth(lambda plan: plan.timeline.step_s)
-        return cls(at_depth(lambda plan: plan.needed_nbytes), request.tokens / step_s)
-
-
-def _mfu_of(calibration: Calibration) -> Calibration:
-    """A measured time is that of the whole model, and means nothing for a shallow one."""
-    return dataclasses.replace(calibration, compute_s=None)
-
-
 def _changes(plan: Plan) -> Iterator[_Change]:
     request, machine = plan.request, plan.machine
 
-    def but(option: str, why: str, **changes: object) -> _Change:
-        return _Change(option, why, request.but(**changes), machine)
+    def but(option: str, why: str, **fields: object) -> _Change:
+        return _Change(option, why, fields, machine)
 
     if not request.activation_checkpointing:
         yield but(
@@ -140,15 +109,15 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
     if machine.launch_s and plan.timeline.host_s > 0.9 * plan.timeline.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)
-        yield _Change("--graph", "the host is what takes the time", request, graphed)
+        yield _Change("--graph", "the host is what takes the time", {}, graphed)
 
 
 def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Change]:
     request, per_node = plan.request, plan.machine.devices_per_node
-    if request.stage == 3:
-        yield but("--stage 2", "parameters are gathered once a step, and stay", stage=2)
+    if request.stage == "3":
+        yield but("--stage 2", "parameters are gathered once a step, and stay", stage="2")
     else:
-        yield but("--stage 3", "parameters are there only while they are needed", stage=3)
+        yield but("--stage 3", "parameters are there only while they are needed", stage="3")
     if request.shards > per_node and request.ranks % per_node == 0:
         replicas = request.ranks // per_node
         yield but(
@@ -156,7 +125,9 @@ def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Chan
             "gathers stay inside a node, only reduced gradients leave it",
             mesh=f"{replicas}x{per_node}",
         )
+    if request.replicas > 1 and request.stage == "3":
+        yield but("--stage hfsdp", "replicas share optimizer states too", stage="hfsdp")
     if request.replicas > 1:
-        yield but(f"--mesh {request.ranks}", "shard over all ranks, replicate nothing", mesh=None)
+        yield but(f"--mesh {request.ranks}", "shard over all ranks, replicate nothing", mesh=None, stage="3")
     if not plan.fits and request.replicas == 1:
         yield but(f"--ranks {request.ranks * 2}", "smaller shards", ranks=request.ranks * 2, mesh=None)

@@ -29,6 +29,10 @@ __all__ = ["CostModel", "Place", "compute_s", "model_flops"]
 
 # Of the bandwidth, by NCCL's protocols: LL sends a flag with every word, LL128 one with every 120 bytes.
 _PROTOCOL_SHARES = (0.5, 0.92, 1.0)
+# Between nodes the host's processor takes part in LL and limits it, and a step inside a node takes at least
+# as long as posting one to the network (`llMaxBws`, `getNetOverhead`).
+_LL_BETWEEN_NODES = 20e9
+_POST_S = 1e-6
 _TREE_SHARE = 0.92
 
 
@@ -97,23 +101,24 @@ class CostModel:
         place = Place.of(transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node)
         return self.machine.link.name if place.nodes == 1 else "network"
 
-    def _bandwidth(self, place: Place) -> float:
+    def _bandwidth(self, place: Place, protocol: int) -> float:
+        inside, share = self.machine.link.bandwidth, _PROTOCOL_SHARES[protocol]
         if place.nodes == 1:
-            return self.machine.link.bandwidth
+            return inside * share
         outside = self.machine.network_bandwidth(place.ranks_per_node)
-        return min(self.machine.link.bandwidth, outside) if place.ranks_per_node > 1 else outside
+        whole = min(inside, outside) if place.ranks_per_node > 1 else outside
+        return min(whole * share, _LL_BETWEEN_NODES) if protocol == 0 else whole * share
 
     def _ring_s(self, transfer: Transfer, place: Place, protocol: int) -> float:
         machine = self.machine
         # With one rank in each node nothing hides a step of the network; NCCL counts the tree's latency then.
         far = machine.network.tree_hop_s if place.ranks_per_node == 1 else machine.network.hop_s
         rounds = 2 if transfer.kind == "all-reduce" else 1
-        steps = (place.ranks - place.nodes) * machine.link.hop_s[protocol]
+        near = machine.link.hop_s[protocol]
         if place.nodes > 1:
-            steps += (place.nodes - 1) * far[protocol]
-        else:
-            steps = (place.ranks - 1) * machine.link.hop_s[protocol]
-        bandwidth = self._bandwidth(place) * _PROTOCOL_SHARES[protocol]
+            near = max(near, _POST_S)
+        steps = (place.ranks - place.nodes) * near + (place.nodes - 1) * far[protocol]
+        bandwidth = self._bandwidth(place, protocol)
         moved = rounds * transfer.nbytes * (place.ranks - 1) / place.ranks
         return machine.start_s[protocol] + rounds * steps + moved / bandwidth
 
@@ -121,7 +126,7 @@ class CostModel:
         machine = self.machine
         inside = (place.ranks_per_node - 1) * machine.link.tree_hop_s[protocol]
         outside = math.log2(place.nodes) * machine.network.tree_hop_s[protocol]
-        bandwidth = self._bandwidth(place) * _PROTOCOL_SHARES[protocol] * _TREE_SHARE
+        bandwidth = self._bandwidth(place, protocol) * _TREE_SHARE
         return machine.start_s[protocol] + 2 * (inside + outside) + 2 * transfer.nbytes / bandwidth
 
 

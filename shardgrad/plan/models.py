@@ -118,15 +118,15 @@ def _own(reference: str) -> Subject:
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
-    if loss is None and not callable(getattr(module, "loss", None)):
-        raise UsageError(
-            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} return the "
-            "model and a function of (model, batch_size, seq_len) that returns the loss."
-        )
     if any(param.device.type != "meta" for param in module.parameters()):
         raise UsageError(
             f"{reference} puts parameters on a device of its own choice: leave out device= in the model, so "
             "that it can be built on the meta device."
+        )
+    if loss is None and not callable(getattr(module, "loss", None)):
+        raise UsageError(
+            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} return the "
+            "model and a function of (model, batch_size, seq_len) that returns the loss."
         )
     has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
     blocks = longest_module_list(module) if has_blocks else ""

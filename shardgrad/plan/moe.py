@@ -61,7 +61,7 @@ MOE_PRESETS = {
         experts=256,
         expert_hidden=2048,
         top_k=8,
-        groups=16,
+        groups=8,
     ),
 }
 

@@ -25,6 +25,7 @@ _COLOURS = {
     "whole gradients and temporaries": "#ec7063",
     "temporaries": "#f1a9a0",
     "tails": "#d7dbdd",
+    "inner shards": "#6c8ebf",
     "buffers": "#aab7b8",
     "other": "#e5e7e9",
 }

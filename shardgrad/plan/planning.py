@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from shardgrad.plan.cost import CostModel, model_flops, scaled_to_mfu, scaled_to_time
 from shardgrad.plan.hardware import DEVICES, Machine
 from shardgrad.plan.memory import MemoryCurve, memory_of
+from shardgrad.plan.outer import over_both_axes
 from shardgrad.plan.recording import Transfer
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import Timeline, play
 
-__all__ = ["Calibration", "Plan", "Traffic", "make_plan"]
+__all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of", "rehearsed"]
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,14 @@ class Plan:
         return self.request.tokens / self.timeline.step_s
 
     @property
+    def peak_flops(self) -> float:
+        """Of the device, in the dtype that the model computes in."""
+        return self.machine.device.flops["fp32" if self.request.precision == "fp32" else "bf16"]
+
+    @property
     def mfu(self) -> float:
         """Model FLOPs over what the device could have done in the step, counted as PaLM does."""
-        peak = self.machine.device.flops["fp32" if self.request.precision == "fp32" else "bf16"]
-        return model_flops(self.rehearsal.events) / (self.timeline.step_s * peak)
+        return model_flops(self.rehearsal.events) / (self.timeline.step_s * self.peak_flops)
 
     def fits_on(self) -> Iterator[tuple[str, bool]]:
         """Yields every accelerator known here, and whether it has the memory."""
@@ -130,7 +135,17 @@ def make_plan(request: Request, machine: Machine, calibration: Calibration = Cal
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return plan_of(rehearse(request), machine, calibration)
+    return plan_of(rehearsed(request), machine, calibration)
+
+
+def rehearsed(request: Request) -> Rehearsal:
+    """Rehearses a step, of whichever stage.
+
+    Raises:
+        UsageError, TrainingError: as `rehearse`.
+    """
+    rehearsal = rehearse(request)
+    return over_both_axes(rehearsal) if request.stage == "hfsdp" else rehearsal
 
 
 def plan_of(rehearsal: Rehearsal, machine: Machine, calibration: Calibration = Calibration()) -> Plan:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -86,7 +88,7 @@ def rehearse(request: Request) -> Rehearsal:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
-            with fake_tensors(recorder):
+            with _no_collector(), fake_tensors(recorder):
                 return _Rehearsing(request, subject, parameters, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
@@ -95,6 +97,18 @@ def rehearse(request: Request) -> Rehearsal:
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{subject.name} cannot be sharded like this: {error}") from error
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keeps the garbage collector out: what it would free, and when, depends on what ran before."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Rehearsing:

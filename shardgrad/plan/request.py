@@ -28,7 +28,8 @@ class Request:
         override: fields of the preset or of the configuration to replace.
         ranks: in the world.
         mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
-        stage: 3 gathers parameters for forward and again for backward, 2 keeps them from one to the other.
+        stage: "3" gathers parameters for forward and again for backward, "2" keeps them from one to the
+            other, "hfsdp" is "3" with the replicas' share of everything cut once more.
         reshard_to: after forward, keep parameters cut over this many neighbouring ranks.
         units: names of classes whose modules are units too, below the blocks.
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
@@ -49,7 +50,7 @@ class Request:
     override: Mapping[str, Scalar] = field(default_factory=dict)
     ranks: int = 8
     mesh: str | None = None
-    stage: int = 3
+    stage: str = "3"
     reshard_to: int | None = None
     units: tuple[str, ...] = ()
     precision: str = "bf16-mixed"
@@ -73,13 +74,14 @@ class Request:
             raise UsageError(
                 f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: correct one."
             )
-        if self.stage == 1:
+        if self.stage == "1":
             raise UsageError(
                 "Stage 1 would keep whole gradients from micro-batch to micro-batch, which the engine does "
                 "not offer yet: use --stage 2, which needs less memory for the same traffic."
             )
-        if self.stage not in (2, 3):
-            raise UsageError(f"There is no stage {self.stage}: use --stage 3 or --stage 2.")
+        _check("--stage", self.stage, ("2", "3", "hfsdp"))
+        if self.stage == "hfsdp" and self.replicas == 1:
+            raise UsageError("--stage hfsdp cuts over two axes: give a mesh with both, such as --mesh 4x16.")
         if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
             raise UsageError(
                 f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a divisor."

@@ -23,7 +23,7 @@ from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.roots import units_under
 from shardgrad.training.failure import UsageError
 
-__all__ = ["Waste", "groups_of", "shard_subject", "waste_of"]
+__all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -38,7 +38,7 @@ def policies_of(request: Request) -> dict[str, Any]:
     return {
         "mp_policy": mixed,
         "gradient_policy": GradientPolicy(dtype=gradient_dtype),
-        "reshard_after_forward": request.reshard_to or (None if request.stage == 3 else False),
+        "reshard_after_forward": request.reshard_to or (False if request.stage == "2" else None),
     }
 
 
@@ -52,28 +52,22 @@ def shard_subject(subject: Subject, request: Request, mesh: DeviceMesh) -> None:
     weights = torch.bfloat16 if request.precision == "bf16" else None
     found: set[str] = set()
     for name, block in subject.named_blocks():
-        inner = [part for part in block.modules() if type(part).__name__ in request.units]
-        for unit in inner:
-            found.add(type(unit).__name__)
-            _materialise(unit, weights)
-            fully_shard(unit, mesh=mesh, **policies)
+        for part in block.modules():
+            if part is not block and type(part).__name__ in request.units:
+                found.add(type(part).__name__)
+                _materialise(part, weights)
+                fully_shard(part, mesh=mesh, **policies)
         _materialise(block, weights)
         if request.activation_checkpointing:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
             subject.module.get_submodule(subject.blocks).register_module(name, block)
-        if not unit_is(block, inner):
-            fully_shard(block, mesh=mesh, **policies)
+        fully_shard(block, mesh=mesh, **policies)
     missing = [name for name in request.units if name not in found]
     if missing:
         classes = sorted({type(part).__name__ for part in subject.module.modules()})
         raise UsageError(f"--unit {missing[0]}: no block has a module of this class: {', '.join(classes)}.")
     _materialise(subject.module, weights)
     fully_shard(subject.module, mesh=mesh, **policies)
-
-
-def unit_is(block: nn.Module, inner: Sequence[nn.Module]) -> bool:
-    """Returns whether a block is a unit already, because its class was named."""
-    return any(block is unit for unit in inner)
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,0 +1,93 @@
+"""A deep model from two shallow ones.
+
+The blocks of a model are alike: each adds the same memory, the same traffic and, once communication and
+compute have found their rhythm, the same time. So two rehearsals with a few blocks, and a straight line
+through both, tell what many blocks take, in a fraction of the time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from shardgrad.plan.cost import model_flops
+from shardgrad.plan.hardware import Machine
+from shardgrad.plan.planning import Calibration, Plan, plan_of, rehearsed
+from shardgrad.plan.rehearsal import Rehearsal
+from shardgrad.plan.request import Request
+
+__all__ = ["Estimate", "estimate", "shallow"]
+
+_FEW, _MORE = 3, 5
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a step of the deep model takes, on one rank.
+
+    Attributes:
+        peak_nbytes: allocated at most.
+        needed_nbytes: of a device.
+        step_s: seconds.
+        exposed_s: of it, in which compute waits.
+        tokens_per_s: of one rank.
+        mfu: as PaLM counts.
+        fits: whether the machine's device has the memory.
+    """
+
+    peak_nbytes: int
+    needed_nbytes: int
+    step_s: float
+    exposed_s: float
+    tokens_per_s: float
+    mfu: float
+    fits: bool
+
+
+def shallow(request: Request, depth: int) -> list[Rehearsal]:
+    """Rehearses with three and with five blocks, or with as many as there are.
+
+    Args:
+        request: of the deep model.
+        depth: blocks that it has.
+
+    Raises:
+        UsageError, TrainingError: as `rehearse`.
+    """
+    return [rehearsed(request.but(blocks=n)) for n in sorted({min(_FEW, depth), min(_MORE, depth)})]
+
+
+def estimate(
+    rehearsals: Sequence[Rehearsal], machine: Machine, calibration: Calibration, depth: int
+) -> Estimate:
+    """Follows the line through shallow rehearsals to the deep model.
+
+    Args:
+        rehearsals: what `shallow` returned.
+        machine: to put them on.
+        calibration: a measured time is that of the deep model, and is left out here.
+        depth: blocks that it has.
+    """
+    calibration = dataclasses.replace(calibration, compute_s=None)
+    plans = [plan_of(rehearsal, machine, calibration) for rehearsal in rehearsals]
+
+    def at_depth(value: Callable[[Plan], float]) -> float:
+        few, more = value(plans[0]), value(plans[-1])
+        if len(plans) == 1:
+            return few
+        return few + (more - few) / (min(_MORE, depth) - _FEW) * (depth - _FEW)
+
+    request = rehearsals[0].request
+    step_s = at_depth(lambda plan: plan.timeline.step_s)
+    needed = round(at_depth(lambda plan: plan.needed_nbytes))
+    flops = at_depth(lambda plan: model_flops(plan.rehearsal.events))
+    return Estimate(
+        peak_nbytes=round(at_depth(lambda plan: plan.peak_nbytes)),
+        needed_nbytes=needed,
+        step_s=step_s,
+        exposed_s=at_depth(lambda plan: plan.timeline.exposed_s),
+        tokens_per_s=request.tokens / step_s,
+        mfu=flops / (step_s * plans[0].peak_flops),
+        fits=needed <= machine.device.memory_nbytes,
+    )
