@@ -29,7 +29,6 @@ class Entry:
         shards: each rank keeps a share of weights, gradients and optimizer state, so it needs less memory.
         is_alone: it is one process, which takes all ranks' batches.
         exact: in fp32, on up to two ranks, its losses must be the base's bit for bit.
-        reshards: it frees gathered parameters after forward.
     """
 
     words: str
@@ -41,7 +40,6 @@ class Entry:
     shards: bool = True
     is_alone: bool = False
     exact: bool = False
-    reshards: bool = True
 
 
 _DEEPSPEED = "pip install deepspeed"
@@ -59,13 +57,11 @@ CATALOGUE: Mapping[str, Entry] = {
         "fsdp2, parameters stay gathered between forward and backward",
         has_hsdp=True,
         exact=True,
-        reshards=False,
     ),
     "shardgrad-keep": Entry(
         "shardgrad, parameters stay gathered between forward and backward",
         has_hsdp=True,
         exact=True,
-        reshards=False,
     ),
     "fsdp1": Entry("FullyShardedDataParallel around every block and the model", has_hsdp=True),
     "ddp": Entry("DistributedDataParallel; below fp32 under autocast", has_hsdp=True, shards=False),

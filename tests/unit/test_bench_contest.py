@@ -14,6 +14,8 @@ from shardgrad.bench.summary import noise, summarise
 from shardgrad.bench.task import Length, Task, check
 from shardgrad.training.failure import UsageError
 
+pytestmark = pytest.mark.timeout(300)  # the first contest waits for an import of torch
+
 ACTORS = "tests.unit.bench_actors:serve"
 LENGTH = Length(rounds=4, steps=1, warmup=5, answer_s=20.0)
 TASK = Task()
