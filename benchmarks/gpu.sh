@@ -128,19 +128,19 @@ if [[ -n $smoke ]]; then
 else
     part tests 110 "${test[@]}" tests/gpu
     # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-    part bench-gpt2 150 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
-        --limit-s 60 --out "$out/bench-gpt2"
+    part bench-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
+        --limit-s 120 --out "$out/bench-gpt2"
     part graphed-gpt2-1024 80 "${graphed[@]}" --preset gpt2 --tokens 1024 --limit-s 60
     part graphed-300m-4096 75 "${graphed[@]}" --preset 300m --tokens 4096 --rounds 12 --steps 5 --limit-s 55
     part graphed-1b-8192 90 "${graphed[@]}" --preset 1b --tokens 8192 --rounds 8 --steps 3 --limit-s 65
     part kernels 25 "${kernels[@]}" --ops segments --rounds 10
     part optimizer 40 "${optimizer[@]}"
     part replay 30 "${replay[@]}"
-    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 60 \
+    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
         --engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine compute --out "$out/bench-1b"
     if ((count > 1)); then
         part bench-ranks 200 "${bench[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
-            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 80 --out "$out/bench-ranks"
+            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 150 --out "$out/bench-ranks"
     else
         # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
         part bench-shared 90 "${bench[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \

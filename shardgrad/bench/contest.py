@@ -58,12 +58,14 @@ class Outcome:
         measured: by contestant.
         left_out: why each of the others has no numbers, in a sentence.
         disagreed: those of them that computed something else.
+        unobserved: why contestants that have times have nothing else.
         hardware: what the first crew found.
     """
 
     measured: dict[str, Measured] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
     disagreed: list[str] = field(default_factory=list)
+    unobserved: dict[str, str] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
@@ -138,8 +140,12 @@ class Contest:
         deferred = self._gather(names)
         self._take_turns()
         for name in list(self._crews):
-            with self._supervised(name):
+            try:
                 self.outcome.measured[name].observations = self._crews[name].call("observe")
+            except CrewFailed as failure:
+                # Its times are good, but it can take no more turns.
+                self.outcome.unobserved[name] = str(failure)
+                self._crews.pop(name).close()
             if name in self._crews and (name != BASE or not deferred):
                 self._crews.pop(name).close()
         return deferred
@@ -201,8 +207,9 @@ class Contest:
         before = self._meter.joules() if self._meter else None
         turns: list[Turn] = self._crews[name].call("turn", self._length.steps)
         measured = self.outcome.measured[name]
-        if self._meter and before is not None:
-            measured.joules.append((self._meter.joules() - before) / self._length.steps)
+        used = self._meter.joules() - before if self._meter and before is not None else -1.0
+        if used >= 0:  # some counters start again from zero
+            measured.joules.append(used / self._length.steps)
         measured.costs.append(over_ranks([turn.cost for turn in turns]))
         host_s = [turn.host_s for turn in turns if turn.host_s is not None]
         if host_s:

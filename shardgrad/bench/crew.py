@@ -227,6 +227,9 @@ def _process_main(seat: Seat, pipe: Connection) -> None:
     os.environ |= {"LOCAL_RANK": str(seat.rank), "LOCAL_WORLD_SIZE": str(seat.ranks)}
     # Loopback only, so that the interface's counter sees every byte.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if seat.task.device == "cuda":
+        # Once taken down, CUPTI starts again in the middle of a graph's replay, and breaks it.
+        os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     if seat.task.share_device:
         os.environ |= {**_SHARED_DEVICE, "NCCL_HOSTID": f"rank{seat.rank}"}
     resolve_name(seat.entry)(seat, pipe)

@@ -38,7 +38,7 @@ class EnergyMeter(ABC):
 
 
 class _Rapl(EnergyMeter):
-    """The packages of an x86 machine; the counter wraps, so a difference may be negative once in hours."""
+    """The packages of an x86 machine; their counters start again from zero once in hours."""
 
     words = "packages of the machine, by RAPL"
 

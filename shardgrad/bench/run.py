@@ -78,6 +78,7 @@ def record_of(
         "summary": summary,
         "left_out": {name: outcome.left_out[name] for name in names if name in outcome.left_out},
         "disagreed": outcome.disagreed,
+        "unobserved": outcome.unobserved,
         "noise": {
             "allowed": NOISE,
             "by_name": by_name,

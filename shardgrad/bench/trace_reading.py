@@ -19,6 +19,7 @@ Interval = tuple[float, float]
 _ENGINE = "FSDP::"
 _OPTIMIZER = "Optimizer.step#"
 _COLLECTIVE = "c10d::"
+_ANNOTATION = "gpu_user_annotation"  # a span of the host, as the device saw it
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
 _KINDS = {
@@ -43,19 +44,19 @@ def lanes(events: Sequence[Event]) -> list[Span]:
     to their arrival, and the engine's hooks (waiting included), which may overlap what they call.
 
     Args:
-        events: of the profiler's Chrome trace; one is the step itself.
+        events: of the profiler's Chrome trace; one is the step itself. Without it there are no lanes.
     """
     complete = [event for event in events if event.get("ph") == "X"]
-    step = next(
-        event for event in complete if event["name"] == STEP and event.get("cat") != "gpu_user_annotation"
-    )
-    began_us, ended_us = _interval(step)
+    steps = [event for event in _named(complete, STEP) if event.get("cat") != _ANNOTATION]
+    if not steps:
+        return []
+    began_us, ended_us = _interval(steps[0])
     on_device = [event for event in complete if event.get("cat") in _ON_DEVICE]
     found = [*_device_lanes(on_device, complete)] if on_device else [*_host_lanes(complete)]
     found += [
         (event, "engine")
         for event in _outermost(_named(complete, _ENGINE))
-        if event.get("cat") != "gpu_user_annotation"
+        if event.get("cat") != _ANNOTATION
     ]
     return sorted(
         (

@@ -57,6 +57,8 @@ def verdicts(record: Record) -> list[str]:
         )
     for name in record["disagreed"]:
         found.append(f"{name} was not compared: it does not compute the same.")
+    for name, reason in record["unobserved"].items():
+        found.append(f"{name} has times only: {reason}")
     return found
 
 

@@ -74,4 +74,6 @@ class Actor:
         return Turn(Cost(seconds, seconds / 2, 1.0, 1000.0))
 
     def observe(self) -> Observation:
+        if self._seat.name == "collectives":
+            os.kill(os.getpid(), signal.SIGABRT)
         return Observation(100, 300 + self._seat.rank, timeline=[Span("compute", "aten::mm", 0.0, 5.0)])

@@ -14,6 +14,8 @@ from shardgrad.bench.summary import noise, summarise
 from shardgrad.bench.task import Length, Task, check
 from shardgrad.training.failure import UsageError
 
+pytestmark = pytest.mark.timeout(300)  # the first contest waits for an import of torch
+
 ACTORS = "tests.unit.bench_actors:serve"
 LENGTH = Length(rounds=4, steps=1, warmup=5, answer_s=20.0)
 TASK = Task()
@@ -40,6 +42,19 @@ def test_a_contestant_that_hangs_is_ended_after_the_time_limit(tmp_path: Path) -
 def test_the_cause_is_told_and_not_what_its_peer_felt(tmp_path: Path) -> None:
     outcome = contest("fsdp2", "fsdp2-keep", folder=tmp_path)
     assert outcome.left_out["fsdp2-keep"] == "rank 1: KeyError: 'weight', round 2"
+
+
+def test_who_breaks_while_it_is_watched_keeps_its_times(tmp_path: Path) -> None:
+    outcome = contest("fsdp2", "collectives", folder=tmp_path)
+    assert outcome.unobserved == {"collectives": "rank 0 was ended by SIGABRT (observe)"}
+    assert summarise(outcome, TASK)["collectives"]["ratio_to_base"]["median"] == pytest.approx(0.75)
+
+
+def test_no_contestant_is_started_when_half_of_the_time_is_over(tmp_path: Path) -> None:
+    hurried = dataclasses.replace(LENGTH, limit_s=1e-3)
+    outcome = contest("fsdp2", "shardgrad", "compute", folder=tmp_path, length=hurried)
+    assert "no time left" in outcome.left_out["compute"]
+    assert outcome.measured["shardgrad"].rounds == [0, 1]  # what a median needs
 
 
 def test_a_contestant_that_cannot_be_built_and_one_that_is_not_installed(

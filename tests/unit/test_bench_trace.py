@@ -41,6 +41,10 @@ def test_operators_within_operators_and_within_the_engine_are_not_counted_twice(
     ]
 
 
+def test_a_trace_without_the_step_has_no_lanes() -> None:
+    assert lanes([]) == []
+
+
 def test_a_transfer_of_gloo_gets_the_kind_of_the_call_that_launched_it() -> None:
     events = [
         STEP_EVENT,
