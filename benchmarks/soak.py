@@ -38,12 +38,13 @@ def main(preset: str, steps: int, models: int, modes: tuple[str, ...], smoke: bo
     """
     if smoke:
         steps, models = 40, 40
+    looks = 10 if smoke else 40
     started = environment()
     samples: dict[str, list[Any]] = {}
     for mode in modes or tuple(_WORK):
         function, ranks = _WORK[mode]
         times = models if mode == "models" else steps
-        arguments = (preset, times, 40, "cpu", "off") if mode == "eager" else (preset, times, 40)
+        arguments = (preset, times, looks, "cpu", "off") if mode == "eager" else (preset, times, looks)
         samples[mode] = on_ranks(function, ranks, *arguments, keep_heap=True, timeout_s=24 * 3600)
     import shardgrad.ops
 
@@ -89,15 +90,14 @@ def _growth(values: list[int]) -> int:
 
 
 def _print(record: dict[str, Any]) -> None:
-    table = Table(
-        "", "resident", "tensors", "objects", "descriptors", "threads", "step ms first", "last", "flat"
-    )
+    counts = ("tensors", "objects", "descriptors", "threads")
+    table = Table("", "resident", *counts, "step ms first", "last", "flat")
     table.title = "growth after the warm-up"
     for mode, of in record["summary"].items():
         table.add_row(
             mode,
             f"{of['resident_nbytes'] / 2**20:+.1f} MiB",
-            *(f"{of[what]:+d}" for what in ("tensors", "objects", "descriptors", "threads")),
+            *(f"{of[what]:+d}" for what in counts),
             *(f"{1e3 * of[what]:.1f}" for what in ("step_s_first", "step_s_last")),
             "yes" if of["is_flat"] else "no",
         )

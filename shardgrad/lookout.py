@@ -140,7 +140,7 @@ class Lookout:
         return number
 
     def _round(self, store: Store) -> tuple[int, int, bool]:
-        """Returns the number of the last round, 0 if there was none, its step, and whether it was a stall's."""
+        """Returns the last round's number, 0 if there was none, its step, and whether it was a stall's."""
         if not store.check([_ASKED]):
             return 0, 0, False
         number, step, was_stall = map(int, store.get(_ASKED).decode().split())
