@@ -308,13 +308,18 @@ def _turn_clock(hours: float) -> Callable[[Saboteur], None]:
 
 
 def _leave_order(saboteur: Saboteur) -> None:
-    """Gathers the model's last unit before its turn, as a program with a wrong branch would."""
+    """Gathers a unit before its turn, as a program with a wrong branch would.
+
+    One of the same size as that whose turn it is: gloo ends a process that gets more than it expects.
+    """
     inner = ParamGroup.unshard
 
     def unshard(group: ParamGroup, runtime: Any) -> None:
-        setattr(ParamGroup, unshard.__name__, inner)
-        units = [unit for unit in _units(saboteur) if unit.groups and unit.groups[0] is not group]
-        units[-1].groups[0].unshard(runtime)
+        others = [each for unit in _units(saboteur) for each in unit.groups if each is not group]
+        alike = [each for each in others if each.shard.numel() == group.shard.numel() and each.is_sharded]
+        if alike and group.is_sharded:
+            setattr(ParamGroup, unshard.__name__, inner)
+            alike[0].unshard(runtime)
         inner(group, runtime)
 
     setattr(ParamGroup, unshard.__name__, unshard)
