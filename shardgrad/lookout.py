@@ -67,6 +67,7 @@ class Lookout:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self.period_s = max(0.5, world_size / _LOOKS_PER_S)
+        self._silence_s = _SILENT_PERIODS * self.period_s
         self._thread = threading.Thread(target=self._look_out, name="shardgrad lookout", daemon=True)
 
     def start(self) -> Lookout:
@@ -92,8 +93,11 @@ class Lookout:
     def report(self, error: BaseException) -> None:
         """Tells the others, without waiting, that `error` is this rank's own."""
         self._error = error
-        with suppress(Exception):  # the store may be gone, and what is being reported is worse
+
+        def tell() -> None:
             self._answer(self._asking, self._open_round(self._asking))
+
+        _within(self._silence_s, tell)
 
     def ask(self, *, patience_s: float) -> tuple[Finding, dict[int, Account]]:
         """Asks every rank where it is and concludes.
@@ -110,13 +114,15 @@ class Lookout:
         self, store: Store, patience_s: float, *, is_stall: bool = False
     ) -> tuple[Finding, dict[int, Account]]:
         answers = {self._rank: self._own()}
-        try:
+
+        def inquire() -> None:
             number = self._open_round(store, is_stall=is_stall)
             self._answer(store, number)
             self._collect(store, number, answers, patience_s)
-        except Exception:  # whatever a store raises when its host is gone
-            return self._without_store(answers), answers
-        return conclude(answers, self._world_size), answers
+
+        has_answered = _within(patience_s + self._silence_s, inquire)
+        heard = dict(answers)  # the thread may still be at it
+        return (conclude(heard, self._world_size) if has_answered else self._without_store(heard)), heard
 
     def _without_store(self, answers: dict[int, Account]) -> Finding:
         own = answers[self._rank]
@@ -150,9 +156,7 @@ class Lookout:
         """Adds what arrives, until all have answered, or it has been silent for a while."""
         heard_s = time.monotonic()
         end_s = heard_s + patience_s
-        while len(answers) < self._world_size and time.monotonic() < min(
-            end_s, heard_s + _SILENT_PERIODS * self.period_s
-        ):
+        while len(answers) < self._world_size and time.monotonic() < min(end_s, heard_s + self._silence_s):
             for rank in range(self._world_size):
                 if rank not in answers and store.check([f"{number}/{rank}"]):
                     answers[rank] = Account.from_json(store.get(f"{number}/{rank}").decode())
@@ -178,8 +182,26 @@ class Lookout:
             is_stalled = self._stall_s is not None and time.monotonic() - moved_s > self._stall_s
             if is_stalled and moved_s != stalled_at_s:
                 stalled_at_s = moved_s
-                patience_s = 2 * _SILENT_PERIODS * self.period_s
+                patience_s = 2 * self._silence_s
                 self._on_stall(*self._ask(self._store, patience_s, is_stall=True))
+
+
+def _within(seconds: float, work: Callable[[], None]) -> bool:
+    """Does something with the store; returns whether that ended well in time.
+
+    On a thread of its own: a store whose host is cut off answers neither yes nor no, and has no time limit.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        with suppress(Exception):  # whatever a store raises when its host is gone
+            work()
+            done.set()
+
+    thread = threading.Thread(target=run, name="shardgrad inquest", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()
 
 
 def _another_connection(store: Store) -> Store:

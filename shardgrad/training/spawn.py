@@ -18,7 +18,7 @@ from shardgrad.training.rank import Blame, Order, Report, resume_hint, run_rank
 from shardgrad.training.stop import ECHO_S, STOP_SIGNALS
 
 _GRACE_S = 10.0  # for the other ranks to notice that one has failed, and to speak
-_WHY = {
+_WHY: dict[int, str] = {
     signal.SIGKILL: ", as the system does when memory runs out",
     signal.SIGABRT: ", as gloo does to a rank that is sent more than it expects",
 }
