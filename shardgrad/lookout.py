@@ -67,6 +67,7 @@ class Lookout:
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self.period_s = max(0.5, world_size / _LOOKS_PER_S)
+        self._silence_s = _SILENT_PERIODS * self.period_s
         self._thread = threading.Thread(target=self._look_out, name="shardgrad lookout", daemon=True)
 
     def start(self) -> Lookout:
@@ -92,8 +93,11 @@ class Lookout:
     def report(self, error: BaseException) -> None:
         """Tells the others, without waiting, that `error` is this rank's own."""
         self._error = error
-        with suppress(Exception):  # the store may be gone, and what is being reported is worse
+
+        def tell() -> None:
             self._answer(self._asking, self._open_round(self._asking))
+
+        _within(self._silence_s, tell)
 
     def ask(self, *, patience_s: float) -> tuple[Finding, dict[int, Account]]:
         """Asks every rank where it is and concludes.
@@ -107,16 +111,18 @@ class Lookout:
         return self._ask(self._asking, patience_s)
 
     def _ask(
-        self, store: Store, patience_s: float, *, is_new: bool = False
+        self, store: Store, patience_s: float, *, is_stall: bool = False
     ) -> tuple[Finding, dict[int, Account]]:
         answers = {self._rank: self._own()}
-        try:
-            number = self._open_round(store, is_new=is_new)
+
+        def inquire() -> None:
+            number = self._open_round(store, is_stall=is_stall)
             self._answer(store, number)
             self._collect(store, number, answers, patience_s)
-        except Exception:  # whatever a store raises when its host is gone
-            return self._without_store(answers), answers
-        return conclude(answers, self._world_size), answers
+
+        has_answered = _within(patience_s + self._silence_s, inquire)
+        heard = dict(answers)  # the thread may still be at it
+        return (conclude(heard, self._world_size) if has_answered else self._without_store(heard)), heard
 
     def _without_store(self, answers: dict[int, Account]) -> Finding:
         own = answers[self._rank]
@@ -125,31 +131,32 @@ class Lookout:
         heard = conclude(answers, self._world_size).sentence if len(answers) > 1 else ""
         return Finding((), gone, f"Rank {self._rank} was in {here}. {heard}".strip())
 
-    def _open_round(self, store: Store, *, is_new: bool = False) -> int:
+    def _open_round(self, store: Store, *, is_stall: bool = False) -> int:
         """Returns the number of the round of questions under way, having begun it if there is none.
 
-        A round that was begun steps ago is over: it was about a stall that has passed.
+        A failure joins the round of another failure, and a stall that of another stall, unless it is steps
+        ago, or was this rank's own: what ranks said then is out of date.
         """
-        number, step = self._round(store)
-        if number == 0 or step + 1 < journal.step or (is_new and number == self._began):
+        number, step, was_stall = self._round(store)
+        is_old = step + 1 < journal.step or was_stall != is_stall or (is_stall and number == self._began)
+        if number == 0 or is_old:
             number = self._began = number + 1
-            store.set(_ASKED, f"{number} {journal.step}")  # who does so at the same time sets the same number
+            # Who does so at the same time sets the same number.
+            store.set(_ASKED, f"{number} {journal.step} {int(is_stall)}")
         return number
 
-    def _round(self, store: Store) -> tuple[int, int]:
-        """Returns the number of the last round, 0 if there was none, and the step of who began it."""
+    def _round(self, store: Store) -> tuple[int, int, bool]:
+        """Returns the last round's number, 0 if there was none, its step, and whether it was a stall's."""
         if not store.check([_ASKED]):
-            return 0, 0
-        number, step = store.get(_ASKED).decode().split()
-        return int(number), int(step)
+            return 0, 0, False
+        number, step, was_stall = map(int, store.get(_ASKED).decode().split())
+        return number, step, bool(was_stall)
 
     def _collect(self, store: Store, number: int, answers: dict[int, Account], patience_s: float) -> None:
         """Adds what arrives, until all have answered, or it has been silent for a while."""
         heard_s = time.monotonic()
         end_s = heard_s + patience_s
-        while len(answers) < self._world_size and time.monotonic() < min(
-            end_s, heard_s + _SILENT_PERIODS * self.period_s
-        ):
+        while len(answers) < self._world_size and time.monotonic() < min(end_s, heard_s + self._silence_s):
             for rank in range(self._world_size):
                 if rank not in answers and store.check([f"{number}/{rank}"]):
                     answers[rank] = Account.from_json(store.get(f"{number}/{rank}").decode())
@@ -168,15 +175,33 @@ class Lookout:
         stalled_at_s = -1.0
         while not self._is_over.wait(self.period_s):
             with suppress(Exception):  # a store that is gone: whoever waits will fail and say so
-                number, _ = self._round(self._store)
+                number, _, _ = self._round(self._store)
                 if number > self._answered:
                     self._answer(self._store, number)
             moved_s = journal.moved_s
             is_stalled = self._stall_s is not None and time.monotonic() - moved_s > self._stall_s
             if is_stalled and moved_s != stalled_at_s:
                 stalled_at_s = moved_s
-                patience_s = 2 * _SILENT_PERIODS * self.period_s
-                self._on_stall(*self._ask(self._store, patience_s, is_new=True))
+                patience_s = 2 * self._silence_s
+                self._on_stall(*self._ask(self._store, patience_s, is_stall=True))
+
+
+def _within(seconds: float, work: Callable[[], None]) -> bool:
+    """Does something with the store; returns whether that ended well in time.
+
+    On a thread of its own: a store whose host is cut off answers neither yes nor no, and has no time limit.
+    """
+    done = threading.Event()
+
+    def run() -> None:
+        with suppress(Exception):  # whatever a store raises when its host is gone
+            work()
+            done.set()
+
+    thread = threading.Thread(target=run, name="shardgrad inquest", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return done.is_set()
 
 
 def _another_connection(store: Store) -> Store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import typing
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     Ctrl-C finishes the step and saves; once more stops at once.
     """
     from shardgrad.checkpoint.text import escaped
-    from shardgrad.training.launch import newest_run, start
+    from shardgrad.training.launch import newest_run, start, torchrun_world_size
 
     try:
         given = read_settings(file) if file is not None else {}
@@ -86,6 +87,11 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
         click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:
             click.echo(f"  {escaped(frame)}", err=True)
+    if report.exit_status and torchrun_world_size() is not None:
+        # Not sys.exit: after a failure, the backends' threads may wait for ranks that are gone.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(report.exit_status)
     sys.exit(report.exit_status)
 
 

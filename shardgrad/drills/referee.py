@@ -10,6 +10,7 @@ import math
 import random
 import re
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ __all__ = ["Referee", "Verdict"]
 
 _OTHER_WORLD = 0.25  # of the resumed runs are resumed on another number of ranks
 _ROUNDING = 1e-4  # relative, of losses on other ranks: sums of fp32 in another order, over six steps
-_STOPPED = (130, -9)
+_STOPPED = (130, -signal.SIGKILL)
 _DRAWS = 4  # until a spot comes by: which ranks write which files is theirs to decide
 _PREFIX = "shardgrad train: "
 
@@ -153,6 +154,8 @@ class Referee:
         outcome = self._stage.run(Program(ranks), arguments)
         if not outcome.succeeded:
             return [f"the resume on {ranks} ranks failed: {outcome.words[-500:]}"]
+        if outcome.left or outcome.litter:
+            return [f"the resumed run left behind: {outcome.left} {outcome.litter}"]
         return self._compare(run, program, ranks)
 
     def _compare(self, run: Path, program: Program, ranks: int) -> list[str]:
@@ -172,6 +175,9 @@ def _judge(kind: Fault, plan: Plan, outcome: Outcome) -> list[str]:
         return [f"the fault never struck: {outcome.words[-300:]}"]
     if not outcome.ended:
         problems.append(f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}")
+    # Where the launcher was killed, nobody is left to remove the folder in which the ranks met.
+    if outcome.litter and -signal.SIGKILL not in outcome.statuses:
+        problems.append(f"left behind: {outcome.litter}")
     if "Traceback" in outcome.words:
         problems.append(f"a traceback was printed: {outcome.words[-500:]}")
     if kind.expects is Expectation.SURVIVES:

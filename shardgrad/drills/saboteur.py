@@ -28,8 +28,8 @@ from shardgrad.graphs.step import GraphedStep
 from shardgrad.journal import Journal, Line, journal
 from shardgrad.managed_param import local_of, managed_by
 from shardgrad.param_group import ParamGroup
+from shardgrad.training import model
 from shardgrad.training.corpus import Sampler
-from shardgrad.training.model import Transformer
 from shardgrad.training.step import TrainStep
 
 __all__ = ["FileSpot", "PartSpot", "Plan", "Spot", "Trace", "arm"]
@@ -269,8 +269,11 @@ def _limit(which: int, value: Callable[[], int]) -> Callable[[Saboteur], None]:
     return deed
 
 
-def _open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def _next_descriptor() -> int:
+    """The number that the next opened file would get."""
+    descriptor = os.open(os.devnull, os.O_RDONLY)
+    os.close(descriptor)
+    return descriptor
 
 
 def _run_out_of_memory(saboteur: Saboteur) -> None:
@@ -308,13 +311,18 @@ def _turn_clock(hours: float) -> Callable[[Saboteur], None]:
 
 
 def _leave_order(saboteur: Saboteur) -> None:
-    """Gathers the model's last unit before its turn, as a program with a wrong branch would."""
+    """Gathers a unit before its turn, as a program with a wrong branch would.
+
+    One of the same size as that whose turn it is: gloo ends a process that gets more than it expects.
+    """
     inner = ParamGroup.unshard
 
     def unshard(group: ParamGroup, runtime: Any) -> None:
-        setattr(ParamGroup, unshard.__name__, inner)
-        units = [unit for unit in _units(saboteur) if unit.groups and unit.groups[0] is not group]
-        units[-1].groups[0].unshard(runtime)
+        others = [each for unit in _units(saboteur) for each in unit.groups if each is not group]
+        alike = [each for each in others if each.shard.numel() == group.shard.numel() and each.is_sharded]
+        if alike and group.is_sharded:
+            setattr(ParamGroup, unshard.__name__, inner)
+            alike[0].unshard(runtime)
         inner(group, runtime)
 
     setattr(ParamGroup, unshard.__name__, unshard)
@@ -341,13 +349,15 @@ def _poison_gradient(saboteur: Saboteur) -> None:
 
 def _poison_loss(saboteur: Saboteur) -> None:
     """Makes this rank's next loss NaN."""
-    inner = Transformer.loss
+    names = vars(model)
+    inner = names["next_token_loss"]
 
-    def loss(model: Transformer, *batch: torch.Tensor) -> torch.Tensor:
-        setattr(Transformer, loss.__name__, inner)
-        return inner(model, *batch) * float("nan")
+    def poisoned(logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+        names["next_token_loss"] = inner
+        loss: torch.Tensor = inner(logits, targets, **options)
+        return loss * float("nan")
 
-    setattr(Transformer, loss.__name__, loss)
+    names["next_token_loss"] = poisoned
 
 
 def _flip_parameter(saboteur: Saboteur) -> None:
@@ -388,7 +398,7 @@ _DEEDS: dict[str, Callable[[Saboteur], None]] = {
     "disk full": _refuse_files(errno.ENOSPC),
     "read-only": _refuse_files(errno.EROFS),
     "file limit": _limit(resource.RLIMIT_FSIZE, lambda: 1000),
-    "descriptors": _limit(resource.RLIMIT_NOFILE, _open_files),
+    "descriptors": _limit(resource.RLIMIT_NOFILE, _next_descriptor),
     "interrupt": _interrupt_once,
     "interrupt twice": _interrupt_twice,
     "kill launcher": _kill_launcher,

@@ -12,7 +12,9 @@ import importlib
 import json
 import multiprocessing
 import os
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ STEPS, EVERY = 6, 2
 TIMEOUT_S = 8.0
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
+_SHARED_MEMORY = "/dev/shm"
 # What every rank imports late: once here, so that those that are forked have it.
 _WARM = (launch, loop, *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")))
 
@@ -93,6 +96,7 @@ class Outcome:
         trace: of the deed; None if its spot never came by.
         took_s: from the deed to the last exit, or from the start without a deed.
         left: processes that were still there afterwards; they were ended.
+        litter: segments of shared memory, and temporary files of ours, that were still there.
     """
 
     statuses: tuple[int | None, ...]
@@ -100,6 +104,7 @@ class Outcome:
     trace: Trace | None
     took_s: float
     left: tuple[int, ...]
+    litter: tuple[str, ...]
 
     @property
     def ended(self) -> bool:
@@ -133,8 +138,13 @@ class Stage:
         errors = self.folder / "errors.txt"
         errors.unlink(missing_ok=True)
         began_s = time.monotonic()
+        temporary = self.folder / "temporary"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        shared = set(os.listdir(_SHARED_MEMORY))
 
         def main() -> None:
+            tempfile.tempdir = str(temporary)
             if plan is not None:
                 arm(plan, trace)
             _fork_ranks()
@@ -149,7 +159,9 @@ class Stage:
             told = Trace.read(trace)
             took_s = time.monotonic() - (began_s if told is None else told.at_s)
         words = errors.read_text(encoding="utf-8", errors="replace") if errors.exists() else ""
-        return Outcome(tuple(statuses), words, told, took_s, left)
+        segments = set(os.listdir(_SHARED_MEMORY)) - shared
+        litter = [*(name for name in segments if name.startswith("torch_")), *os.listdir(temporary)]
+        return Outcome(tuple(statuses), words, told, took_s, left, tuple(litter))
 
     def _wait(
         self, leaders: list[int], trace: Path, hosts: Hosts

@@ -18,6 +18,10 @@ from shardgrad.training.rank import Blame, Order, Report, resume_hint, run_rank
 from shardgrad.training.stop import ECHO_S, STOP_SIGNALS
 
 _GRACE_S = 10.0  # for the other ranks to notice that one has failed, and to speak
+_WHY: dict[int, str] = {
+    signal.SIGKILL: ", as the system does when memory runs out",
+    signal.SIGABRT: ", as gloo does to a rank that is sent more than it expects",
+}
 _GOOD_ENDS = (0, Interrupted.exit_status)
 
 
@@ -74,7 +78,7 @@ class _Child:
         if is_stopping:
             status, words = Interrupted.exit_status, "Stopped at once, without saving."
         elif status < 0:
-            hint = ", as the system does when memory runs out" if -status == signal.SIGKILL else ""
+            hint = _WHY.get(-status, "")
             status, words = 1, f"Rank {self.rank} was ended by {signal.Signals(-status).name}{hint}."
         else:
             status, words = status or 1, f"Rank {self.rank} ended with status {status} without a word."
