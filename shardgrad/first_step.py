@@ -2,9 +2,9 @@
 
 A run can go on for days while part of the model stands still, because an optimizer looks at another attribute
 than the one that has the gradients, was given an empty list, frozen parameters, those that fully_shard has
-replaced since, or whole ones, or makes steps that vanish in rounding. So the first step of every optimizer over sharded
-parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero has to move.
-It is the only step for which the host waits.
+replaced since, or whole ones, or makes steps that vanish in rounding. So the first step of every optimizer
+over sharded parameters is looked at, on a sample of each parameter: whoever has a gradient that is not zero
+has to move. It is the only step for which the host waits.
 """
 
 from __future__ import annotations
