@@ -50,5 +50,5 @@ clean:
 	touch .venv/torch
 
 .venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[plots,test,lint]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[plots,test,lint,clients]' '$(TORCH)'
 	touch .venv/installed

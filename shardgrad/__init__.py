@@ -10,6 +10,7 @@ from .grad_scaler import GradScaler
 from .graphs import GraphPool, UncapturableStepWarning, graphed_step
 from .module import FSDPModule, register_fsdp_forward_method
 from .participation import participate
+from .patch import patch
 from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
 from .replicas import replica_report
 
@@ -33,6 +34,7 @@ __all__ = [
     "graphed_step",
     "optim",
     "participate",
+    "patch",
     "register_fsdp_forward_method",
     "replica_report",
 ]

@@ -7,7 +7,12 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 
 __all__ = ["outside_graphs"]
 
@@ -33,5 +38,7 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
             disabled = torch.compiler.disable(hook, recursive=True)
         return disabled(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a graph that would inline it
+    # And where a compiled module runs it as a frame of its own: what it calls decides for itself.
+    set_code_exec_strategy(call.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return call

@@ -189,7 +189,7 @@ class Unit:
 
     @contextmanager
     def running_method(self) -> Iterator[None]:
-        """While active, forwards of this unit may be nested: a registered method calls them, maybe often."""
+        """While active, a registered method runs, which may call forward as often as it likes."""
         self._methods_running += 1
         try:
             yield

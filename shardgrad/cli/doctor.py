@@ -1,4 +1,6 @@
-"""`shardgrad doctor`: what is installed here, and whether a training step could be one graph."""
+"""`shardgrad doctor`: what is installed here, whether a training step could be one graph, what a script would
+have to change.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -23,7 +26,8 @@ _SHAPE = (2, 32)  # sequences and bytes in each: enough for every operation to b
 _NONE = "none"
 
 
-@click.command(short_help="Say what is installed, and whether a step can be captured.")
+@click.command(short_help="Say what is installed, whether a step can be captured, what a script must change.")
+@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--preset",
     type=click.Choice([*PRESETS, _NONE]),
@@ -32,13 +36,18 @@ _NONE = "none"
     help="Model whose training step is tried; none: only look around.  [default: tiny]",
 )
 @click.option("--cpu", is_flag=True, help="Try the step on the CPU, whatever accelerators there are.")
-def doctor(preset: str, cpu: bool) -> None:
+def doctor(script: Path | None, preset: str, cpu: bool) -> None:
     """Print versions and devices, and what would keep a training step from being captured as a graph.
 
     A few steps of a built-in model run on one rank, two of them watched; nothing is written.
     The exit status is 1 if there are obstacles. For the step of your own program, see
     docs/how_to/why_did_my_capture_fail.md.
+
+    With SCRIPT, a program for FSDP2, FSDP1, DDP, DeepSpeed or Megatron-FSDP: print instead what it would have
+    to change, line by line. It is read and not run. The exit status is 1 if it has to change something.
     """
+    if script is not None:
+        sys.exit(_say_what_would_change(script))
     from rich.console import Console
     from rich.table import Table
 
@@ -56,6 +65,21 @@ def doctor(preset: str, cpu: bool) -> None:
     count = f"{len(obstacles) or 'No'} obstacle{'' if len(obstacles) == 1 else 's'}"
     console.print(f"\n{count} to a graph in these surroundings{tried}.")
     sys.exit(1 if obstacles else 0)
+
+
+def _say_what_would_change(script: Path) -> int:
+    """Prints advice for a script; returns the exit status."""
+    from shardgrad.migration import read_script
+
+    try:
+        advice = read_script(script)
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise click.ClickException(f"{script} is not Python {platform.python_version()}: {error}") from error
+    for each in advice:
+        click.echo(each)
+    changes = sum(each.weight == "change" for each in advice)
+    click.echo(f"{changes} thing{'' if changes == 1 else 's'} to change, {len(advice) - changes} to look at.")
+    return 1 if changes else 0
 
 
 def _device(cpu: bool) -> torch.device:

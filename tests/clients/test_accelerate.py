@@ -1,0 +1,164 @@
+"""Accelerate's FSDP2 plugin and Transformers' Trainer, unchanged but for what they think is a GPU.
+
+Accelerate shards only where it finds several accelerators. So it is told that this machine has them and that
+they are called "cpu"; everything behind that discovery is its own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.clients.judging import (
+    STARTUP_S,
+    close_under_both,
+    same_bits_under_both,
+    shared_folder,
+    skip_without,
+    whole,
+)
+from tests.parity.programs import Tensors, float64
+from tests.ranks import Ranks
+
+skip_without("accelerate")
+skip_without("transformers")
+
+
+@contextmanager
+def cpus_as_accelerators() -> Iterator[None]:
+    import os
+
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.utils import DistributedType
+
+    def forget() -> None:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+    def found(*_: Any, **__: Any) -> tuple[str, DistributedType]:
+        return "gloo", DistributedType.MULTI_GPU
+
+    discovery = PartialState._prepare_backend
+    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", LOCAL_RANK=os.environ["RANK"])
+    PartialState._prepare_backend = found
+    forget()
+    try:
+        yield
+    finally:
+        PartialState._prepare_backend = discovery
+        forget()
+
+
+def accelerated(model: nn.Module, **plugin_options: Any) -> tuple[Any, nn.Module, Any, Any]:
+    """Prepares a model, its optimizer and data as Accelerate's documentation does."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    from tests.clients.tiny_models import Sentences
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        **plugin_options,
+    )
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    batches = torch.utils.data.DataLoader(Sentences(), batch_size=2)
+    return accelerator, *accelerator.prepare(model, optimizer, batches)
+
+
+def train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any) -> Tensors:
+    """One epoch, two micro-batches a step, with clipping."""
+    notes: Tensors = {}
+    for i, inputs in enumerate(batches):
+        with accelerator.accumulate(model):
+            loss = model(**inputs).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                notes[f"norm of batch {i}"] = whole(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+            notes[f"loss of batch {i}"] = loss.detach()
+    return notes
+
+
+def with_the_plugin(*, tied: bool = False, efficient_loading: bool = False) -> tuple[nn.Module, Tensors]:
+    """Also asks for the full state dict, and loads what it saved over parameters that were set to zero."""
+    from tests.clients.tiny_models import llama
+
+    with cpus_as_accelerators(), shared_folder() as folder:
+        accelerator, model, optimizer, batches = accelerated(
+            llama(tied=tied), cpu_ram_efficient_loading=efficient_loading, state_dict_type="FULL_STATE_DICT"
+        )
+        notes = train(accelerator, model, optimizer, batches)
+        full: dict[str, Tensor] = accelerator.get_state_dict(model)
+        notes.update({f"in the state dict: {name}": tensor for name, tensor in full.items()})
+        accelerator.save_state(folder)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        accelerator.load_state(folder)
+    return model, notes
+
+
+def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
+    with float64():
+        return with_the_plugin(**options)
+
+
+def with_the_trainer() -> tuple[nn.Module, Tensors]:
+    import transformers
+
+    from tests.clients.tiny_models import Sentences, llama
+
+    with cpus_as_accelerators(), shared_folder() as folder:
+        arguments = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            fsdp=True,
+            fsdp_config={"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]},
+            ddp_backend="gloo",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            dataloader_pin_memory=False,
+        )
+        trainer = transformers.Trainer(model=llama(), args=arguments, train_dataset=Sentences())
+        trainer.train()
+        log = [row for row in trainer.state.log_history if "loss" in row]
+        notes = {
+            f"{what} of step {i}": torch.tensor(row[what])
+            for i, row in enumerate(log)
+            for what in ("loss", "grad_norm")
+        }
+        return trainer.model_wrapped, notes
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("efficient_loading", [False, True])
+def test_accelerates_plugin_equals_fsdp2(client_ranks: Ranks, *, efficient_loading: bool) -> None:
+    client_ranks.run(
+        same_bits_under_both, with_the_plugin, efficient_loading=efficient_loading, timeout_s=STARTUP_S
+    )
+
+
+def test_accelerates_plugin_with_tied_weights_equals_fsdp2(client_ranks: Ranks) -> None:
+    """Embedding and head are one unit of two modules, which FSDP2 reduces twice and this engine once: another
+    order of the same sum. Twelve digits of float64 are left after some thousand roundings.
+    """
+    client_ranks.run(
+        close_under_both, with_the_plugin_in_float64, tied=True, tolerance=1e-12, timeout_s=STARTUP_S
+    )
+
+
+def test_the_trainer_equals_fsdp2(client_ranks: Ranks) -> None:
+    client_ranks.run(same_bits_under_both, with_the_trainer, timeout_s=STARTUP_S)

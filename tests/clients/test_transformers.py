@@ -1,0 +1,116 @@
+"""Models of Hugging Face Transformers, sharded by hand and by Transformers itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.clients.judging import STARTUP_S, same_bits_under_both, shared_folder, skip_without, whole
+from tests.parity.programs import Tensors
+from tests.ranks import Ranks
+
+skip_without("transformers")
+
+NAMES = ("llama", "qwen", "gpt2", "mixtral", "vit", "t5")
+
+
+def train(model: nn.Module, steps: int = 2) -> Tensors:
+    """The loop of a tutorial; returns its losses and gradient norms."""
+    from tests.clients.tiny_models import batch
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    notes: Tensors = {}
+    for step in range(steps):
+        loss = model(**batch(model, step)).loss
+        loss.backward()
+        notes[f"norm of step {step}"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        notes[f"loss of step {step}"] = loss.detach()
+    return notes
+
+
+def sharded_by_hand(name: str, *, bf16: bool = False) -> tuple[nn.Module, Tensors]:
+    """Each block a unit, and the rest."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from tests.clients.tiny_models import MODELS, blocks
+
+    model = MODELS[name]()
+    options: dict[str, Any] = {}
+    if bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model, train(model)
+
+
+def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
+    """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights in."""
+    import transformers
+
+    from tests.clients.tiny_models import llama
+
+    with shared_folder() as folder:
+        if dist.get_rank() == 0:
+            llama().save_pretrained(folder)
+        dist.barrier()
+        plan = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, distributed_config=plan)
+    return model, train(model)
+
+
+def checkpointed_activations() -> tuple[nn.Module, Tensors]:
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.clients.tiny_models import blocks, llama
+
+    model = llama()
+    model.gradient_checkpointing_enable()
+    for block in blocks(model):
+        fully_shard(block)
+    return fully_shard(model), train(model)
+
+
+def generates_between_steps() -> tuple[nn.Module, Tensors]:
+    """As a loop of reinforcement learning does: `generate` is not forward, and calls it many times."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    from tests.clients.tiny_models import batch, blocks, llama
+
+    model = llama()
+    for block in blocks(model):
+        fully_shard(block)
+    fully_shard(model)
+    register_fsdp_forward_method(model, "generate")
+    notes = train(model, steps=1)
+    prompt = batch(model, 7)["input_ids"]
+    notes["generated"] = model.generate(
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, synced_gpus=True
+    )
+    notes.update(train(model))
+    return model, notes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_model_sharded_by_hand_equals_fsdp2(client_ranks: Ranks, name: str) -> None:
+    client_ranks.run(same_bits_under_both, sharded_by_hand, name, timeout_s=STARTUP_S)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_model_in_mixed_precision_equals_fsdp2(client_ranks: Ranks, name: str) -> None:
+    client_ranks.run(same_bits_under_both, sharded_by_hand, name, bf16=True, timeout_s=STARTUP_S)
+
+
+@pytest.mark.parametrize(
+    "program", [sharded_while_it_is_loaded, checkpointed_activations, generates_between_steps]
+)
+def test_what_transformers_does_itself_equals_fsdp2(client_ranks: Ranks, program: Any) -> None:
+    client_ranks.run(same_bits_under_both, program, timeout_s=STARTUP_S)

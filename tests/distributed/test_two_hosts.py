@@ -1,0 +1,221 @@
+"""Two machines train together, one is lost and comes back, and the weights are those of a run on one process.
+
+A machine is a network namespace of its own at one end of a veth pair, where that is allowed; else a second
+torchrun on this one. They share the files, as machines of a cluster do.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "multi_node"
+PATIENCE_S = 150.0
+
+
+@dataclass
+class Host:
+    """A machine: how to run something on it, and what runs."""
+
+    prefix: list[str]
+    log: Path
+    environment: dict[str, str]
+    process: subprocess.Popen[bytes] | None = None
+
+    def launch(self) -> None:
+        """Runs `launch.sh`, as its documentation says to."""
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [*self.prefix, "bash", str(EXAMPLE / "launch.sh"), "--steps", "100000"],
+                env=self.environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def lose(self) -> None:
+        """Ends everything on it at once, without a word to anybody."""
+        if self.process is not None:
+            with_children = _descendants(self.process.pid)
+            for pid in with_children:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            self.process.wait(10)
+
+
+def _descendants(pid: int) -> list[int]:
+    """Returns a process and all below it; torchrun puts its workers into sessions of their own."""
+    found = [pid]
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in task.read_text().split():
+            found += _descendants(int(child))
+    return found
+
+
+@contextmanager
+def network() -> Iterator[list[tuple[list[str], str, str]]]:
+    """Yields, for each machine, the prefix of its commands, its address, and its interface."""
+    names = [f"sg{os.getpid() % 10_000}{side}" for side in "ab"]
+    made = _run("ip", "netns", "add", names[0]) and _run("ip", "netns", "add", names[1])
+    made = made and _run("ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1])
+    if not made:
+        for name in names:
+            _run("ip", "netns", "del", name)
+        yield [([], "127.0.0.1", "lo")] * 2
+        return
+    places = []
+    try:
+        for i, name in enumerate(names):
+            address = f"10.77.{os.getpid() % 250}.{i + 1}"
+            assert _run("ip", "link", "set", name, "netns", name)
+            assert _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
+            assert _run("ip", "-n", name, "link", "set", name, "up")
+            assert _run("ip", "-n", name, "link", "set", "lo", "up")
+            places.append((["ip", "netns", "exec", name], address, name))
+        yield places
+    finally:
+        for name in names:
+            _run("ip", "netns", "del", name)
+
+
+def _run(*command: str) -> bool:
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True, check=False, timeout=20).returncode == 0
+
+
+@contextmanager
+def two_hosts(folder: Path) -> Iterator[list[Host]]:
+    with network() as places:
+        hosts = []
+        for i, (prefix, _, interface) in enumerate(places):
+            environment = {
+                **os.environ,
+                "PYTHON": sys.executable,
+                "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": interface,
+                "HEAD": places[0][1],
+                "PORT": str(29_400 + os.getpid() % 500),
+                "FOLDER": str(folder),
+            }
+            hosts.append(Host(prefix, folder / f"host{i}.log", environment))
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.lose()
+
+
+def lines(host: Host) -> list[str]:
+    text = host.log.read_text(errors="replace") if host.log.exists() else ""
+    return [line.removeprefix("[default0]:") for line in text.splitlines() if " ranks: loss" in line]
+
+
+def wait_for_steps(host: Host, ranks: int, count: int = 3) -> None:
+    """Waits until the newest `count` steps were made on so many ranks."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        newest = lines(host)[-count:]
+        if len(newest) == count and all(f" on {ranks} ranks" in line for line in newest):
+            return
+        if time.monotonic() > deadline:
+            tail = host.log.read_text(errors="replace")[-4000:]
+            pytest.fail(f"no {count} steps on {ranks} ranks within {PATIENCE_S:.0f} s:\n{tail}")
+        time.sleep(0.2)
+
+
+def trained_by_one_process(steps: int) -> dict[str, torch.Tensor]:
+    spec = importlib.util.spec_from_file_location("multi_node_train", EXAMPLE / "train.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    model = example.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        example.loss_of(model, example.batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+def test_a_machine_is_lost_and_regained_and_the_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    with two_hosts(tmp_path) as (stays, leaves):
+        stays.launch()
+        leaves.launch()
+        wait_for_steps(stays, ranks=4)
+        leaves.lose()
+        wait_for_steps(stays, ranks=2)
+        leaves.launch()
+        wait_for_steps(stays, ranks=4)
+        (tmp_path / "stop").touch()
+        for host in (stays, leaves):
+            assert host.process is not None
+            assert host.process.wait(PATIENCE_S) == 0, host.log.read_text()[-4000:]
+    newest = (tmp_path / "newest").read_text()
+    expected = trained_by_one_process(int(newest))
+    found = {"model": {name: torch.empty_like(tensor) for name, tensor in expected.items()}}
+    dcp.load(found, checkpoint_id=tmp_path / newest, no_dist=True)
+    for name, tensor in expected.items():
+        # Sums over ranks have another order than those over rows: some roundings of float64 a step.
+        torch.testing.assert_close(found["model"][name], tensor, rtol=1e-9, atol=1e-9)
+
+
+SCONTROL = """#!/bin/sh
+test "$*" = "show hostnames node[1]" && echo 127.0.0.1
+"""
+SRUN = """#!/bin/sh
+test "$1" = "--kill-on-bad-exit=0" && shift && exec "$@"
+"""
+
+
+@pytest.mark.timeout(200)
+def test_the_slurm_file_trains_where_its_commands_are_stand_ins(tmp_path: Path) -> None:
+    """One node, one rank: what the file makes of Slurm's variables, and that `launch.sh` understands it."""
+    for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    folder = tmp_path / "run"
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parents[1]), *sys.path]),
+        "SLURM_JOB_NODELIST": "node[1]",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "1",
+        "SLURM_JOB_ID": "7",
+        "SLURM_SUBMIT_DIR": str(EXAMPLE.parents[1]),
+        "OMP_NUM_THREADS": "1",
+        "PORT": str(28_900 + os.getpid() % 500),
+        "FOLDER": str(folder),
+    }
+    ran = subprocess.run(
+        ["bash", str(EXAMPLE / "job.sbatch"), "--steps", "2"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    assert "step 2 on 1 ranks" in ran.stdout
+    assert (folder / "newest").read_text() == "000002"
