@@ -8,9 +8,15 @@ from .first_step import UntrainedParameterWarning
 from .fully_shard import fully_shard
 from .grad_scaler import GradScaler
 from .graphs import GraphPool, UncapturableStepWarning, graphed_step
-from .module import FSDPModule, register_fsdp_forward_method
+from .module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from .participation import participate
-from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import (
+    CPUOffloadPolicy,
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
 
 __version__ = "0.1.0"
 
@@ -24,6 +30,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardgradError",
     "UncapturableStepWarning",
+    "UnshardHandle",
     "UntrainedParameterWarning",
     "__version__",
     "clip_grad_norm_",
@@ -33,4 +40,5 @@ __all__ = [
     "optim",
     "participate",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]

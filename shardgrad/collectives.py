@@ -21,7 +21,16 @@ from .buffers import Chunks
 from .errors import CollectiveError, DesyncError, unsupported
 from .labels import LABEL_NUMEL, Label, words_for
 
-__all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "reaches", "transport_for"]
+__all__ = [
+    "ExchangeTransport",
+    "Flight",
+    "StreamTransport",
+    "Transport",
+    "arrived",
+    "checked",
+    "reaches",
+    "transport_for",
+]
 
 _T = TypeVar("_T")
 
@@ -93,7 +102,7 @@ class Transport(ABC):
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
             return _Arrived([chunk])
-        work = _checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
+        work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
         return _Waiting(work, [chunk], what, self.group)
 
 
@@ -120,7 +129,7 @@ class _Waiting:
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            _checked(self._what, self._group, self._work.wait)
+            checked(self._what, self._group, self._work.wait)
         return self._chunks
 
 
@@ -156,11 +165,18 @@ _FIX = (
 )
 
 
+def arrived(
+    work: dist.Work | None, chunks: list[torch.Tensor], what: str, group: dist.ProcessGroup
+) -> Flight:
+    """Returns the flight of a call to somebody's collective: `work` ends it, unless it is None."""
+    return _Arrived(chunks) if work is None else _Waiting(work, chunks, what, group)
+
+
 def _end(chunk: torch.Tensor) -> torch.Tensor:
     return chunk.narrow(0, chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
 
 
-def _checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
+def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
     """Calls the backend, turning its errors into ours."""
     try:
         return call()
@@ -191,13 +207,13 @@ class StreamTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        _checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
+        checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """See `Transport.reduce_scatter`. In place: the sum lands in this rank's chunk of `send`."""
         own = send.parts[self.rank]
-        _checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
+        checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
 
 
@@ -221,7 +237,7 @@ class ExchangeTransport(Transport):
         self._forget_labels(staging.parts)
         if self.size == 2:
             return self._swap(chunk, chunk, staging.parts[0], label)
-        work = _checked(
+        work = checked(
             label.what,
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
@@ -235,7 +251,7 @@ class ExchangeTransport(Transport):
         self._forget_labels(receive.parts)
         if self.size == 2:
             return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label)
-        work = _checked(
+        work = checked(
             label.what,
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
@@ -254,7 +270,7 @@ class ExchangeTransport(Transport):
             return work
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        return _Exchange(_checked(label.what, self.group, swap), chunks, label, self.group)
+        return _Exchange(checked(label.what, self.group, swap), chunks, label, self.group)
 
     @staticmethod
     def _forget_labels(chunks: Sequence[torch.Tensor]) -> None:

@@ -2,9 +2,9 @@
 
 [Note: Shards on the host]
 Under `CPUOffloadPolicy` parameter shards, gradient shards and optimizer states are host memory. The device
-sees them only on their way: a shard is copied to it before its all-gather, on the gather stream, and a reduced
-gradient is copied back, on the reduce stream. Arithmetic on gradients stays on the device: where one has to
-be added to, it travels there and back, so that nobody waits on the host in the middle of a backward.
+sees them only on their way: a shard is copied to it before its all-gather, on the gather stream, and a
+reduced gradient is copied back, on the reduce stream. Arithmetic on gradients stays on the device: where one
+has to be added to, it travels there and back, so that nobody waits on the host in the middle of a backward.
 
 Streams order what devices do, and nothing else. So the host itself waits, once, for the last copy that reads
 or writes its memory before the program gets to it: at the end of a forward and of a backward, and before a
