@@ -8,10 +8,16 @@ from .first_step import UntrainedParameterWarning
 from .fully_shard import fully_shard
 from .grad_scaler import GradScaler
 from .graphs import GraphPool, UncapturableStepWarning, graphed_step
-from .module import FSDPModule, register_fsdp_forward_method
+from .module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
 from .participation import participate
 from .patch import patch
-from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import (
+    CPUOffloadPolicy,
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
 from .replicas import replica_report
 
 __version__ = "0.1.0"
@@ -26,6 +32,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardgradError",
     "UncapturableStepWarning",
+    "UnshardHandle",
     "UntrainedParameterWarning",
     "__version__",
     "clip_grad_norm_",
@@ -37,4 +44,5 @@ __all__ = [
     "patch",
     "register_fsdp_forward_method",
     "replica_report",
+    "share_comm_ctx",
 ]

@@ -38,7 +38,7 @@ def describe(units: Sequence[Unit]) -> list[str]:
             f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, {unit.mp_policy}"
         )
         for group in unit.groups:
-            lines.append(f"group of {unit.name}: {group.gradient_policy}")
+            lines.append(f"group of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}"
                 for p in group.params

@@ -15,6 +15,7 @@ every slot so far makes a slot larger and goes the same way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +23,14 @@ import torch
 
 from .streams import Mark, Stream, Streams
 
-__all__ = ["Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
+
+# Gives a number of bytes on a device, as a 1-D tensor of uint8.
+Allocate = Callable[[int, torch.device], torch.Tensor]
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class Holder(Protocol):
@@ -48,8 +56,9 @@ class Chunks:
 class Slot:
     """Reusable bytes with their own order. See [Note: Slots]."""
 
-    def __init__(self, streams: Streams, device: torch.device) -> None:
+    def __init__(self, streams: Streams, device: torch.device, allocate: Allocate = _allocate) -> None:
         self._streams = streams
+        self._allocate = allocate
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
         self._allocated_on = streams.current()
@@ -71,18 +80,21 @@ class Slot:
     def reserve(self, nbytes: int) -> None:
         """Grows to at least `nbytes`; the content is lost. Only while nobody holds the slot."""
         if nbytes > self.nbytes:
-            # The old bytes go back to the allocator's pool for the stream they came from: its next user
-            # must come after our last one. Dropped first, so that growing never holds both.
-            self._free.wait(self._allocated_on)
-            self._views.clear()
-            device = self._bytes.device
+            self.give_back()  # first, so that growing never holds both
             self._allocated_on = self._streams.current()
             # For training, even if an evaluation in inference mode comes first; the same for views below.
             with torch.inference_mode(mode=False):
-                self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-                self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                self._bytes = self._allocate(nbytes, self._bytes.device)
             # Whoever had these bytes before may still use them here, and the first writer may be elsewhere.
             self._free.record(self._allocated_on)
+
+    def give_back(self) -> None:
+        """Gives the bytes back to where they came from; the slot has none until `reserve`."""
+        # Their next user, on the stream they were allocated on, must come after our last one.
+        self._free.wait(self._allocated_on)
+        self._views.clear()
+        with torch.inference_mode(mode=False):
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
 
     def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0, behind: int = 0) -> Chunks:
         """Returns `count` pieces of `numel` elements; the same objects each time.
@@ -139,13 +151,26 @@ class SlotRing:
         device: where slots are allocated.
         depth: slots that take turns.
         elastic: if all are in flight, add a slot (True) or complete the oldest holder first (False).
+        allocate: where the slots' bytes come from; None for torch's allocator.
+
+    Attributes:
+        depth: as given; see `resize`.
     """
 
-    def __init__(self, streams: Streams, device: torch.device, *, depth: int, elastic: bool) -> None:
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        *,
+        depth: int,
+        elastic: bool,
+        allocate: Allocate | None = None,
+    ) -> None:
         self._streams = streams
         self._device = device
-        self._depth = depth
+        self.depth = depth
         self._elastic = elastic
+        self._allocate = allocate or _allocate
         self._made: list[Slot] = []
         self._turns: list[Slot] = []
 
@@ -173,8 +198,8 @@ class SlotRing:
 
     def _next(self) -> Slot:
         idle = next((slot for slot in self._turns if slot.holder is None), None)
-        if len(self._made) < self._depth or (idle is None and self._elastic):
-            slot = Slot(self._streams, self._device)
+        if len(self._made) < self.depth or (idle is None and self._elastic):
+            slot = Slot(self._streams, self._device, self._allocate)
             self._made.append(slot)
             return slot
         slot = self._turns[0] if idle is None else idle
@@ -182,6 +207,16 @@ class SlotRing:
             slot.holder.complete()
         self._turns.remove(slot)
         return slot
+
+    def resize(self, depth: int) -> None:
+        """Changes how many slots take turns; what is in flight in a slot too many is completed first."""
+        self.depth = depth
+        for slot in self._made[depth:]:
+            if slot.holder is not None:
+                slot.holder.complete()
+            slot.give_back()
+            self._turns.remove(slot)
+        del self._made[depth:]
 
     def rewind(self) -> None:
         """Starts the turns over, so that every step lends the same slot to the same group."""

@@ -18,7 +18,6 @@ from .errors import (
     AlreadyShardedError,
     ContainerError,
     DeviceError,
-    EmptyModuleError,
     OptionError,
     ParameterClaimedError,
     UnsupportedParameterError,
@@ -118,7 +117,7 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
     """Finds and checks what a unit over `modules` will own. Changes nothing.
 
     Raises:
-        UnsupportedParameterError, ParameterClaimedError, DeviceError, EmptyModuleError: see `errors.py`.
+        UnsupportedParameterError, ParameterClaimedError, DeviceError: see `errors.py`.
     """
     inner_units = {unit for module in modules for unit in units_under(module)}
     found = Collected()
@@ -138,15 +137,6 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
         _assign(found, param, name, owners, inner_units, modules)
     _take_guests(found, inner_units)
     _validate_devices(found.params.items(), mesh)
-    if not found.params and not found.guests and not inner_units:
-        total = sum(1 for module in modules for _ in module.parameters())
-        raise EmptyModuleError(
-            "fully_shard was given nothing to shard",
-            expected="a module with parameters, or one that contains units",
-            got="no parameters" if total == 0 else f"{total} parameters, all of them in ignored_params",
-            where=", ".join(type(module).__name__ for module in modules),
-            fix="leave this module out: it needs no unit",
-        )
     return found
 
 

@@ -22,7 +22,15 @@ from .errors import CollectiveError, DesyncError, unsupported
 from .journal import Entry, Line, journal
 from .labels import LABEL_NUMEL, Label, words_for
 
-__all__ = ["ExchangeTransport", "Flight", "StreamTransport", "Transport", "reaches", "transport_for"]
+__all__ = [
+    "ExchangeTransport",
+    "Flight",
+    "StreamTransport",
+    "Transport",
+    "checked",
+    "reaches",
+    "transport_for",
+]
 
 _T = TypeVar("_T")
 
@@ -96,8 +104,16 @@ class Transport(ABC):
         if self.size == 1:
             return _Arrived([chunk])
         entry = self._line.begin(what, chunk)
-        work = _checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
+        work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
         return _Waiting(work, [chunk], entry, self._line, self.group)
+
+    def started(
+        self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
+    ) -> Flight:
+        """Calls somebody's collective, which sends `sent`. The work that it returns, if any, ends the flight."""
+        entry = self._line.begin(what, sent)
+        work = checked(what, self.group, call)
+        return _Arrived(chunks) if work is None else _Waiting(work, chunks, entry, self._line, self.group)
 
 
 class _Arrived:
@@ -130,7 +146,7 @@ class _Waiting:
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
             journal.waits_in = self._line, self._entry
-            _checked(self._entry.what, self._group, self._work.wait)
+            checked(self._entry.what, self._group, self._work.wait)
             journal.waits_in = None  # not if it raised: then it is what is asked for
         return self._chunks
 
@@ -178,7 +194,7 @@ def _end(chunk: torch.Tensor) -> torch.Tensor:
     return chunk.narrow(0, chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
 
 
-def _checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
+def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
     """Calls the backend, turning its errors into ours."""
     try:
         return call()
@@ -210,14 +226,14 @@ class StreamTransport(Transport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         self._line.begin(label.what, chunk)
-        _checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
+        checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
         """See `Transport.reduce_scatter`. In place: the sum lands in this rank's chunk of `send`."""
         own = send.parts[self.rank]
         self._line.begin(label.what, own)
-        _checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
+        checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
 
 
@@ -242,7 +258,7 @@ class ExchangeTransport(Transport):
         self._forget_labels(staging.parts)
         if self.size == 2:
             return self._swap(chunk, chunk, staging.parts[0], label, entry)
-        work = _checked(
+        work = checked(
             label.what,
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
@@ -259,7 +275,7 @@ class ExchangeTransport(Transport):
             return self._swap(
                 send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label, entry
             )
-        work = _checked(
+        work = checked(
             label.what,
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
@@ -280,7 +296,7 @@ class ExchangeTransport(Transport):
             return work
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        work = _checked(label.what, self.group, swap)
+        work = checked(label.what, self.group, swap)
         return _Exchange(work, chunks, label, entry, self._line, self.group)
 
     @staticmethod

@@ -42,14 +42,16 @@ class RootContext:
         is_last_backward: False leaves reductions in flight at the end of a backward.
         keep_gathered: True while ranks may run different units (`participation.py`): nothing is resharded
             before the backward is over.
+        post_optim_event: what the next forward's all-gathers wait for, if the program said so.
     """
 
     def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
         self.units = list(units)
         self.runtime = runtime
         self.scheduler = ReductionScheduler(runtime, self.end_backward)
-        self.is_last_backward = True
         self.keep_gathered = False
+        self.post_optim_event: torch.Event | None = None
+        self._written = runtime.parameters_ready
         self._forward_root: Unit | None = None
         self._order: list[Unit] = []
         self._order_frozen = False
@@ -61,6 +63,15 @@ class RootContext:
     def root(self) -> Unit:
         """The outermost unit."""
         return self.units[0]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """See the class."""
+        return self.scheduler.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, is_last_backward: bool) -> None:
+        self.scheduler.is_last_backward = is_last_backward
 
     @property
     def reducers(self) -> list[GroupReducer]:
@@ -86,9 +97,9 @@ class RootContext:
         self._position = 0
         if not self._order_frozen:
             self._order.clear()
-        self.parameters_written()
-        for each in self.units:
-            each.refresh()
+        replaced = [each.refresh() for each in self.units]
+        event, self.post_optim_event = self.post_optim_event, None
+        self.parameters_written(None if any(replaced) else event)
         device = self.runtime.device
         if device.type != "cpu":
             with span("inputs_to_device", unit.name):
@@ -96,9 +107,29 @@ class RootContext:
                 args, kwargs = moved_args[0], moved_kwargs[0]
         return args, kwargs
 
-    def parameters_written(self) -> None:
-        """Says that the current stream may have written parameters; later all-gathers start after that."""
-        self.runtime.parameters_ready.record(self.runtime.streams.current())
+    def parameters_written(self, event: torch.Event | None = None) -> None:
+        """Says that the current stream may have written parameters; later all-gathers start after that.
+
+        Args:
+            event: what they start after instead, if the program knows better.
+        """
+        streams = self.runtime.streams
+        if event is None:
+            self._written.record(streams.current())
+        self.runtime.parameters_ready = self._written if event is None else streams.mark_of(event)
+
+    def size_reduce_ring(self) -> None:
+        """Lets as many reductions be in flight as one of the units asked for."""
+        asked = [unit.max_reductions for unit in self.units if unit.max_reductions is not None]
+        if asked:
+            self.runtime.reduce_ring.resize(max(asked))
+
+    def use(self, lead: Runtime) -> None:
+        """Shares another root's streams and staging from now on; what is in flight is completed."""
+        if self.runtime.streams is not lead.streams:
+            self.rest()
+            self.runtime = self.scheduler.runtime = Runtime(lead.device, like=lead)
+            self._written = self.runtime.parameters_ready
 
     def upcoming(self, unit: Unit) -> Unit | None:
         """Returns the unit to prefetch: the one that followed `unit` in the recorded forward.
@@ -182,9 +213,9 @@ class RootContext:
         """Joins what this rank has not run: the rest of the gathers, then the reductions."""
         self._forward_root = None
         if self._gathered == 0:
-            self.parameters_written()
             for unit in self.units:
                 unit.refresh()
+            self.parameters_written()
         self.gather_through(None)
         if self.scheduler.has_enrolled:
             self.scheduler.begin_backward(in_autograd=False)
@@ -220,7 +251,7 @@ class RootContext:
             self.recover()
         self.scheduler.join()
         for unit in self.units:
-            unit.reshard()
+            unit.reshard(for_good=True)
             unit.let_host_write()
 
     def inherit(self, other: RootContext) -> None:

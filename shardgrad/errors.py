@@ -13,10 +13,10 @@ __all__ = [
     "CheckpointSaveError",
     "CollectiveError",
     "ContainerError",
+    "CustomCommError",
     "DeepcopyError",
     "DesyncError",
     "DeviceError",
-    "EmptyModuleError",
     "ForeignParameterError",
     "ForwardMethodError",
     "GradientError",
@@ -26,6 +26,7 @@ __all__ = [
     "OptimizerParameterError",
     "OptimizerStateError",
     "OptionError",
+    "OptionTypeError",
     "ParameterClaimedError",
     "ParticipationError",
     "PartnerUnavailableError",
@@ -88,16 +89,20 @@ class OptionError(ShardgradError, ValueError):
     """An argument has a value outside its range."""
 
 
+class OptionTypeError(ShardgradError, TypeError):
+    """An argument has the wrong type."""
+
+
+class CustomCommError(ShardgradError, AssertionError):
+    """Two requests about a unit's collectives exclude each other."""
+
+
 class UnsupportedError(ShardgradError, NotImplementedError):
     """A part of FSDP2's surface that this version does not offer yet."""
 
 
 class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError):
     """A parameter that cannot be sharded as it is (scalar, non-contiguous, integer, sparse)."""
-
-
-class EmptyModuleError(ShardgradError, ValueError):
-    """There is nothing to shard in the module."""
 
 
 class DeviceError(ShardgradError, ValueError):

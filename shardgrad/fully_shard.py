@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from .optimizer_steps import notice_optimizer_steps
 from .param_group import ParamGroup
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
+from .stages import Stage
 from .unit import Unit
 
 __all__ = ["fully_shard"]
@@ -44,6 +45,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     gradient_policy: GradientPolicy = GradientPolicy(),
+    zero_stage: Literal[1, 2, 3, "hfsdp"] = 3,
 ) -> _ModulesT:
     """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in place.
 
@@ -64,6 +66,9 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: refused unless None.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
+        zero_stage: 3 cuts parameters, gradients and optimizer states; 2 keeps parameters whole from one
+            optimizer step to the next; 1 also sums gradients whole until the last backward
+            (`set_is_last_backward`); "hfsdp" cuts everything over both axes of an HSDP mesh. Not in FSDP2.
 
     Returns:
         The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
@@ -78,7 +83,10 @@ def fully_shard(
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
     _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = DataParallelMesh.of(mesh or default_mesh())
+    if stage.over_both_axes:
+        data_mesh = data_mesh.over_both_axes()
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     _require_dim0(shard_placement_fn, collected.params)
@@ -92,6 +100,7 @@ def fully_shard(
             mp_policy,
             gradient_policy,
             Home.of(data_mesh.device, offload_policy),
+            stage,
         )
         for params in grouped
     ]
@@ -235,3 +244,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:
         module.register_load_state_dict_post_hook(adopt)
+
+
+# As torch's `contract` does for its own: the unit of a sharded module, None for another.
+fully_shard.state = unit_of  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -12,7 +12,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from .errors import MeshError, MeshNamesError, OptionError
 
-__all__ = ["DataParallelMesh", "default_mesh"]
+__all__ = ["DataParallelMesh", "TwoLevels", "default_mesh"]
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The axes that messages go over, one at a time. See [Note: Two levels] in `hybrid.py`."""
+
+    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -23,7 +31,8 @@ class DataParallelMesh:
         mesh: 1-D (FSDP), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
         shard_group: ranks that hold different pieces; `shard_rank` of `shard_size`.
         replicate_group: ranks that hold the same piece, or None for FSDP.
-        device: where parameters of this rank live.
+        device: where parameters of this rank compute.
+        levels: the two axes of which `mesh` is made, if it shards over both; else None.
     """
 
     mesh: DeviceMesh
@@ -33,6 +42,7 @@ class DataParallelMesh:
     replicate_group: dist.ProcessGroup | None
     replicate_size: int
     device: torch.device
+    levels: TwoLevels | None = None
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
@@ -85,6 +95,28 @@ class DataParallelMesh:
         """Ranks a gradient is averaged over."""
         return self.shard_size * self.replicate_size
 
+    def over_both_axes(self) -> DataParallelMesh:
+        """Returns the mesh that shards over all ranks of this HSDP mesh, one axis after the other.
+
+        Creates a process group on the first call for a mesh, so every rank must call it.
+
+        Raises:
+            OptionError: the mesh has one axis only.
+        """
+        if self.mesh.ndim != 2:
+            raise OptionError(
+                'zero_stage="hfsdp" needs a second axis to shard optimizer states over',
+                expected="2 named axes: outer, inner",
+                got=f"{self.mesh}",
+                fix="init_device_mesh(device, (machines, ranks_of_each), mesh_dim_names=('outer', 'inner'))",
+            )
+        return _flattened(self.mesh)
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup:
+        """The ranks that whole parameters are gathered from."""
+        return self.shard_group if self.levels is None else self.levels.inner
+
     def subdivide(self, size: int) -> DataParallelMesh:
         """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int reshard.
 
@@ -108,6 +140,14 @@ class DataParallelMesh:
 def _subdivided(mesh: DeviceMesh, size: int) -> DataParallelMesh:
     grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
     return DataParallelMesh.of(grid["shard"])
+
+
+@lru_cache(maxsize=64)
+def _flattened(mesh: DeviceMesh) -> DataParallelMesh:
+    names = mesh.mesh_dim_names or ()
+    flat = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1), mesh_dim_names=("_".join(names),))
+    levels = TwoLevels(outer=mesh.get_group(0), inner=mesh.get_group(1))
+    return replace(DataParallelMesh.of(flat), levels=levels)
 
 
 def _device_of(mesh: DeviceMesh) -> torch.device:

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from .bypass import guarded_methods
+from .comms import Memory, new_reduce_group, start_symmetric_memory
 from .context import RootContext
-from .errors import DeepcopyError, ForwardMethodError, OptionError, RootError, UnsupportedError, unsupported
+from .errors import (
+    CustomCommError,
+    DeepcopyError,
+    ForwardMethodError,
+    OptionError,
+    OptionTypeError,
+    RootError,
+    UnsupportedError,
+)
 from .roots import establish_context, unit_of
+from .runtime import Runtime
 from .unit import Unit
 
-__all__ = ["FSDPModule", "disable_fsdp_module_new_init", "register_fsdp_forward_method", "swap_class"]
+__all__ = [
+    "FSDPModule",
+    "disable_fsdp_module_new_init",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+    "swap_class",
+]
 
 _sharded_classes: dict[type, type] = {}
 _original_new = True
@@ -87,7 +104,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Frees this unit's whole parameters and shows the shards. Not recursive."""
-        self._unit.reshard()
+        self._unit.reshard(for_good=True)
         self._unit.let_host_write()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
@@ -103,7 +120,6 @@ class FSDPModule:
         unit.refresh()
         context.parameters_written()
         unit.unshard(context)
-        unit.note_version()
         handle = _UnshardHandle(unit, context)
         if async_op:
             return handle
@@ -185,7 +201,9 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: the engine only ever sums, and divides in the pass that writes the shard."""
+        """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides last."""
+        for group in self._unit.groups:
+            group.comms.only_sums = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -210,39 +228,150 @@ class FSDPModule:
             )
         unit.context.recover()
 
-    # -- not yet ----------------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------------
 
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_custom_all_gather", instead="the transport chosen for the backend")
+    def set_custom_all_gather(self, comm: Any) -> None:
+        """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_custom_reduce_scatter", instead="the transport chosen for the backend")
+        Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the call gets
+        an input that lies in the output, and labels (`labels.py`) travel along as part of both. Under
+        `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
+        """
+        for group in self._unit.groups:
+            group.comms.all_gather = comm
 
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_all_reduce_hook", instead="an HSDP mesh for a second axis of replicas")
+    def set_custom_reduce_scatter(self, comm: Any) -> None:
+        """Reduces this unit's gradients through an object with torch's `ReduceScatter` protocol.
 
-    def set_post_optim_event(self, event: torch.Event) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_post_optim_event", instead="no call: gathers follow the current stream")
+        It is always asked for a sum; the engine divides where it writes the gradients. See
+        `set_custom_all_gather` for memory and labels.
+        """
+        for group in self._unit.groups:
+            group.comms.reduce_scatter = comm
 
-    def set_reduce_scatter_max_input_buffers(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_reduce_scatter_max_input_buffers", instead="the ring of two slots")
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+    ) -> None:
+        """Calls `hook` with each reduced gradient chunk of this unit before it becomes gradients.
 
-    def set_separate_reduce_scatter_group(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_separate_reduce_scatter_group", instead="one group for both directions")
+        Args:
+            hook: called once a group and reduction with a 1-D tensor in the reduce dtype, which it may change
+                in place: this rank's pieces, with padding between them. It is the average over all ranks
+                of the mesh, or in float16 and after `set_force_sum_reduction_for_comms(True)` the sum that is
+                divided afterwards.
+            stream: where it is called; None for the stream of reductions. Not under HSDP.
 
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> NoReturn:
-        """Refused."""
-        raise unsupported("set_allocate_memory_from_process_group_for_comm", instead="the default allocator")
+        Streams: the hook's stream comes after the reduction, and the gradients after the hook.
 
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
-        """Refused."""
-        raise unsupported("set_symm_mem_for_comm", instead="the default allocator")
+        Raises:
+            OptionError: a stream under HSDP.
+        """
+        if stream is not None and self._unit.mesh.replicate_group is not None:
+            raise OptionError(
+                "stream cannot be set when using native HSDP",
+                expected="stream=None",
+                got=repr(stream),
+                fix="set_all_reduce_hook(hook): it runs where reductions do",
+            )
+        for group in self._unit.groups:
+            group.comms.hook, group.comms.hook_stream = hook, stream
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Makes the next forward's all-gathers wait for `event` only, not for the whole current stream.
+
+        For one forward of the root; later ones follow the current stream again, or another event.
+
+        Args:
+            event: recorded after the optimizer's step. Parameters that were replaced since are waited for
+                by themselves.
+        """
+        unit = self._unit
+        context = unit.context or establish_context(unit)
+        context.post_optim_event = event
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Sets how many reductions may be in flight at once; 2 if never set (FSDP2: 1).
+
+        The largest number among the units under one root counts, as they share the slots.
+
+        Raises:
+            OptionTypeError: not an int.
+            OptionError: below 1.
+        """
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise OptionTypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}",
+                expected="an int",
+                got=repr(max_input_buffers),
+                fix="set_reduce_scatter_max_input_buffers(2)",
+            )
+        if max_input_buffers < 1:
+            raise OptionError(
+                f"max_input_buffers must be a positive int, got {max_input_buffers}",
+                expected="at least 1",
+                got=repr(max_input_buffers),
+                fix="set_reduce_scatter_max_input_buffers(1)",
+            )
+        for unit in self._units(recurse):
+            unit.max_reductions = max_input_buffers
+            if unit.context is not None:
+                unit.context.size_reduce_ring()
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Gives reductions a process group of their own, so that a backend may run them beside all-gathers.
+
+        Creates one process group for each set of ranks. A collective: every rank of the mesh must call it.
+        """
+        separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
+                if not enable:
+                    group.comms.reduce_group = None
+                    continue
+                if group.comms.reduce_group is None:
+                    if ranks not in separate:
+                        separate[ranks] = new_reduce_group(ranks)
+                    group.comms.reduce_group = separate[ranks]
+                separate[ranks] = group.comms.reduce_group
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Stages this unit's messages in memory that the process group allocates, if its backend can.
+
+        Otherwise, as over gloo, in the usual memory.
+
+        Raises:
+            CustomCommError: the unit has collectives of its own.
+        """
+        self._require_default_comms("set_allocate_memory_from_process_group")
+        for group in self._unit.groups:
+            group.comms.memory = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Stages all-gathers in symmetric memory, and reductions too where they only sum.
+
+        Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A collective.
+
+        Raises:
+            CustomCommError: the unit has collectives of its own.
+            RuntimeError: torch's own, if it was built without this backend of symmetric memory.
+        """
+        self._require_default_comms("set_symm_mem")
+        for group in self._unit.groups:
+            start_symmetric_memory(group.mesh.gather_group, backend)
+            group.comms.memory = Memory.SYMMETRIC
+
+    def _require_default_comms(self, name: str) -> None:
+        for group in self._unit.groups:
+            for comm in (group.comms.all_gather, group.comms.reduce_scatter):
+                if comm is not None:
+                    raise CustomCommError(
+                        f"cannot call {name}() when a collective is custom: {type(comm).__name__}",
+                        expected="a unit with the engine's own collectives",
+                        got=f"{type(comm).__name__}, which allocates its staging itself",
+                        where=f"unit {self._unit.name}",
+                        fix="allocate from there in the object's own allocate()",
+                    )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
@@ -316,3 +445,31 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     wrapped.__name__ = wrapped.__qualname__ = method_name
     wrapped.__doc__ = method.__doc__
     module.__dict__[method_name] = wrapped.__get__(module, type(module))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Lets several roots share streams, staging memory and transports, as the stages of a pipeline may.
+
+    Args:
+        modules: sharded modules that are roots, or will be. What is in flight under them is completed.
+
+    Raises:
+        OptionError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise OptionError(
+                f"Expects list of FSDPModules but got {module}",
+                expected="modules that fully_shard was called on",
+                got=type(module).__name__,
+                fix="fully_shard(module) first",
+            )
+    units = [module._unit for module in modules]
+    if not units:
+        return
+    contexts = [unit.context for unit in units if unit.context is not None]
+    lead = contexts[0].runtime if contexts else Runtime(units[0].mesh.device)
+    for unit in units:
+        unit.partner = lead
+        if unit.context is not None:
+            unit.context.use(lead)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 
 import torch
@@ -26,19 +25,22 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import ops
 from .adoption import Registration, adopt
-from .buffers import RecurringBuffer, Slot
-from .collectives import Flight
+from .buffers import RecurringBuffer
+from .comms import Comms
 from .errors import MetaParameterError
 from .faces import face_over, in_own_storage
+from .gathering import Gathering, Source
 from .gradient_shard import GradientShard
 from .home import Home
-from .labels import LABEL_NUMEL, Label
+from .hybrid import InnerShard, in_rank_order
+from .labels import Label
 from .layout import ShardLayout, alignment_numel
 from .managed_param import ManagedParam, Owner, local_of, mark_sharded, mark_whole
 from .mesh import DataParallelMesh
 from .policies import GradientPolicy
 from .post_forward import PostForwardShard
 from .runtime import Runtime
+from .stages import Stage
 from .streams import Mark
 from .trace import span
 
@@ -53,35 +55,6 @@ class ShardState(Enum):
     UNSHARDED = auto()
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where an all-gather starts from: the shard, or the post-forward shard."""
-
-    layout: ShardLayout
-    chunk: torch.Tensor
-    mesh: DataParallelMesh
-    label: Label
-    ready: Mark | None
-
-    def write_label(self) -> None:
-        """Puts the label at the end of the chunk, if it is not there yet."""
-        end = self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL)
-        end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
-
-
-class _Gathering:
-    """An all-gather under way; holds its slot until the group has copied it out."""
-
-    def __init__(self, group: ParamGroup, source: _Source) -> None:
-        self.group = group
-        self.source = source
-        self.slot: Slot
-        self.flight: Flight
-
-    def complete(self) -> None:
-        self.group.wait_for_unshard()
-
-
 class ParamGroup:
     """Parameters of one unit with one dtype on one mesh.
 
@@ -92,6 +65,7 @@ class ParamGroup:
         mp_policy: torch's policy.
         gradient_policy: ours.
         home: where shards, gradients and optimizer states live.
+        stage: what is kept whole on every rank.
 
     Attributes:
         name: of the unit, for errors and traces.
@@ -99,6 +73,7 @@ class ParamGroup:
         shard: 1-D, this rank's chunk in the parameters' dtype, at home.
         generation: how often parameters were replaced and taken over; see `adoption.py`.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
+        comms: what carries the group's messages; for a program to change while nothing is in flight.
     """
 
     def __init__(
@@ -109,9 +84,11 @@ class ParamGroup:
         mp_policy: MixedPrecisionPolicy,
         gradient_policy: GradientPolicy,
         home: Home,
+        stage: Stage,
     ) -> None:
         self.mesh = mesh
         self.home = home
+        self.stage = stage
         self.post_forward_mesh = post_forward_mesh
         self.gradient_policy = gradient_policy
         self.mp_policy = mp_policy
@@ -119,10 +96,12 @@ class ParamGroup:
         self.set_channel("", 0)
         # Called once the unsharded parameters exist; the reducer puts its hooks on them.
         self.on_new_unsharded: Callable[[], None] = lambda: None
-        self._gathering: _Gathering | None = None
+        self._gathering: Gathering | None = None
         self._whole: Mark | None = None
         self._departed: Mark | None = None
-        self._noted_version = -1
+        self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
+        self._kept = self._kept_is_wanted = False
+        self.comms = Comms()
         self.steps_taken = 0
         self.generation = 0
         self.registration: Registration | None = None
@@ -184,6 +163,7 @@ class ParamGroup:
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
         self._unsharded: RecurringBuffer | None = None
+        self._inner: InnerShard | None = None
         self._post_forward = None
         self._labelled = None
         self._trainable: tuple[bool, ...] | None = None
@@ -276,51 +256,39 @@ class ParamGroup:
         """
         if not self.is_sharded:
             return
-        source = self._source()
-        transport = runtime.transport(source.mesh.shard_group)
-        cast = source.chunk.dtype != self.gather_dtype
-        comes = self.home.is_away and source.chunk is self.shard
-        apart = (cast or comes) and not transport.gathers_in_place  # what is sent needs room of its own
-        count = transport.gather_chunks
-        n = source.layout.chunk_numel
-        staging_nbytes = (count + apart) * n * self.gather_dtype.itemsize
-        landing_nbytes = n * self.dtype.itemsize if comes and cast else 0  # cast on the device
-        gathering = _Gathering(self, source)
-        stream = runtime.streams.gather
-        if source.ready is None and self._labelled is not source.chunk:
-            source.write_label()  # once; the host waits
-            self._labelled = source.chunk
-        with span("all_gather", self.name), runtime.streams.on(stream):
-            runtime.parameters_ready.wait(stream)
-            if source.ready is not None:
-                source.ready.wait(stream)
-            slot = runtime.gather_ring.acquire(staging_nbytes + landing_nbytes, gathering)
-            slot.start_writing(stream)
-            staging = slot.chunks(self.gather_dtype, count, n)
-            chunk = source.chunk
-            if landing_nbytes:
-                chunk = slot.chunks(self.dtype, 1, n, behind=staging_nbytes).whole
-                chunk.copy_(source.chunk, non_blocking=True)
-            if cast or comes:
-                room = slot.chunks(self.gather_dtype, 1, n, skip=count * n) if apart else staging
-                sent = room.parts[0 if apart else transport.rank]
-                chunk = sent.copy_(chunk, non_blocking=True)
-            if comes:
-                self._departed = self._departed or runtime.streams.mark()
-                self._departed.record(stream)
-            gathering.slot = slot
-            gathering.flight = transport.all_gather(chunk, staging, source.label)
-            slot.finish_writing(stream)
+        if self._kept:
+            self._kept_is_wanted = True
+            return
+        source = self._source(runtime)
+        self._noted_version = self._version
+        gathering = Gathering(source, self.wait_for_unshard)
+        gathering.launch(runtime, self.comms, self.gather_dtype, self.name)
         self._runtime = runtime
         self._gathering = gathering
 
-    def _source(self) -> _Source:
+    def _source(self, runtime: Runtime) -> Source:
+        """Returns where the next all-gather starts from, brought up to date."""
         if self.state is ShardState.SHARDED_POST_FORWARD:
             cut = self._post_forward
             if cut is None:
                 raise RuntimeError("the post-forward shard is gone")
-            return _Source(cut.layout, cut.chunk, cut.mesh, cut.label, cut.ready)
-        return _Source(self.layout, self.shard, self.mesh, self._gather_label, None)
+            return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
+        if self.home.is_away:
+            self._departed = self._departed or runtime.streams.mark()
+        levels = self.mesh.levels
+        group = self.mesh.shard_group if levels is None else levels.outer
+        source = Source(self.shard, group, self._gather_label, departed=self._departed)
+        if self._labelled is not self.shard:
+            source.write_label()  # once; the host waits
+            self._labelled = self.shard
+        if levels is None:
+            return source
+        if self._inner is None:
+            n = self.layout.chunk_numel
+            self._inner = InnerShard(levels, n, self.gather_dtype, self._gather_label, runtime)
+        if self._inner.version != self._version:
+            self._inner.fill(source, self.comms, self.name, self._version)
+        return self._inner.source
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are whole and registered afterwards.
@@ -330,27 +298,37 @@ class ParamGroup:
         Raises:
             CollectiveError: the gather failed.
         """
-        gathering = self._gathering
-        if gathering is None:
-            if self._whole is not None:  # another stream may have copied them out
-                self._whole.wait(self._runtime.streams.current())
-            return
-        self._gathering = None
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            self._copy_out(gathering)
+        elif self._whole is not None:  # another stream may have copied them out
+            self._whole.wait(self._runtime.streams.current())
+        if gathering is not None or self._kept_is_wanted:
+            self._kept = self._kept_is_wanted = False
+            self._show_whole()
+
+    def _copy_out(self, gathering: Gathering) -> None:
+        """Puts whole parameters together from the chunks of all ranks."""
         stream = self._runtime.streams.current()
+        cut = self._post_forward if self.state is ShardState.SHARDED_POST_FORWARD else None
+        # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
+        layout = self.layout if cut is None else cut.layout
         with span("all_gather_copy_out", self.name):
             try:
-                chunks = gathering.flight.wait()
-                gathering.slot.start_reading(stream)
+                chunks = gathering.chunks(stream)
                 flat = self._unsharded_storage()
-                # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
-                ops.unpack(chunks, flat, gathering.source.layout.table)
+                if self.mesh.levels is not None:
+                    chunks = in_rank_order(chunks, layout.chunk_numel)
+                ops.unpack(chunks, flat, layout.table)
             finally:
-                gathering.slot.release(stream)
+                gathering.release(stream)
         self._whole = self._whole or self._runtime.streams.mark()
         self._whole.record(stream)
+        if cut is not None:
+            cut.free()
+
+    def _show_whole(self) -> None:
         self.state = ShardState.UNSHARDED
-        if self._post_forward is not None:
-            self._post_forward.free()
         for p in self.params:
             face = p.whole
             for module, attribute in p.owners:
@@ -374,14 +352,12 @@ class ParamGroup:
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather nobody will use; waits until its memory is ours again."""
-        gathering = self._gathering
-        if gathering is None:
-            return
-        self._gathering = None
-        gathering.flight.wait()
-        # The gather has read the shard, which the program may write next.
-        gathering.slot.start_reading(self._runtime.streams.current())
-        gathering.slot.release(self._runtime.streams.gather)
+        self._kept_is_wanted = False
+        gathering, self._gathering = self._gathering, None
+        if gathering is not None:
+            # The gather has read the shard, which the program may write next.
+            gathering.chunks(self._runtime.streams.current())
+            gathering.release(self._runtime.streams.gather)
 
     def let_host_write(self) -> None:
         """Makes the host wait until its memory has been read, if the shard lives there."""
@@ -390,15 +366,20 @@ class ParamGroup:
 
     # -- reshard ----------------------------------------------------------------------------------------
 
-    def reshard(self) -> None:
-        """Frees the whole parameters and shows the shards. A pending all-gather is dropped.
+    def reshard(self, *, for_good: bool = False) -> None:
+        """Shows the shards, and frees the whole parameters. A pending all-gather is dropped.
+
+        Args:
+            for_good: frees them also if the group's stage keeps them.
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
         self.cancel_unshard()
-        if self.state is ShardState.SHARDED:
+        keeps = self.stage.keeps_whole and not for_good
+        if self.state is ShardState.SHARDED and (keeps or not self._kept):
             return
-        if self._unsharded is not None:
+        self._kept = keeps
+        if self._unsharded is not None and not keeps:
             self._unsharded.free()
         if self._post_forward is not None:
             self._post_forward.free()
@@ -439,25 +420,21 @@ class ParamGroup:
                 p.post_forward = None
         return self._post_forward
 
-    def note_version(self) -> None:
-        """Remembers which values the whole parameters hold, if they are going to stay whole for a while."""
-        if not self.is_sharded:
-            self._noted_version = self._version
-
     def reshard_if_stale(self) -> None:
         """Reshards whole parameters whose shard was written since they were gathered.
 
         An optimizer step and an in-place operation on a sharded parameter are noticed, so nobody computes
         with old weights because parameters were kept whole.
         """
-        resting = self.state is ShardState.SHARDED and self._gathering is None
+        resting = self.state is ShardState.SHARDED and self._gathering is None and not self._kept
         if not resting and self._version != self._noted_version:
-            self.reshard()
+            self.reshard(for_good=True)
 
     @property
-    def _version(self) -> int:
+    def _version(self) -> tuple[int, int]:
         """Moves with every optimizer step and every in-place operation on a sharded parameter."""
-        return self.steps_taken + sum(p.sharded._version + local_of(p.sharded)._version for p in self.params)
+        writes = sum(p.sharded._version + local_of(p.sharded)._version for p in self.params)
+        return self.generation, self.steps_taken + writes
 
     # -- foreign storage --------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
-"""Policies: torch's own, re-exported so one import serves both engines, and ours beside them."""
+"""Policies: torch's own, and its handle, re-exported so one import serves both engines; ours beside them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-__all__ = ["CPUOffloadPolicy", "GradientPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+__all__ = ["CPUOffloadPolicy", "GradientPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"]
 
 
 @dataclass(frozen=True)

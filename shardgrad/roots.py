@@ -69,7 +69,8 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
     require_agreement(units)
-    context = RootContext(units, runtime or Runtime(unit.mesh.device))
+    context = RootContext(units, runtime or Runtime(unit.mesh.device, like=unit.partner))
+    context.size_reduce_ring()
     earlier = {each.context for each in units if each.context is not None}
     for each in units:
         each.context = context

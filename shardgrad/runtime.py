@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from .buffers import SlotRing
+from .buffers import Allocate, SlotRing
 from .collectives import Transport, transport_for
 from .streams import Streams, streams_for
 
@@ -22,6 +22,7 @@ class Runtime:
         device: of all parameters.
         streams: a replacement for the device's streams, for plans and tests.
         transports: chooses a group's transport; None for `transport_for`.
+        like: another root's runtime, whose streams, staging and transports are to be used here too.
 
     Attributes:
         parameters_ready: where the parameters were last written; gathers start after it.
@@ -34,14 +35,23 @@ class Runtime:
         device: torch.device,
         streams: Streams | None = None,
         transports: Callable[[dist.ProcessGroup], Transport] | None = None,
+        like: Runtime | None = None,
     ) -> None:
         self.device = device
-        self.streams = streams_for(device) if streams is None else streams
-        self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
-        self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
+        if like is None:
+            self.streams = streams_for(device) if streams is None else streams
+            self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
+            self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
+            self._transports: dict[dist.ProcessGroup, Transport] = {}
+            self._own_transports: dict[Hashable, Transport] = {}
+            self._special_rings: dict[Hashable, SlotRing] = {}
+        else:
+            self.streams = like.streams
+            self.gather_ring, self.reduce_ring = like.gather_ring, like.reduce_ring
+            self._transports, self._own_transports = like._transports, like._own_transports
+            self._special_rings = like._special_rings
         self.parameters_ready = self.streams.mark()
         self._choose_transport = transports or partial(transport_for, device=device)
-        self._transports: dict[dist.ProcessGroup, Transport] = {}
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""
@@ -54,5 +64,27 @@ class Runtime:
         """Yields what the rings keep from step to step, with its owner."""
         for slot in self.gather_ring.slots:
             yield "all-gather staging", slot.storage
-        for slot in self.reduce_ring.slots:
-            yield "reduction staging", slot.storage
+        for ring in (self.reduce_ring, *self._special_rings.values()):
+            for slot in ring.slots:
+                yield "reduction staging", slot.storage
+
+    def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
+        """Returns a program's own transport, made at the first call for `key`."""
+        if key not in self._own_transports:
+            self._own_transports[key] = make()
+        return self._own_transports[key]
+
+    def special_ring(
+        self, key: Hashable, allocate: Allocate, *, depth: int, elastic: bool = False
+    ) -> SlotRing:
+        """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
+        if key not in self._special_rings:
+            self._special_rings[key] = SlotRing(
+                self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate
+            )
+        return self._special_rings[key]
+
+    def rewind(self) -> None:
+        """Starts the turns of all rings over; see `SlotRing.rewind`."""
+        for ring in (self.reduce_ring, self.gather_ring, *self._special_rings.values()):
+            ring.rewind()

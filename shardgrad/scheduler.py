@@ -25,23 +25,21 @@ import torch
 from . import ops
 from .arrivals import Arrivals
 from .buffers import Chunks, Slot
-from .collectives import Flight
 from .errors import ParticipationError
+from .hybrid import OuterScatter
 from .labels import LABEL_NUMEL
 from .layout import ShardLayout
 from .param_group import ParamGroup
+from .reduction import OVERFLOWING, PartialSum, Reduction
 from .runtime import Runtime
-from .streams import Stream
 from .trace import span
 
 __all__ = ["GroupReducer", "ReductionScheduler"]
 
-_OVERFLOWING = (torch.float16,)
-
 
 # What `GroupReducer.state` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
-_WAITING = attrgetter("deferred", "_accumulating", "_partial_live")
+_WAITING = attrgetter("deferred", "_accumulating", "_partial.is_live")
 
 
 class GroupReducer:
@@ -67,8 +65,9 @@ class GroupReducer:
         self._accumulator: Slot | None = None
         self._accumulating = False
         self.deferred = False
-        self._partial: torch.Tensor | None = None
-        self._partial_live = False
+        self._partial = PartialSum()
+        levels = group.mesh.levels
+        self._outer = None if levels is None else OuterScatter(levels)
         self.scheduler: ReductionScheduler
         group.on_new_unsharded = self.attach
         self.forget()
@@ -81,23 +80,23 @@ class GroupReducer:
     @state.setter
     def state(self, state: tuple[Any, ...]) -> None:
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = state
-        self.deferred, self._accumulating, self._partial_live, *self._touched = waiting
+        self.deferred, self._accumulating, self._partial.is_live, *self._touched = waiting
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}
         if self._accumulator is not None and self._accumulating:
             found["sum of unreduced gradients"] = self._accumulator_chunks()[1].whole
-        if self._partial is not None and self._partial_live:
-            found["partial sum of gradients"] = self._partial
+        for partial in self._partial.chunks():
+            found["partial sum of gradients"] = partial
         return found
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what reductions keep from step to step, with its owner."""
         if self._accumulator is not None:
             yield "unreduced gradients", self._accumulator.storage
-        if self._partial is not None:
-            yield "unreduced gradients", self._partial.untyped_storage()
+        for partial in self._partial.chunks():
+            yield "unreduced gradients", partial.untyped_storage()
         for tail in self._tails.values():
             yield "tails", tail.untyped_storage()
 
@@ -107,7 +106,7 @@ class GroupReducer:
         self._touched = [False] * len(self.group.trainable())
         self._accumulating = False
         self.deferred = False
-        self._partial_live = False
+        self._partial.is_live = False
 
     def attach(self) -> None:
         """Starts over with the group's trainable parameters and hooks those that are new."""
@@ -124,7 +123,13 @@ class GroupReducer:
     @property
     def due(self) -> bool:
         """True if something waits that a backward with the present settings has to deal with."""
-        return self.arrivals.count > 0 or (self.deferred and self.requires_sync)
+        return self.arrivals.count > 0 or (self.deferred and self.reduces_now)
+
+    @property
+    def reduces_now(self) -> bool:
+        """False if this backward only adds to a sum on this rank."""
+        waits = self.group.stage.sums_whole and not self.scheduler.is_last_backward
+        return self.requires_sync and not waits
 
     # -- packing ----------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class GroupReducer:
         powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
         """
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
-        if self.group.reduce_dtype not in _OVERFLOWING:
+        if self.group.reduce_dtype not in OVERFLOWING:
             return 1.0, factor
         before = 1.0
         while factor % before == 0 and factor / before > before:
@@ -153,12 +158,15 @@ class GroupReducer:
         arrivals.wait_for_producers()
         grads = [self._nothing if g is None else g.contiguous() for g in arrivals.gradients]
         grads.append(self._tail(labelled=not accumulate))
+        table, chunk_numel = self._layout.table_with_tail, self._layout.chunk_numel
+        if self._outer is not None:
+            grads, table, chunk_numel = self._outer.for_pack(grads, table, chunk_numel)
         with streams.on(arrivals.home), torch.no_grad():
             ops.pack(
                 grads,
                 target,
-                self._layout.table_with_tail,
-                chunk_numel=self._layout.chunk_numel,
+                table,
+                chunk_numel=chunk_numel,
                 divisor=self._factors[0],
                 accumulate=accumulate,
             )
@@ -212,36 +220,42 @@ class GroupReducer:
 
     # -- reducing ---------------------------------------------------------------------------------------
 
-    def launch(self) -> _Ticket:
+    def launch(self) -> Reduction:
         """Packs what has arrived and starts the reduce-scatter.
 
         Streams: the pack runs on the home stream, after the slot is free and after every foreign producer;
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, runtime = self.group, self.scheduler.runtime
-        transport = runtime.transport(group.mesh.shard_group)
-        n, dtype = self._layout.chunk_numel, group.reduce_dtype
-        ticket = _Ticket(self)
-        landing = n * group.gradient_dtype.itemsize if group.home.is_away else 0
-        if self._accumulating:
+        transport, ring = group.comms.for_reduce(runtime, group.mesh.gather_group)
+        chunk_numel, dtype = self._layout.chunk_numel, group.reduce_dtype
+        # Over two levels the first step leaves as much as the outer ranks of one inner rank hold together.
+        n = chunk_numel * group.mesh.shard_size // transport.size
+        ticket = self._ticket(runtime)
+        accumulated = self._accumulating
+        if accumulated:
             self.accumulate()
             self._accumulating = False
-            send_slot, send = self._accumulator_chunks()
-            count = transport.receive_chunks
-            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize + landing, ticket)
+        sent = 0 if accumulated else transport.size  # the accumulator is sent from where it is
+        outer = 0 if self._outer is None else self._outer.receive_chunks(runtime)
+        landing = group.gradient_dtype.itemsize if group.home.is_away else 0
+        taken = (sent + transport.receive_chunks) * n + outer * chunk_numel
+        slot = ring.acquire(taken * dtype.itemsize + landing * chunk_numel, ticket)
+        ticket.slots = [slot]
+        if accumulated:
             slot.start_writing(runtime.streams.reduce)
-            receive = slot.chunks(dtype, count, n)
+            send_slot = self._accumulator_chunks()[0]
+            send = send_slot.chunks(dtype, transport.size, n)
             send_slot.holder = ticket
-            ticket.slots = [slot, send_slot]
+            ticket.slots.append(send_slot)
         else:
-            count = transport.size + transport.receive_chunks
-            slot = runtime.reduce_ring.acquire(count * n * dtype.itemsize + landing, ticket)
             send = slot.chunks(dtype, transport.size, n)
-            receive = slot.chunks(dtype, transport.receive_chunks, n, skip=transport.size * n)
-            ticket.slots = [slot]
             self._pack(slot, send.whole, accumulate=False)
+        receive = slot.chunks(dtype, transport.receive_chunks, n, skip=sent * n)
+        if self._outer is not None:
+            ticket.outer = slot.chunks(dtype, outer, chunk_numel, skip=taken - outer * chunk_numel)
         if landing:
-            room = slot.chunks(group.gradient_dtype, 1, n, behind=count * n * dtype.itemsize)
+            room = slot.chunks(group.gradient_dtype, 1, chunk_numel, behind=taken * dtype.itemsize)
             ticket.landing = room.whole
         ticket.touched = tuple(self._touched)
         reduce_stream = runtime.streams.reduce
@@ -256,46 +270,20 @@ class GroupReducer:
         self.deferred = False
         return ticket
 
-    def _land(self, ticket: _Ticket) -> None:
-        """Takes the reduce-scatter's result; for HSDP adds earlier partial sums and starts the all-reduce."""
-        group = self.group
-        ticket.chunks = ticket.flight.wait()
-        if group.mesh.replicate_group is None:
-            return
-        own = ticket.own
-        if self._partial_live and self._partial is not None:
-            ticket.chunks.append(self._partial)
-        if not ticket.all_reduces:
-            if self._partial is None:
-                self._partial = torch.empty_like(own)
-            ops.sum_chunks(ticket.chunks, self._partial)
-            self._partial_live = True
-            ticket.chunks = []
-            return
-        ops.sum_chunks(ticket.chunks, own)
-        self._partial_live = False
-        transport = self.scheduler.runtime.transport(group.mesh.replicate_group)
-        ticket.chunks = [own]
-        ticket.flight = transport.all_reduce(own, what=f"all-reduce of {group.name}")
-        ticket.reducing_replicas = True
+    def _ticket(self, runtime: Runtime) -> Reduction:
+        return Reduction(
+            self.group,
+            runtime,
+            divisor=self._factors[1],
+            partial=self._partial,
+            outer=self._outer,
+            crosses=self.requires_all_reduce,
+            bound=self._bound,
+        )
 
-    def _finish(self, ticket: _Ticket) -> None:
-        """Writes the average into the gradient shard and binds it."""
-        if ticket.reducing_replicas:
-            ticket.chunks = ticket.flight.wait()
-        if not ticket.chunks:
-            return  # HSDP with the all-reduce deferred: the gradients stay None
-        gradients, landing = self.group.gradients(), ticket.landing
-        accumulate = gradients.prepare()
-        if landing is not None and accumulate:
-            landing.copy_(gradients.flat, non_blocking=True)
-        out = gradients.flat if landing is None else landing
-        ops.sum_chunks(ticket.chunks, out, divisor=self._factors[1], accumulate=accumulate)
-        if landing is not None:
-            gradients.bring(landing, self.scheduler.runtime.streams)
-        gradients.bind(ticket.touched)
+    def _bound(self, touched: tuple[bool, ...]) -> None:
         self.bound_in_this_backward = True
-        self.last_touched = ticket.touched
+        self.last_touched = touched
 
     def abandon(self) -> None:
         """Drops everything of an iteration that failed; gradients it wrote become None."""
@@ -305,80 +293,28 @@ class GroupReducer:
             self.bound_in_this_backward = False
 
 
-class _Ticket:
-    """A launched reduction: its slots, and how to end it."""
-
-    def __init__(self, reducer: GroupReducer) -> None:
-        self._reducer = reducer
-        self.touched: tuple[bool, ...] = ()
-        self.all_reduces = reducer.requires_all_reduce
-        self._done = reducer.scheduler.runtime.streams.mark()
-        self._landed = False
-        self._completed = False
-        self.slots: list[Slot] = []
-        self.chunks: list[torch.Tensor] = []
-        self.reducing_replicas = False
-        self.landing: torch.Tensor | None = None
-        self.own: torch.Tensor
-        self.flight: Flight
-
-    def land(self) -> None:
-        """Ends the reduce-scatter; the host waits only if the transport is not stream-ordered."""
-        if not self._landed:
-            self._landed = True
-            self._reducer._land(self)
-
-    def complete(self) -> None:
-        """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
-        if self._completed:
-            return
-        streams = self._reducer.scheduler.runtime.streams
-        with torch.no_grad():
-            self.land()
-            self._reducer._finish(self)
-        self._completed = True
-        self._release(streams.reduce)
-        self._done.record(streams.reduce)
-
-    def join(self, stream: Stream) -> None:
-        """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
-        self.complete()
-        self._done.wait(stream)
-        if self.landing is not None:
-            self._reducer.group.gradients().arrive()
-
-    def abandon(self) -> None:
-        """Waits for the transport and drops the result."""
-        if self._completed:
-            return
-        self._completed = True
-        try:
-            self.flight.wait()
-        finally:
-            self._release(self._reducer.scheduler.runtime.streams.reduce)
-
-    def _release(self, stream: Stream) -> None:
-        for slot in self.slots:
-            slot.release(stream)
-
-
 class ReductionScheduler:
     """Decides the order of reductions under one root. See [Note: Order of reductions].
 
     Args:
         runtime: shared with the units.
         end_backward: called once when autograd has finished a backward that this scheduler saw begin.
+
+    Attributes:
+        backward_running: between the first gradient of a backward and its end.
+        is_last_backward: False for a micro-batch that others follow.
     """
 
     def __init__(self, runtime: Runtime, end_backward: Callable[[], None]) -> None:
         self.runtime = runtime
         self._end_backward = end_backward
         self.backward_running = False
+        self.is_last_backward = True
         self._entered: dict[GroupReducer, None] = {}
         self._queue: list[GroupReducer] = []
         self._expected: set[GroupReducer] = set()
         self._closed: set[GroupReducer] = set()
-        self._tickets: list[_Ticket] = []
+        self._tickets: list[Reduction] = []
         self._enrolled: list[GroupReducer] | None = None
         self._enrolment_used = False
 
@@ -460,7 +396,7 @@ class ReductionScheduler:
 
     def _reduce(self, reducer: GroupReducer) -> None:
         self._closed.discard(reducer)
-        if reducer.requires_sync:
+        if reducer.reduces_now:
             self._tickets.append(reducer.launch())
         else:
             reducer.accumulate()
@@ -491,8 +427,7 @@ class ReductionScheduler:
         for ticket in self._tickets:
             ticket.join(stream)
         self._tickets.clear()
-        self.runtime.reduce_ring.rewind()
-        self.runtime.gather_ring.rewind()
+        self.runtime.rewind()
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""

@@ -57,6 +57,9 @@ class Streams(Protocol):
     def mark(self) -> Mark:
         """Returns a new mark, not recorded yet."""
 
+    def mark_of(self, event: torch.Event) -> Mark:
+        """Returns a program's event as a mark; the engine never records it."""
+
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which work goes to `stream`."""
 
@@ -92,6 +95,10 @@ class NoStreams:
         return None
 
     def mark(self) -> Mark:
+        """Returns a mark that costs nothing."""
+        return self._mark
+
+    def mark_of(self, event: torch.Event) -> Mark:
         """Returns a mark that costs nothing."""
         return self._mark
 
@@ -138,6 +145,22 @@ def _require(stream: Stream) -> torch.Stream:
     return stream
 
 
+class _ForeignMark:
+    """An event that the program has recorded."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def record(self, stream: Stream) -> None:
+        raise TypeError("an event of the program is recorded by the program")
+
+    def wait(self, stream: Stream) -> None:
+        self._event.wait(stream)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
+
+
 class AcceleratorStreams:
     """Streams of one accelerator; two side streams of high priority, made once.
 
@@ -158,6 +181,10 @@ class AcceleratorStreams:
     def mark(self) -> Mark:
         """Returns a mark kept by one `torch.Event`."""
         return _EventMark(self._device, self)
+
+    def mark_of(self, event: torch.Event) -> Mark:
+        """Returns a mark kept by the program's event."""
+        return _ForeignMark(event)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""

@@ -36,6 +36,7 @@ from .journal import journal
 from .mesh import DataParallelMesh
 from .param_group import ParamGroup, ShardState
 from .roots import establish_context
+from .runtime import Runtime
 from .scheduler import GroupReducer
 from .trace import span
 
@@ -64,6 +65,8 @@ class Unit:
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch: units to unshard early in forward instead of the recorded next one.
         backward_prefetch: units to unshard early in backward instead of the one before.
+        max_reductions: reductions that may be in flight; None if nobody asked.
+        partner: whose streams and staging are to be shared once this unit is a root.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Unit:
         self.unshard_in_backward = True
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
+        self.max_reductions: int | None = None
+        self.partner: Runtime | None = None
         self.context: RootContext | None = None
         self.guests: list[Guest] = []
         self.groups: list[ParamGroup] = []
@@ -126,10 +131,10 @@ class Unit:
             group.wait_for_unshard()
             reducer.arrivals.home = stream
 
-    def reshard(self) -> None:
-        """Frees whole parameters and shows the shards."""
+    def reshard(self, *, for_good: bool = False) -> None:
+        """Shows the shards, and frees whole parameters; those that a stage keeps only `for_good`."""
         for group in self.groups:
-            group.reshard()
+            group.reshard(for_good=for_good)
 
     def let_host_write(self) -> None:
         """Makes the host wait until shards that live there have been read."""
@@ -148,23 +153,23 @@ class Unit:
             return not self.is_root and not context.is_needed_next(self)
         return self.reshard_after_forward
 
-    def note_version(self) -> None:
-        """Remembers which values parameters hold that are whole, or on their way, and may stay so."""
-        for group in self.groups:
-            group.note_version()
-
-    def refresh(self) -> None:
+    def refresh(self) -> bool:
         """Before an outermost forward: take note of what the program changed since the last one.
 
         Parameters that were replaced are taken over, whole ones that are stale are dropped, and those that
         began or ceased to require grad get their place among the gradients.
+
+        Returns:
+            True if parameters were replaced: their shard has been written on the current stream.
         """
+        replaced = False
         for group, reducer in zip(self.groups, self.reducers, strict=True):
-            group.adopt()
+            replaced |= group.adopt()
             group.require_data()
             group.reshard_if_stale()
             if group.refresh_trainable():
                 reducer.attach()
+        return replaced
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -275,7 +280,6 @@ class Unit:
         for group in self.groups:
             if not context.keep_gathered:
                 group.cancel_unshard()
-        self.note_version()
 
     # -- backward ---------------------------------------------------------------------------------------
 
@@ -332,13 +336,12 @@ class Unit:
         self._next_backward = None
         if self.reshard_after_backward:
             self.reshard()
-        self.note_version()
 
     def abandon(self) -> None:
         """Forgets a failed iteration: parameters are resharded."""
         self._waiting_modules.clear()
         self.finish_backward()
-        self.reshard()
+        self.reshard(for_good=True)
 
     @property
     def is_unsharded(self) -> bool:

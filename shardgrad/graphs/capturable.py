@@ -262,7 +262,7 @@ class _Module(Capturable):
         """See `Capturable`. Parameters that somebody keeps whole are stale now, as after a backward."""
         for group in self._groups:
             group.steps_taken += 1
-            group.reshard()
+            group.reshard(for_good=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

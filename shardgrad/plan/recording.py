@@ -256,6 +256,10 @@ class PaperStreams:
         """Returns a mark that is written down."""
         return _PaperMark(self._recorder)
 
+    def mark_of(self, event: torch.Event) -> Mark:
+        """Returns a mark that says nothing: a plan has no events of programs."""
+        return _PaperMark(self._recorder)
+
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is current."""
         return self._recorder.on(str(stream))

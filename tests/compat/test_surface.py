@@ -43,17 +43,17 @@ def test_each_method_takes_what_torchs_takes(name: str) -> None:
         assert parameters(ours) == parameters(theirs)
 
 
-def test_fully_shard_takes_what_torchs_takes_and_one_thing_more() -> None:
+def test_fully_shard_takes_what_torchs_takes_and_two_things_more() -> None:
     ours, theirs = parameters(shardgrad.fully_shard), parameters(fsdp.fully_shard)
     assert list(ours)[: len(theirs)] == list(theirs)
     assert {name: ours[name] for name in theirs} == theirs
-    assert set(ours) - set(theirs) == {"gradient_policy"}
+    assert set(ours) - set(theirs) == {"gradient_policy", "zero_stage"}
 
 
 def test_names_that_programs_import_are_here() -> None:
-    for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method"):
+    for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"):
         assert hasattr(shardgrad, name), name
-    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "UnshardHandle"):
         assert getattr(shardgrad, name) is getattr(fsdp, name), name
 
 

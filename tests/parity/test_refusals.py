@@ -136,27 +136,12 @@ CASES = {
         "reshard_after_forward should be a bool or an int",
         lambda _: {"reshard_after_forward": "yes"},
     ),
-    "empty": Case(nn.ReLU, errors.EmptyModuleError, ValueError, "no parameters"),
-    "all_ignored": Case(
-        plain,
-        errors.EmptyModuleError,
-        ValueError,
-        "all of them in ignored_params",
-        lambda module: {"ignored_params": set(module.parameters())},
-    ),
     "dp_mesh_dims": Case(
         plain,
         errors.UnsupportedError,
         NotImplementedError,
         "dp_mesh_dims",
         lambda _: {"dp_mesh_dims": object()},
-    ),
-    "cpu_offload": Case(
-        plain,
-        errors.UnsupportedError,
-        NotImplementedError,
-        "CPUOffloadPolicy",
-        lambda _: {"offload_policy": shardgrad.CPUOffloadPolicy()},
     ),
     "other_offload": Case(
         plain,
@@ -183,6 +168,17 @@ CASES = {
     "no_modules": Case(list, errors.OptionError, ValueError, "an empty list"),
     "not_a_policy": Case(
         plain, errors.OptionError, ValueError, "mp_policy", lambda _: {"mp_policy": torch.bfloat16}
+    ),
+    "stage": Case(plain, errors.OptionError, ValueError, "zero_stage=4", lambda _: {"zero_stage": 4}),
+    "stage_and_reshard": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "zero_stage=2 keeps parameters whole",
+        lambda _: {"zero_stage": 2, "reshard_after_forward": True},
+    ),
+    "hybrid_on_one_axis": Case(
+        plain, errors.OptionError, ValueError, "second axis", lambda _: {"zero_stage": "hfsdp"}
     ),
     "not_a_mesh": Case(plain, errors.OptionError, ValueError, "mesh", lambda _: {"mesh": 2}),
 }
@@ -242,6 +238,15 @@ def meta_parameters_are_named() -> None:
     assert "try:" in str(caught.value)
 
 
+def _memory_beside_custom_collectives(model: Any) -> None:
+    layer = model.layers[0]
+    layer.set_custom_all_gather(object())
+    try:
+        layer.set_allocate_memory_from_process_group_for_comm(True)
+    finally:
+        layer.set_custom_all_gather(None)
+
+
 METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]] = {
     "reshard_flag": (lambda m: m.set_reshard_after_forward(2), errors.OptionError, ValueError),
     "divide_factor": (lambda m: m.set_gradient_divide_factor(0.0), errors.OptionError, ValueError),
@@ -261,18 +266,14 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]
         ValueError,
     ),
     "child_reset": (lambda m: m.layers[0].reset_iter_state(), errors.RootError, RuntimeError),
-    "all_gather": (lambda m: m.set_custom_all_gather(object()), errors.UnsupportedError, NotImplementedError),
-    "reduce_scatter": (
-        lambda m: m.set_custom_reduce_scatter(object()),
-        errors.UnsupportedError,
-        NotImplementedError,
+    "buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), errors.OptionError, ValueError),
+    "buffers_type": (
+        lambda m: m.set_reduce_scatter_max_input_buffers(True),
+        errors.OptionTypeError,
+        TypeError,
     ),
-    "hook": (lambda m: m.set_all_reduce_hook(print), errors.UnsupportedError, NotImplementedError),
-    "memory": (
-        lambda m: m.set_allocate_memory_from_process_group_for_comm(True),
-        errors.UnsupportedError,
-        NotImplementedError,
-    ),
+    "shared": (lambda m: shardgrad.share_comm_ctx([m, m.norm]), errors.OptionError, ValueError),
+    "memory": (_memory_beside_custom_collectives, errors.CustomCommError, AssertionError),
 }
 
 
