@@ -110,7 +110,7 @@ class Transport(ABC):
     def started(
         self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
     ) -> Flight:
-        """Calls somebody's collective, which sends `sent`. The work that it returns, if any, ends the flight."""
+        """Calls somebody's collective, which sends `sent`. The work it returns, if any, ends the flight."""
         entry = self._line.begin(what, sent)
         work = checked(what, self.group, call)
         return _Arrived(chunks) if work is None else _Waiting(work, chunks, entry, self._line, self.group)
