@@ -44,15 +44,14 @@ def blocks_as_wrappers(engine: Engine, model: nn.Module, backend: CompileCounter
 
 
 def blocks_after_sharding(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
-    """Hooks are inside what is compiled; Dynamo breaks its graph around each."""
     engine.shard_tower(model)
     for layer in model.layers:
-        layer.compile(backend=backend)
+        layer.compile(backend=backend, fullgraph=True)
     return model
 
 
 def whole_model(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
-    """The outermost call is compiled; it falls apart at the hooks into one graph or more for each unit."""
+    """The outermost call is compiled; Dynamo breaks its graph where a hook of an inner unit runs."""
     engine.shard_tower(model)
     model.compile(backend=backend)
     return model
@@ -76,36 +75,31 @@ def trained(engine: Engine, shard: Shard | None, steps: int = 5) -> tuple[Tensor
     return {"losses": torch.stack(losses), **engine.snapshot(model)}, compiled
 
 
-def compiled_once_and_equal(shard: Shard, *, settled_after: int, fewest: int) -> dict[str, int]:
+def compiled_once_and_equal(shard: Shard) -> dict[str, int]:
+    """Returns how many graphs were compiled, all of them in the first step, and how often one was broken."""
     counters.clear()
     ours, compiled = trained(SHARDGRAD, shard)
-    breaks = dict(counters["graph_break"])
+    breaks = sum(counters["graph_break"].values())
+    assert set(compiled) == {compiled[0]}, f"compiled again: {compiled}"
     theirs, _ = trained(FSDP2, shard)
-    assert_same_bits(
-        {k.replace("_orig_mod.", ""): v for k, v in ours.items()},
-        {k.replace("_orig_mod.", ""): v for k, v in theirs.items()},
-    )
+    assert_same_bits(ours, theirs)
     plain, _ = trained(SHARDGRAD, None)
-    # Compiled and plain blocks round alike but for what a decomposition reorders.
-    names = {name.replace("_orig_mod.", ""): tensor for name, tensor in ours.items()}
-    assert_close(names, plain, tolerance=1e-4)
-    assert compiled[-1] >= fewest, f"only {compiled[-1]} graphs were compiled"
-    assert len(set(compiled[settled_after - 1 :])) == 1, f"compiled again: {compiled}"
-    return {"graphs": compiled[-1], "breaks": sum(breaks.values())}
+    unwrapped = {name.replace("_orig_mod.", ""): tensor for name, tensor in ours.items()}
+    # Compiled and plain blocks may round elsewhere: some roundings of float32, enlarged by five steps.
+    assert_close(unwrapped, plain, tolerance=1e-4)
+    return {"graphs": compiled[-1], "breaks": breaks}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shard", [blocks_before_sharding, blocks_as_wrappers])
-def test_compiled_blocks_are_one_graph_each_and_never_compiled_again(two_ranks: Ranks, shard: Shard) -> None:
-    """`fullgraph=True` raises at a graph break: the hooks are outside."""
-    for found in two_ranks.run(compiled_once_and_equal, shard, settled_after=1, fewest=1, timeout_s=250):
-        print(found)
-        assert found["breaks"] == 0
+@pytest.mark.parametrize("shard", [blocks_before_sharding, blocks_as_wrappers, blocks_after_sharding])
+def test_compiled_blocks_are_one_graph_and_are_never_compiled_again(two_ranks: Ranks, shard: Shard) -> None:
+    """All blocks have one class, so one graph serves them; a hook inside it would be a break."""
+    for found in two_ranks.run(compiled_once_and_equal, shard, timeout_s=250):
+        assert found == {"graphs": 1, "breaks": 0}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shard", [blocks_after_sharding, whole_model])
-def test_hooks_inside_what_is_compiled_break_its_graph_and_stay_right(two_ranks: Ranks, shard: Shard) -> None:
-    for found in two_ranks.run(compiled_once_and_equal, shard, settled_after=2, fewest=3, timeout_s=250):
-        print(found)
+def test_a_model_compiled_as_a_whole_falls_apart_at_the_hooks_and_stays_right(two_ranks: Ranks) -> None:
+    for found in two_ranks.run(compiled_once_and_equal, whole_model, timeout_s=250):
+        assert found["graphs"] > 1
         assert found["breaks"] > 0
