@@ -68,7 +68,8 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
     if plan.fits:
         faster = [a for a in found if a.fits and a.tokens_per_s > plan.tokens_per_s * _WORTH]
         return sorted(faster, key=lambda a: -a.tokens_per_s)[:most]
-    smaller = [a for a in found if a.needed_nbytes * _WORTH < plan.needed_nbytes]
+    worth = (_WORTH - 1) * plan.peak_nbytes
+    smaller = [a for a in found if plan.needed_nbytes - a.needed_nbytes > worth]
     # What fits comes first, the fastest of it before the others; then what is nearest to fitting.
     return sorted(smaller, key=lambda a: (not a.fits, -a.tokens_per_s if a.fits else a.needed_nbytes))[:most]
 
