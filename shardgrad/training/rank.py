@@ -125,8 +125,10 @@ def resume_hint(folder: Path) -> str:
     """How to go on with the run in `folder`, as a sentence."""
     try:
         newest = (folder / "checkpoints" / "latest").read_text(encoding="ascii").strip()
-    except OSError:
+    except FileNotFoundError:
         return "No checkpoint had been written yet, so start the run again."
+    except OSError:  # nothing can be read here, for want of descriptors or of a network
+        return f"Resume with: shardgrad train --resume {folder}"
     return f"The newest checkpoint is {newest}; resume with: shardgrad train --resume {folder}"
 
 
