@@ -34,6 +34,9 @@ def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Repo
         UsageError: the settings make no sense; nothing was started or written.
     """
     world_size = torchrun_world_size()
+    if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
+        # The same command line as before, also on another number of ranks: what it chose is saved.
+        resume, given = Path(given["run_dir"]), {}
     if resume is None:
         config, folder = _new_run(given, world_size)
     else:
@@ -57,6 +60,15 @@ def torchrun_world_size() -> int | None:
     return None
 
 
+def is_restarted() -> bool:
+    """Whether torchrun has started these ranks anew after a failure (`--max-restarts`)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _has_checkpoint(folder: str | None) -> bool:
+    return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
+
+
 def newest_run() -> Path:
     """The folder in `runs/` that was begun last."""
     configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
@@ -74,7 +86,8 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
     # Under torchrun only rank 0 looks: another rank may come when rank 0 has begun to write.
-    if os.environ.get("RANK", "0") == "0" and (folder / "config.json").exists():
+    is_first = os.environ.get("RANK", "0") == "0" and not is_restarted()
+    if is_first and (folder / "config.json").exists():
         raise UsageError(
             f"{folder} already holds a run: go on with --resume {folder}, or choose another --run-dir."
         )
@@ -96,6 +109,6 @@ def _saved_config(folder: Path) -> TrainConfig:
         raise UsageError(
             f"There is no run in {folder} (no config.json): correct the folder given to --resume."
         )
-    if Series(folder / "checkpoints").latest() is None:
+    if not _has_checkpoint(str(folder)):
         raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
     return TrainConfig(**read_settings(folder / "config.json"))

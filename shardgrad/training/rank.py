@@ -124,7 +124,10 @@ def run_rank(order: Order, *, init_method: str) -> Report:
 
 def resume_hint(folder: Path) -> str:
     """How to go on with the run in `folder`, as a sentence."""
-    newest = Series(folder / "checkpoints").latest()
+    try:
+        newest = Series(folder / "checkpoints").latest()
+    except OSError:  # nothing can be read here, for want of descriptors or of a network
+        return f"Resume with: shardgrad train --resume {folder}"
     if newest is None:
         return "No checkpoint had been written yet, so start the run again."
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
