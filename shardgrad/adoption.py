@@ -117,13 +117,12 @@ def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
             got=", ".join(map(str, sorted(dtypes, key=str))),
             fix="cast the whole unit at once, for example model.to(torch.bfloat16)",
         )
-    rank = group.mesh.shard_rank
-    for p, param, piece in zip(group.params, shown, group.layout.pieces, strict=True):
+    for p, param, view in zip(group.params, shown, group.local_views(), strict=True):
         local = local_of(param)
-        if tuple(local.shape) != piece.local_shape(rank):
+        if local.shape != view.shape:
             raise ForeignParameterError(
                 f"the local shard of {p.name} has another shape",
-                expected=str(piece.local_shape(rank)),
+                expected=str(tuple(view.shape)),
                 got=str(tuple(local.shape)),
                 where=f"unit {group.name}",
                 fix="distribute the full tensor with distribute_tensor",

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
+from .carried import is_carried
 from .errors import (
     AlreadyShardedError,
     ContainerError,
@@ -217,14 +218,15 @@ def _validate_param(name: str, param: nn.Parameter) -> None:
             where=where,
             fix="param.data = param.data.contiguous() before fully_shard",
         )
-    if param.dtype not in _DTYPES:
-        raise UnsupportedParameterError(
-            f"fully_shard shards floating-point parameters, and {name} is {param.dtype}",
-            expected=", ".join(map(str, _DTYPES)),
-            got=str(param.dtype),
-            where=where,
-            fix="register it as a buffer, or pass it in ignored_params",
-        )
+    if param.dtype in _DTYPES or (is_carried(param.dtype) and not param.requires_grad):
+        return
+    raise UnsupportedParameterError(
+        f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",
+        expected=", ".join(map(str, _DTYPES)) + "; integers, booleans and float8 without gradients",
+        got=f"{param.dtype}, requires_grad={param.requires_grad}",
+        where=where,
+        fix="requires_grad=False, or pass it in ignored_params",
+    )
 
 
 def _validate_devices(

@@ -15,7 +15,8 @@ from torch.distributed.tensor import Placement, Shard
 from .build import Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
-from .errors import OptionError, unsupported
+from .carried import is_float8
+from .errors import OptionError, UnsupportedParameterError, unsupported
 from .first_step import watch_first_steps
 from .home import Home
 from .managed_param import CLAIM, mark_sharded
@@ -90,6 +91,7 @@ def fully_shard(
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     _require_dim0(shard_placement_fn, collected.params)
+    _refuse_cast_float8(mp_policy, collected.params)
     flag, post_forward_mesh = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = _by_dtype(collected.params)
     groups = [
@@ -161,6 +163,20 @@ def _require_dim0(
             )
         if placement.dim not in (0, -param.ndim):
             raise unsupported(f"sharding parameter {name} on dim {placement.dim}", instead="return Shard(0)")
+
+
+def _refuse_cast_float8(
+    mp_policy: MixedPrecisionPolicy, params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
+) -> None:
+    for param, (name, _) in params.items():
+        if mp_policy.param_dtype not in (None, param.dtype) and is_float8(param.dtype):
+            raise UnsupportedParameterError(
+                f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
+                expected="mp_policy.param_dtype=None for units with float8 parameters",
+                got=f"param_dtype={mp_policy.param_dtype}",
+                where=f"parameter {name}",
+                fix="a unit of its own without mp_policy, or pass it in ignored_params",
+            )
 
 
 def _reshard_plan(

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from . import ops
 from .adoption import Registration, adopt
 from .buffers import RecurringBuffer
+from .carried import from_bytes, is_carried, stored_shape, unpack_bytes
 from .comms import Comms
 from .errors import MetaParameterError
 from .faces import face_over, in_own_storage
@@ -70,7 +71,7 @@ class ParamGroup:
     Attributes:
         name: of the unit, for errors and traces.
         state: see the module docstring.
-        shard: 1-D, this rank's chunk in the parameters' dtype, at home.
+        shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they are only carried), at home.
         generation: how often parameters were replaced and taken over; see `adoption.py`.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
         comms: what carries the group's messages; for a program to change while nothing is in flight.
@@ -128,22 +129,29 @@ class ParamGroup:
         """Fixes the dtypes that follow from the parameters' own."""
         policy = self.mp_policy
         self.dtype = dtype
-        self.gather_dtype = policy.param_dtype or dtype
-        self.reduce_dtype = policy.reduce_dtype or self.gather_dtype
-        self.gradient_dtype = self.gradient_policy.dtype or dtype
-        self.alignment = alignment_numel([dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype])
+        if is_carried(dtype):
+            self.shard_dtype = self.gather_dtype = torch.uint8
+            self.reduce_dtype = self.gradient_dtype = torch.float32  # of no gradients
+            self.post_forward_mesh = None  # bytes are not cut a second time
+        else:
+            self.shard_dtype, self.gather_dtype = dtype, policy.param_dtype or dtype
+            self.reduce_dtype = policy.reduce_dtype or self.gather_dtype
+            self.gradient_dtype = self.gradient_policy.dtype or dtype
+        self.alignment = alignment_numel(
+            [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype]
+        )
 
     def _build(self, wholes: Sequence[torch.Tensor]) -> None:
         """Fills the shard from whole parameters and makes the sharded faces show it."""
         device = wholes[0].device
         self._allocate(on_meta=device.type == "meta")
         rank = self.mesh.shard_rank
-        views = self.layout.local_views(self.shard, rank)
-        for p, whole, view, piece in zip(self.params, wholes, views, self.layout.pieces, strict=True):
+        pieces = self.layout.pieces
+        for p, whole, view, piece in zip(self.params, wholes, self.local_views(), pieces, strict=True):
             begin, end = piece.rows(rank)
             if device.type != "meta":
                 view.copy_(whole[begin:end])
-            face = face_over(in_own_storage(view), self.mesh, piece.shape)
+            face = face_over(in_own_storage(view), self.mesh, p.shape)
             attributes, p.sharded = (
                 p.sharded.__dict__,
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
@@ -153,12 +161,16 @@ class ParamGroup:
 
     def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
-        self.layout = ShardLayout.of(
-            [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_flags=False
-        )
+        shapes = [stored_shape(p.shape, self.dtype) for p in self.params]
+        self.layout = ShardLayout.of(shapes, self.mesh.shard_size, alignment=self.alignment, with_flags=False)
         home = Home(torch.device("meta")) if on_meta else self.home
-        self.shard = home.zeros(self.layout.chunk_numel, self.dtype)
+        self.shard = home.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
+
+    def local_views(self) -> list[torch.Tensor]:
+        """Returns this rank's piece of each parameter, over the shard's memory."""
+        stored = self.layout.local_views(self.shard, self.mesh.shard_rank)
+        return [from_bytes(view, self.dtype) for view in stored]
 
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
@@ -319,7 +331,8 @@ class ParamGroup:
                 flat = self._unsharded_storage()
                 if self.mesh.levels is not None:
                     chunks = in_rank_order(chunks, layout.chunk_numel)
-                ops.unpack(chunks, flat, layout.table)
+                unpack = unpack_bytes if is_carried(self.dtype) else ops.unpack
+                unpack(chunks, flat, layout.table)
             finally:
                 gathering.release(stream)
         self._whole = self._whole or self._runtime.streams.mark()
@@ -330,9 +343,7 @@ class ParamGroup:
     def _show_whole(self) -> None:
         self.state = ShardState.UNSHARDED
         for p in self.params:
-            face = p.whole
-            for module, attribute in p.owners:
-                module._parameters[attribute] = face
+            p.register(p.whole)
 
     def _unsharded_storage(self) -> torch.Tensor:
         """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
@@ -345,7 +356,8 @@ class ParamGroup:
         with torch.inference_mode(mode=False):
             for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
                 # `.data` gives the view a version counter of its own: see the module docstring.
-                p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
+                whole = from_bytes(view, self.dtype).data
+                p.unsharded = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
                 mark_whole(p)
         self.on_new_unsharded()
         return self._unsharded.tensor
@@ -477,7 +489,7 @@ class ParamGroup:
             for p in self.params:
                 p.unsharded = p.post_forward = None
             self._allocate()
-        views = self.layout.local_views(self.shard, self.mesh.shard_rank)
+        views = self.local_views()
         with torch.no_grad():
             for p, new, local, view in zip(self.params, shown, locals_, views, strict=True):
                 if local.data_ptr() != view.data_ptr() or local.numel() == 0:
@@ -495,15 +507,14 @@ class ParamGroup:
 
         Only while building: the group has never been unsharded. None if nothing stays.
         """
-        rank = self.mesh.shard_rank
-        views = self.layout.local_views(self.shard, rank)
+        views = self.local_views()
         staying = [(p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving]
         if not staying:
             return None
         smaller = copy.copy(self)
         smaller.params = [p for p, _ in staying]
         smaller._allocate(on_meta=self.shard.device.type == "meta")
-        for (p, old), view in zip(staying, smaller.layout.local_views(smaller.shard, rank), strict=True):
+        for (p, old), view in zip(staying, smaller.local_views(), strict=True):
             with torch.no_grad():
                 view.copy_(old)
             p.alias(view)

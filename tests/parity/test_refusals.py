@@ -82,11 +82,11 @@ CASES = {
         NotImplementedError,
         "FSDP does not support non-contiguous parameters",
     ),
-    "integer": Case(
-        lambda: with_param(nn.Parameter(torch.ones(3, dtype=torch.int64), requires_grad=False)),
+    "complex": Case(
+        lambda: with_param(nn.Parameter(torch.ones(3, dtype=torch.complex64))),
         errors.UnsupportedParameterError,
         ValueError,
-        "extra is torch.int64",
+        "torch.complex64, the dtype of extra",
     ),
     "container": Case(
         lambda: nn.ModuleList([nn.Linear(3, 3)]),

@@ -1,0 +1,57 @@
+"""Parameters that are only carried: integers, booleans and float8, in which nobody computes gradients.
+
+They are cut, gathered and put together as bytes, so a shard and what travels have dtype uint8. A parameter of
+shape (rows, ...) is stored as (rows, ..., bytes of an element), which `Shard(0)` cuts between elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["from_bytes", "is_carried", "is_float8", "stored_shape", "unpack_bytes"]
+
+_INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+_FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
+_CARRIED = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
+
+
+def is_carried(dtype: torch.dtype) -> bool:
+    """Returns whether parameters of a dtype are moved as bytes and never get gradients."""
+    return dtype in _CARRIED
+
+
+def is_float8(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype is a carried one of floating point."""
+    return is_carried(dtype) and dtype.is_floating_point
+
+
+def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it is carried."""
+    return (*shape, dtype.itemsize) if is_carried(dtype) else tuple(shape)
+
+
+def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a parameter over the memory that it is stored in; `stored` itself if it is not carried."""
+    return stored.view(dtype).squeeze(-1) if is_carried(dtype) else stored
+
+
+def unpack_bytes(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table: torch.Tensor) -> None:
+    """Does what `ops.unpack` does, for uint8.
+
+    Streams: the current one. Capture: safe.
+    """
+    into: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
+    for numel, shard_numel, _, shard_offset, offset in table.tolist():
+        if not numel:
+            continue
+        parts = unsharded.narrow(0, offset, numel).split(shard_numel)
+        into += parts
+        # Trailing ranks may have nothing.
+        pieces += [
+            chunk.narrow(0, shard_offset, part.numel()) for chunk, part in zip(chunks, parts, strict=False)
+        ]
+    if into:
+        torch._foreach_copy_(into, pieces)
