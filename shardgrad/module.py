@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, cast
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
 
 from .bypass import guarded_methods
@@ -62,6 +64,8 @@ def swap_class(module: nn.Module) -> None:
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls, torch_fsdp.FSDPModule), members)
         _sharded_classes[cls] = sharded
     module.__class__ = sharded
+    # torch's composable DDP leaves modules alone, and refuses them, if they are registered like this.
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
