@@ -338,20 +338,20 @@ def test_resharding_to_two_of_four_ranks_leaves_halves(four_ranks: Ranks) -> Non
 
 
 @contextmanager
-def slow_collectives() -> Iterator[None]:
-    """Delays what gloo is asked for, another time for each rank."""
+def before_each_collective(act: Callable[[], None]) -> Iterator[None]:
+    """Does something whenever gloo is asked for anything."""
     names = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
     originals = {name: getattr(dist, name) for name in names}
 
-    def slowed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def acting(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(0.002 * (1 + dist.get_rank()))
+            act()
             return original(*args, **kwargs)
 
         return call
 
     for name, original in originals.items():
-        setattr(dist, name, slowed(original))
+        setattr(dist, name, acting(original))
     try:
         yield
     finally:
@@ -361,13 +361,34 @@ def slow_collectives() -> Iterator[None]:
 
 def slowness_changes_nothing() -> None:
     quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
-    with slow_collectives():
+    with before_each_collective(lambda: time.sleep(0.002 * (1 + dist.get_rank()))):
         slow = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
     assert all(torch.equal(quick[name], slow[name]) for name in quick)
 
 
 def test_slow_collectives_change_no_bit(two_ranks: Ranks) -> None:
     two_ranks.run(slowness_changes_nothing)
+
+
+def one_rank_is_plain_training() -> None:
+    calls: list[None] = []
+    alone = hsdp_mesh(dist.get_world_size(), 1)["shard"]
+    model, plain = SHARDGRAD.shard_tower(tower(), mesh=alone), tower()
+    for each in (model, plain):
+        with before_each_collective(lambda: calls.append(None)):
+            optim = make_optimizer("adamw", each)
+            for step in range(3):
+                token_loss(each, SHARDGRAD.tokens(step)).backward()
+                optim.step()
+                optim.zero_grad()
+    assert not calls
+    model.reshard()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.to_local(), theirs)
+
+
+def test_one_rank_sends_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(one_rank_is_plain_training)
 
 
 def train_with_unshards_that_wait(engine: Engine) -> Tensors:
