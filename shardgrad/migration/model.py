@@ -9,7 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.module import FSDPModule
+from shardgrad.roots import unit_of
 
 from .advice import Advice
 

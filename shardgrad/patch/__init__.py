@@ -22,13 +22,14 @@ from typing import Any
 import torch.distributed.fsdp as torch_fsdp
 
 from ..fully_shard import fully_shard
-from ..module import register_fsdp_forward_method
+from ..module import register_fsdp_forward_method, share_comm_ctx
 
 __all__ = ["patch"]
 
 _REPLACED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
     (torch_fsdp.fully_shard, fully_shard),
     (torch_fsdp.register_fsdp_forward_method, register_fsdp_forward_method),
+    (torch_fsdp.share_comm_ctx, share_comm_ctx),
 )
 
 
@@ -36,7 +37,7 @@ _REPLACED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
 def patch() -> Iterator[None]:
     """Makes programs in this process shard with shardgrad while active, where they ask for FSDP2.
 
-    `fully_shard` and `register_fsdp_forward_method` are replaced in every module that has them: torch's
+    `fully_shard` and the functions beside it are replaced in every module that has them: torch's
     packages, frameworks that are imported already, and those imported meanwhile. Models keep the engine they
     were sharded with, before and afterwards.
 
