@@ -58,6 +58,7 @@ def rehearsals(name: str) -> list[Rehearsal]:
 # -- weak scaling ---------------------------------------------------------------------------------------
 
 GRAPHED = machine_of("h100", is_graphed=True)
+SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
 BASES = {
     "8b": Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing=True),
     "70b": Request(preset="70b", batch_size=1, seq_len=8192, activation_checkpointing=True),
@@ -80,6 +81,18 @@ def weak_cases() -> list[Case]:
     return cases
 
 
+def short_cases() -> list[Case]:
+    base = BASES["8b"].but(batch_size=1, seq_len=1024)
+    return [
+        Case(f"{SHORT} FSDP 8", base.but(ranks=8), GRAPHED),
+        Case(f"{SHORT} FSDP 512", base.but(ranks=512), GRAPHED),
+        Case(f"{SHORT} HSDP 512", base.but(ranks=512, mesh="64x8"), GRAPHED),
+        Case(f"{SHORT} FSDP 4096", base.but(ranks=4096), GRAPHED),
+        Case(f"{SHORT} HSDP 4096", base.but(ranks=4096, mesh="512x8"), GRAPHED),
+        Case(f"{SHORT} HFSDP 4096", base.but(ranks=4096, mesh="512x8", stage="hfsdp"), GRAPHED),
+    ]
+
+
 def weak_table(preset: str) -> list[str]:
     lines = [
         "| GPUs | layout | needs | fits in 80 GiB | step | compute waits | tokens/s a GPU | of the first |",
@@ -96,7 +109,7 @@ def weak_table(preset: str) -> list[str]:
 def weak_row(name: str, first: float | None) -> str:
     """One case; `first` is what it is compared with, None if it is that itself, or if nothing fits yet."""
     guess, request = predicted(name), CASES[name].request
-    layout = name.split()[1]
+    layout = name.split()[-2]
     if request.replicas > 1:
         layout += f", {request.replicas} x {request.shards}"
     share = f"{guess.tokens_per_s / first:.1%}" if first else ""
@@ -176,9 +189,10 @@ def fitted_mfu(row: Published) -> float:
     return mfu
 
 
-CASES = {case.name: case for case in (*weak_cases(), *PUBLISHED_CASES)}
+CASES = {case.name: case for case in (*weak_cases(), *short_cases(), *PUBLISHED_CASES)}
 TABLES: dict[str, Callable[[], list[str]]] = {
     "8b": lambda: weak_table("8b"),
+    "short": lambda: weak_table(SHORT),
     "70b": lambda: weak_table("70b"),
     "published": published_table,
 }

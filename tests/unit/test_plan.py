@@ -252,8 +252,9 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
 
 
+@pytest.mark.timeout(300)  # a rehearsal for each change
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
-    plan = plan_for(batch_size=8)
+    plan = plan_of(rehearsed(TINY.but(batch_size=8, override={"layers": 1})), H100)
     room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
     cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=room / 2**30))
     assert not cramped.fits
