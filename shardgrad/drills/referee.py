@@ -200,7 +200,7 @@ def _judge(kind: Fault, plan: Plan, outcome: Outcome) -> list[str]:
 def _misplaced(sentence: str, plan: Plan, trace: Trace) -> list[str]:
     """What the sentence gets wrong about rank, step and unit or collective."""
     problems = []
-    if not re.search(rf"\b[Rr]ank {plan.rank}\b", sentence):
+    if not re.search(rf"\b[Rr]anks? (\d+(, | and ))*{plan.rank}\b", sentence):
         problems.append(f"the sentence does not name rank {plan.rank}: {sentence}")
     if not re.search(rf"\bstep ({trace.step}|{trace.step + 1})\b", sentence):
         problems.append(f"the sentence does not name step {trace.step}: {sentence}")

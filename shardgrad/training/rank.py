@@ -111,7 +111,7 @@ def run_rank(order: Order, *, init_method: str) -> Report:
         )
         lookout.close()
         dist.destroy_process_group()
-    except Exception as error:
+    except BaseException as error:  # CheckpointException, for one, is no Exception
         if order.debug:
             traceback.print_exc()
         try:
@@ -133,7 +133,7 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _failed(error: Exception, rank: int, folder: Path, lookout: Lookout | None) -> Report:
+def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | None) -> Report:
     failure = explain(error)
     hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
     if isinstance(error, TrainingError) or lookout is None:
