@@ -150,6 +150,20 @@ def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_t
     assert run_script(python, out) == (0, {"tests": "ok", **dict.fromkeys(rest, "done before")})
 
 
+def test_plan(tmp_path: Path) -> None:
+    smoke("plan", tmp_path)
+
+
+def test_every_program_that_measures_is_run_here() -> None:
+    programs = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if "@common_options" in path.read_text(encoding="utf-8")
+    }
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert {name for name in programs if f'smoke("{name}"' not in here} == set()
+
+
 def test_replay(tmp_path: Path) -> None:
     record = smoke("replay", tmp_path)
     assert set(record["summary"]) == {"function", "graphed"}
