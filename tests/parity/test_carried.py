@@ -17,7 +17,7 @@ DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
 class Quantised(nn.Module):
-    """A layer with a frozen table of another dtype in uneven rows, a scale that trains, and a short vector."""
+    """A layer with a frozen table and a short vector of another dtype, and a scale that trains."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def from_meta(dtype: torch.dtype) -> None:
 def refuses_what_trains_or_is_cast() -> None:
     trains = nn.Linear(3, 3)
     trains.weight = nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn))
-    with pytest.raises(UnsupportedParameterError, match="reduces no gradients in torch.float8_e4m3fn"):
+    with pytest.raises(UnsupportedParameterError, match=r"reduces no gradients in torch\.float8_e4m3fn"):
         SHARDGRAD.fully_shard(trains)
     trains.weight.requires_grad_(False)
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
