@@ -9,8 +9,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.roots import unit_of
-
 from .advice import Advice
 
 __all__ = ["examine"]

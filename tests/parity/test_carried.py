@@ -17,7 +17,7 @@ DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
 class Quantised(nn.Module):
-    """A frozen table of another dtype in uneven rows, a scale that trains, and a short vector."""
+    """A layer with a frozen table and a short vector of another dtype, and a scale that trains."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -233,23 +234,27 @@ class _Registry:
 
 
 class _Meshes:
-    """Keeps for each rank, and for one run, what the engine keeps for a process: meshes of fewer ranks."""
+    """Keeps for each rank, and for one run, what the engine keeps for a process: meshes made of others."""
+
+    _KEPT = ("_subdivided", "_flattened")
 
     def __init__(self) -> None:
         self._made: dict[Any, Any] = {}
-        self._original = mesh._subdivided
+        self._originals = {name: getattr(mesh, name) for name in self._KEPT}
 
-    def _subdivided(self, whole: Any, size: int) -> Any:
-        key = device.rank_thread.rank, whole, size
+    def _keep(self, name: str, *args: Any) -> Any:
+        key = device.rank_thread.rank, name, args
         if key not in self._made:
-            self._made[key] = self._original.__wrapped__(whole, size)
+            self._made[key] = self._originals[name].__wrapped__(*args)
         return self._made[key]
 
     def __enter__(self) -> None:
-        mesh._subdivided = self._subdivided  # type: ignore[assignment]
+        for name in self._KEPT:
+            setattr(mesh, name, partial(self._keep, name))
 
     def __exit__(self, *_: object) -> None:
-        mesh._subdivided = self._original
+        for name, original in self._originals.items():
+            setattr(mesh, name, original)
 
 
 def _is_autograd_thread() -> bool:

@@ -80,6 +80,13 @@ CASES: dict[str, Scenario] = {
     "accumulation, reductions overlap": _case(micro_batches=3, overlapped=True),
     "accumulation, reduced at the end": _case(micro_batches=3, deferred="reduce"),
     "accumulation, reduced at the end, two ranks": _case(ranks=2, micro_batches=2, deferred="reduce"),
+    "whole from step to step": _case(stage=2, micro_batches=2),
+    "whole from step to step, two ranks": _case(ranks=2, stage=2, low_precision=True, micro_batches=2),
+    "whole gradients until the last backward": _case(stage=1, micro_batches=3, overlapped=True),
+    "both axes": _case(ranks=4, replicas=2, stage="hfsdp"),
+    "both axes, low precision, accumulation": _case(
+        ranks=4, replicas=2, stage="hfsdp", low_precision=True, micro_batches=2, deferred="all-reduce"
+    ),
     "low precision": _case(low_precision=True),
     "low precision in one stream": _in_one_stream(low_precision=True),
     "low precision, two ranks": _case(ranks=2, low_precision=True),

@@ -290,6 +290,7 @@ def _sharded(model: Model, streams: Streams) -> tuple[Net, list[Tensor]]:
     born = (model.born + (0,) * (model.depth + 1))[: model.depth + 1]
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if model.low_precision else None
     options: dict[str, Any] = {"mesh": _mesh(model), "reshard_after_forward": model.reshard}
+    options["zero_stage"] = model.stage
     if policy is not None:
         options["mp_policy"] = policy
     for place, layer in zip(born, net.layers, strict=False):

@@ -72,6 +72,7 @@ class Model:
         detached: the last branch of every unit sends no gradient to the unit's input.
         two_outputs: units give two outputs, computed in the streams of their first two branches.
         reshard: `reshard_after_forward`.
+        stage: `zero_stage`.
         micro_batches: in each step.
         deferred: what waits for the last micro-batch: "", "reduce" or "all-reduce".
         overlapped: `set_is_last_backward(False)` for all micro-batches but the last.
@@ -101,6 +102,7 @@ class Model:
     detached: bool = False
     two_outputs: bool = False
     reshard: bool | int | None = None
+    stage: int | str = 3
     micro_batches: int = 1
     deferred: str = ""
     overlapped: bool = False

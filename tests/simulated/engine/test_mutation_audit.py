@@ -53,7 +53,8 @@ def _files(names: Iterable[str]) -> set[str]:
 
 def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     recorded = _files(edge.recorded for edge in _edges())
-    assert recorded >= {"arrivals.py", "buffers.py", "context.py", "param_group.py", "scheduler.py"}
+    files = {"arrivals.py", "buffers.py", "context.py", "gathering.py", "param_group.py", "scheduler.py"}
+    assert recorded >= {*files, "hybrid.py", "reduction.py"}
     assert "outside of the engine" not in {
         place for edge in _edges() for place in (edge.recorded, edge.awaited)
     }

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from shardgrad.buffers import Slot
 from shardgrad.param_group import ParamGroup
-from shardgrad.scheduler import ReductionScheduler, _Ticket
+from shardgrad.reduction import Reduction
+from shardgrad.scheduler import ReductionScheduler
 from tests.simulated import device
 from tests.simulated.device import Launch
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
@@ -255,5 +256,5 @@ def test_an_edge_that_is_too_strong_is_noticed(name: str) -> None:
 
 
 def test_an_optimizer_that_does_not_wait_is_noticed() -> None:
-    with _replaced(_Ticket, "join", _nobody_waits_for_reductions):
+    with _replaced(Reduction, "join", _nobody_waits_for_reductions):
         assert _updates_that_do_not_wait_for_a_reduction(_last_step(2, raises=False))
