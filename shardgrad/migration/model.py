@@ -9,6 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from shardgrad.roots import unit_of
+
 from .advice import Advice
 
 __all__ = ["examine"]
@@ -32,7 +34,7 @@ def _wrappers(model: nn.Module) -> Iterator[Advice]:
             yield Advice(where, "change", "wrapped by DistributedDataParallel", "shard module.module instead")
         elif isinstance(module, torch_fsdp.FullyShardedDataParallel):
             yield Advice(where, "change", "wrapped by FSDP1", "build it again, and shard each block")
-        elif issubclass(type(module), torch_fsdp.FSDPModule) and not issubclass(type(module), FSDPModule):
+        elif isinstance(module, torch_fsdp.FSDPModule) and unit_of(module) is None:
             yield Advice(where, "change", "sharded by FSDP2", "one engine for a model: build it again")
 
 
