@@ -34,7 +34,7 @@ def _wrappers(model: nn.Module) -> Iterator[Advice]:
             yield Advice(where, "change", "wrapped by DistributedDataParallel", "shard module.module instead")
         elif isinstance(module, torch_fsdp.FullyShardedDataParallel):
             yield Advice(where, "change", "wrapped by FSDP1", "build it again, and shard each block")
-        elif isinstance(module, torch_fsdp.FSDPModule) and unit_of(module) is None:
+        elif unit_of(module) is None and isinstance(module, torch_fsdp.FSDPModule):
             yield Advice(where, "change", "sharded by FSDP2", "one engine for a model: build it again")
 
 
