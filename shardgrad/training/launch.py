@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardgrad.checkpoint import Series
 from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.training.failure import UsageError
 from shardgrad.training.rank import Order, Report, run_rank
@@ -66,6 +65,8 @@ def is_restarted() -> bool:
 
 
 def _has_checkpoint(folder: str | None) -> bool:
+    from shardgrad.checkpoint import Series  # here, because it takes a while
+
     return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
 
 

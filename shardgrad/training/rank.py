@@ -16,7 +16,6 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardgrad.checkpoint import Series
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain
 from shardgrad.training.stop import StopRequest
@@ -124,6 +123,8 @@ def run_rank(order: Order, *, init_method: str) -> Report:
 
 def resume_hint(folder: Path) -> str:
     """How to go on with the run in `folder`, as a sentence."""
+    from shardgrad.checkpoint import Series
+
     try:
         newest = Series(folder / "checkpoints").latest()
     except OSError:  # nothing can be read here, for want of descriptors or of a network
