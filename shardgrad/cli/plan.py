@@ -83,7 +83,9 @@ def _plan(*, advice: bool, picture: Path | None, as_json: bool, **options: Any) 
     if as_json:
         click.echo(json.dumps(report.as_json(made, found)))
     else:
-        report.show(made, found, Console(highlight=False))
+        console = Console(highlight=False)
+        # As wide as it needs where nobody's terminal says how wide it may be.
+        report.show(made, found, console if console.is_terminal else Console(highlight=False, width=120))
 
 
 def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:

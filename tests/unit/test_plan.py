@@ -29,6 +29,8 @@ from shardgrad.training.failure import UsageError
 from shardgrad.training.model import Transformer
 from shardgrad.training.presets import PRESETS, transformer_config
 
+pytestmark = pytest.mark.timeout(400)  # a rehearsal takes a second, or many where others use the machine
+
 H100 = machine_of("h100")
 TINY = Request(preset="tiny", ranks=16, seq_len=64)
 
@@ -127,7 +129,7 @@ def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
     assert inner == [t for t in transfers(hsdp) if t.axis == "shard"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 16_384])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.slow)])
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     names = [transfer.name for transfer in transfers(rehearsal_of(ranks=ranks)) if " of " in transfer.name]
     assert names == [transfer.name for transfer in transfers(rehearsal_of())]
@@ -244,15 +246,14 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 
 
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
-    request = TINY.but(override={"layers": 12}, seq_len=512, batch_size=4)
+    request = TINY.but(override={"layers": 8}, seq_len=512, batch_size=4)
     graphed = machine_of("h100", is_graphed=True)
     deep = plan_of(rehearsed(request), graphed)
-    guess = estimate(shallow(request, 12), graphed, Calibration(), depth=12)
+    guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
     assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
 
 
-@pytest.mark.timeout(300)  # a rehearsal for each change
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
     plan = plan_of(rehearsed(TINY.but(batch_size=8, override={"layers": 1})), H100)
     room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
@@ -294,7 +295,7 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
         "tokens/s",
         "axis replicate",
     ):
-        assert words in result.stdout
+        assert words in " ".join(result.stdout.split()), "wherever a line ends"
 
 
 def with_scalar() -> nn.Module:
