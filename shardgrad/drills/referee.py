@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardgrad.drills.faults import Expectation, Fault, Tampering
 from shardgrad.drills.saboteur import Plan, Trace
-from shardgrad.drills.stage import STEPS, Command, Outcome, Program, Stage, losses
+from shardgrad.drills.stage import PATIENT_S, STEPS, Command, Outcome, Program, Stage, losses
 
 __all__ = ["Referee", "Verdict"]
 
@@ -138,7 +138,8 @@ class Referee:
         """The folder of a run of this program that nothing happened to."""
         if program not in self._undisturbed:
             folder = self._folder / f"undisturbed{len(self._undisturbed)}"
-            outcome = self._stage.run(program, [*program.arguments(folder), "--keep", "3"])
+            patient = ("--keep", "3", "--timeout", str(PATIENT_S))
+            outcome = self._stage.run(program, [*program.arguments(folder), *patient])
             if not outcome.succeeded:
                 raise RuntimeError(f"the program does not even run undisturbed: {outcome.words}")
             self._undisturbed[program] = folder

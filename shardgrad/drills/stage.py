@@ -26,10 +26,11 @@ from shardgrad.drills.hosts import Hosts
 from shardgrad.drills.saboteur import Plan, Trace, arm
 from shardgrad.training import launch, loop, spawn
 
-__all__ = ["Command", "Outcome", "Program", "Stage", "losses"]
+__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "Stage", "losses"]
 
 STEPS, EVERY = 6, 2
 TIMEOUT_S = 8.0
+PATIENT_S = 60.0  # where nothing is to break: a busy machine may be slow
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
 _SHARED_MEMORY = "/dev/shm"
@@ -82,7 +83,7 @@ class Program:
         sized = [] if self.launched else ["--ranks", str(ranks or self.ranks)]
         if "--mesh" in self.options and ranks is None:
             sized = list(self.options[self.options.index("--mesh") :][:2])
-        return ["train", "--resume", str(folder), *sized]
+        return ["train", "--resume", str(folder), "--timeout", str(PATIENT_S), *sized]
 
 
 @dataclass(frozen=True)

@@ -230,3 +230,10 @@ def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
     assert sum(sum(found.values()) for found in record["summary"].values()) >= 100
+
+
+def test_soak(tmp_path: Path) -> None:
+    record = smoke("soak", tmp_path, "--mode", "eager")
+    (of,) = record["summary"].values()
+    assert {"resident_nbytes", "tensors", "objects", "descriptors", "threads", "is_flat"} <= set(of)
+    assert of["descriptors"] == of["threads"] == of["tensors"] == 0
