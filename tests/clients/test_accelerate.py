@@ -28,6 +28,9 @@ from tests.ranks import Ranks
 skip_without("accelerate")
 skip_without("transformers")
 
+# Whichever test is first, imports the framework on both ranks.
+pytestmark = pytest.mark.timeout(300)
+
 
 @contextmanager
 def cpus_as_accelerators() -> Iterator[None]:
@@ -143,7 +146,6 @@ def with_the_trainer() -> tuple[nn.Module, Tensors]:
         return trainer.model_wrapped, notes
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("efficient_loading", [False, True])
 def test_accelerates_plugin_equals_fsdp2(client_ranks: Ranks, *, efficient_loading: bool) -> None:
     client_ranks.run(

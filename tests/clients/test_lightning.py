@@ -15,6 +15,9 @@ from tests.ranks import Ranks
 
 skip_without("lightning")
 
+# Whichever test is first, imports the framework on both ranks.
+pytestmark = pytest.mark.timeout(300)
+
 
 def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
     import lightning as pl
@@ -76,7 +79,6 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(rows, batch_size=ROWS)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")
 def test_lightnings_trainer_equals_fsdp2(client_ranks: Ranks) -> None:
     client_ranks.run(same_bits_under_both, with_lightnings_trainer, timeout_s=STARTUP_S)

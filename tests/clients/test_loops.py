@@ -171,4 +171,4 @@ def gradient_read_between() -> tuple[nn.Module, Tensors]:
     "program", [alignment, moving_average, hooks_on_activations, optimizer_in_backward, gradient_read_between]
 )
 def test_a_loop_written_for_fsdp2_equals_it(client_ranks: Ranks, program: Any) -> None:
-    client_ranks.run(same_bits_under_both, program)
+    client_ranks.run(same_bits_under_both, program, timeout_s=100)

@@ -12,6 +12,9 @@ from tests.ranks import Ranks
 
 skip_without("peft")
 
+# Whichever test is first, imports the framework on both ranks.
+pytestmark = pytest.mark.timeout(300)
+
 
 def adapted(dtype: torch.dtype) -> nn.Module:
     """A Llama in `dtype` with adapters, which PEFT makes float32 where the base is narrower."""
@@ -46,7 +49,6 @@ def through_accelerate() -> tuple[nn.Module, Tensors]:
         return prepared[1], train(*prepared)
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_lora_equals_fsdp2(client_ranks: Ranks, dtype: torch.dtype) -> None:
     client_ranks.run(same_bits_under_both, sharded_by_hand, dtype, timeout_s=STARTUP_S)

@@ -13,6 +13,9 @@ from tests.ranks import Ranks
 
 skip_without("torchao")
 
+# Whichever test is first, imports the framework on both ranks.
+pytestmark = pytest.mark.timeout(300)
+
 WIDTH = 32  # float8 layers want multiples of 16
 
 
@@ -38,7 +41,6 @@ def float8_layers(*, gathers_float8: bool) -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("gathers_float8", [False, True])
 def test_float8_layers_equal_fsdp2(client_ranks: Ranks, *, gathers_float8: bool) -> None:
     """`gathers_float8` makes weights a tensor subclass with FSDP2's hooks around the all-gather."""

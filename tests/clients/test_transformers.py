@@ -15,6 +15,9 @@ from tests.ranks import Ranks
 
 skip_without("transformers")
 
+# Whichever test is first, imports the framework on both ranks.
+pytestmark = pytest.mark.timeout(300)
+
 NAMES = ("llama", "qwen", "gpt2", "mixtral", "vit", "t5")
 
 
@@ -98,7 +101,6 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_sharded_by_hand_equals_fsdp2(client_ranks: Ranks, name: str) -> None:
     client_ranks.run(same_bits_under_both, sharded_by_hand, name, timeout_s=STARTUP_S)
