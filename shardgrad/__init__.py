@@ -10,12 +10,19 @@ from .grad_scaler import GradScaler
 from .graphs import GraphPool, UncapturableStepWarning, graphed_step
 from .module import FSDPModule, register_fsdp_forward_method
 from .participation import participate
-from .policies import CPUOffloadPolicy, GradientPolicy, MixedPrecisionPolicy, OffloadPolicy
+from .policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    GradientPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradScaler",
     "GradientPolicy",

@@ -22,7 +22,7 @@ import torch
 
 from .streams import Mark, Stream, Streams
 
-__all__ = ["Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
 
 
 class Holder(Protocol):
@@ -169,6 +169,16 @@ class SlotRing:
             self._turns = list(self._made)
 
 
+class Recurring(Protocol):
+    """Memory that comes and goes under tensors that stay."""
+
+    def allocate(self) -> None:
+        """Brings it back, for the current stream."""
+
+    def free(self) -> None:
+        """Gives it back, after the last use on the current stream."""
+
+
 class RecurringBuffer:
     """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
 
@@ -184,6 +194,13 @@ class RecurringBuffer:
         self._home = streams.current()
         with torch.inference_mode(mode=False):
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor, streams: Streams) -> RecurringBuffer:
+        """Takes over a tensor that is there already, allocated for the current stream."""
+        buffer = cls.__new__(cls)
+        buffer._streams, buffer._home, buffer.tensor = streams, streams.current(), tensor
+        return buffer
 
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is undefined."""

@@ -15,6 +15,7 @@ __all__ = [
     "DesyncError",
     "DeviceError",
     "EmptyModuleError",
+    "ExtensionError",
     "ForeignParameterError",
     "ForwardMethodError",
     "GradientError",
@@ -27,6 +28,7 @@ __all__ = [
     "ParameterClaimedError",
     "ParticipationError",
     "PartnerUnavailableError",
+    "PlacementError",
     "RankDisagreementError",
     "ReplayMismatchError",
     "RootError",
@@ -94,6 +96,10 @@ class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError)
     """A parameter that cannot be sharded as it is (scalar, non-contiguous, integer, sparse)."""
 
 
+class PlacementError(ShardgradError, ValueError, AssertionError):
+    """A parameter was asked to be cut where it cannot be, or lies where data parallelism cannot cut it."""
+
+
 class EmptyModuleError(ShardgradError, ValueError):
     """There is nothing to shard in the module."""
 
@@ -124,6 +130,10 @@ class DeepcopyError(ShardgradError, AssertionError):
 
 class MetaParameterError(ShardgradError, RuntimeError):
     """Parameters are still on the meta device when they are needed."""
+
+
+class ExtensionError(ShardgradError, AssertionError):
+    """A tensor subclass follows the all-gather protocol in part, or answered what cannot be gathered."""
 
 
 class ForeignParameterError(ShardgradError, RuntimeError):

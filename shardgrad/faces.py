@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.distributed.tensor import DTensor
 
-from .mesh import DataParallelMesh
-
-__all__ = ["face_over", "in_own_storage"]
+__all__ = ["face_like", "in_own_storage"]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -26,19 +22,13 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def face_over(
-    local: torch.Tensor, mesh: DataParallelMesh, shape: Sequence[int], stride: Sequence[int] | None = None
-) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece.
-
-    Args:
-        local: the piece, as the mesh's placements cut it.
-        mesh: where it is sharded.
-        shape: of the whole.
-        stride: of the whole; None for a contiguous one.
-    """
-    if stride is None:
-        stride = torch.empty(tuple(shape), device="meta").stride()
+def face_like(local: torch.Tensor, param: DTensor) -> DTensor:
+    """Returns the DTensor of which `local` is this rank's piece, cut as `param` is; dtypes may differ."""
     return DTensor.from_local(
-        local, mesh.mesh, mesh.placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
     )

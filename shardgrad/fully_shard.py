@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import Shard
 
 from .build import Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
 from .errors import OptionError, unsupported
+from .extensions import ExtensionGroup, is_extension, require_extension
 from .first_step import watch_first_steps
 from .managed_param import CLAIM, mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
 from .optimizer_steps import notice_optimizer_steps
 from .param_group import ParamGroup
+from .placement_fn import Place, places_of, travel_together
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
 from .unit import Unit
@@ -37,7 +38,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
@@ -47,7 +48,8 @@ def fully_shard(
     """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in place.
 
     Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
-    below it that no inner call owns, and they travel in one collective for each dtype.
+    below it that no inner call owns, and they travel in one collective for each dtype and mesh. Parameters
+    that tensor or expert parallelism has made DTensors of are cut further, along the axes of `mesh`.
 
     Args:
         module: the module, or a list of modules that form one unit.
@@ -56,11 +58,13 @@ def fully_shard(
         reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
             False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
             except for the root and for the unit that ran last, which backward needs at once.
-        shard_placement_fn: per parameter, `Shard(0)` or None; other dimensions are refused.
+        shard_placement_fn: per parameter, the dim it is cut along, as `Shard(dim)`, or None for `Shard(0)`;
+            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be cut unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: only the base class, which does not offload.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: refused unless None.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
+            and the parameters are DTensors on all of it.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
 
     Returns:
@@ -75,18 +79,23 @@ def fully_shard(
     arg: Any = module
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
-    _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
-    data_mesh = DataParallelMesh.of(mesh or default_mesh())
+    _refuse_unsupported(mp_policy, offload_policy)
+    data_mesh = _data_mesh(mesh, dp_mesh_dims)
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
-    _require_dim0(shard_placement_fn, collected.params)
-    flag, post_forward_mesh = _reshard_plan(reshard_after_forward, data_mesh)
-    grouped = _by_dtype(collected.params)
+    names = {param: name for param, (name, _) in collected.params.items()}
+    places = places_of(names, data_mesh, shard_placement_fn)
+    flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
+    grouped = travel_together(places, is_extension)
+    _refuse_reshard_of_dtensors(reshard_after_forward, places)
+    smaller = {place.mesh: _reshard_plan(reshard_after_forward, place.mesh)[1] for place in places.values()}
+    for param in filter(is_extension, places):
+        require_extension(param, names[param], reshard_after_forward)
     groups = [
-        ParamGroup(
-            [(collected.params[p][0], p, collected.params[p][1]) for p in params],
-            data_mesh,
-            post_forward_mesh,
+        (ExtensionGroup if is_extension(params[0]) else ParamGroup)(
+            [(names[p], p, collected.params[p][1], places[p].cut) for p in params],
+            places[params[0]].mesh,
+            smaller[places[params[0]].mesh],
             mp_policy,
             gradient_policy,
         )
@@ -97,20 +106,7 @@ def fully_shard(
     return module
 
 
-def _by_dtype(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Returns the parameters that can travel together: those of one dtype, in the order they came."""
-    grouped: dict[torch.dtype, list[nn.Parameter]] = {}
-    for param in params:
-        grouped.setdefault(param.dtype, []).append(param)
-    return list(grouped.values())
-
-
-def _refuse_unsupported(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: Any,
-) -> None:
+def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise OptionError(
             "mp_policy must be a MixedPrecisionPolicy",
@@ -118,35 +114,34 @@ def _refuse_unsupported(
             got=repr(mp_policy),
             fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
         )
-    if dp_mesh_dims is not None:
-        raise unsupported("dp_mesh_dims", instead="pass the data-parallel axes of the mesh as `mesh`")
     if type(offload_policy) is not OffloadPolicy:
         raise unsupported(type(offload_policy).__name__, instead="offload_policy=OffloadPolicy()")
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
+
+
+def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
+    mesh = mesh or default_mesh()
+    if dims is None or not isinstance(mesh, DeviceMesh):
+        return DataParallelMesh.of(mesh)
+    if not hasattr(dims, "shard_names") or not hasattr(dims, "replicate_names"):
         raise OptionError(
-            "shard_placement_fn must be callable",
-            expected="a function of a parameter",
-            got=type(shard_placement_fn).__name__,
-            fix="shard_placement_fn=lambda param: Shard(0)",
+            "dp_mesh_dims must be a DataParallelMeshDims",
+            expected="torch.distributed.fsdp.DataParallelMeshDims, or None",
+            got=repr(dims),
+            fix="dp_mesh_dims=DataParallelMeshDims(shard='dp')",
         )
+    return DataParallelMesh.of_named_axes(mesh, dims)
 
 
-def _require_dim0(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]],
+def _refuse_reshard_of_dtensors(
+    reshard_after_forward: bool | int | None, places: Mapping[nn.Parameter, Place]
 ) -> None:
-    if shard_placement_fn is None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return
-    for param, (name, _) in params.items():
-        placement = shard_placement_fn(param)
-        if placement is None:
-            continue
-        if not isinstance(placement, Placement) or not isinstance(placement, Shard):
-            raise unsupported(
-                f"placement {placement!r} of parameter {name}", instead="return Shard(0) or None"
-            )
-        if placement.dim not in (0, -param.ndim):
-            raise unsupported(f"sharding parameter {name} on dim {placement.dim}", instead="return Shard(0)")
+    if any(place.cut.came_as_dtensor for place in places.values()):
+        raise unsupported(
+            "reshard_after_forward as an int for parameters that are DTensors already",
+            instead="reshard_after_forward=True or False",
+        )
 
 
 def _reshard_plan(

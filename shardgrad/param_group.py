@@ -26,10 +26,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import ops
 from .adoption import adopt
-from .buffers import RecurringBuffer, Slot
+from .buffers import Recurring, RecurringBuffer, Slot
 from .collectives import Flight
+from .crosswise import unpack_crosswise
+from .cuts import Cut, cut_of
 from .errors import MetaParameterError
-from .faces import face_over, in_own_storage
+from .faces import in_own_storage
 from .gradient_shard import GradientShard
 from .labels import LABEL_NUMEL, Label
 from .layout import ShardLayout, alignment_numel
@@ -41,7 +43,7 @@ from .runtime import Runtime
 from .streams import Mark
 from .trace import span
 
-__all__ = ["ParamGroup", "ShardState"]
+__all__ = ["ParamGroup", "ShardState", "Source"]
 
 
 class ShardState(Enum):
@@ -53,8 +55,16 @@ class ShardState(Enum):
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Where an all-gather starts from: the shard, or the post-forward shard."""
+class Source:
+    """Where an all-gather starts from: the shard, or the post-forward shard.
+
+    Attributes:
+        layout: of the parameters over the ranks that gather.
+        chunk: this rank's, 1-D, with room for the label at its end.
+        mesh: whose shard group gathers.
+        label: of the message.
+        ready: where the chunk was last filled; None if `parameters_ready` tells.
+    """
 
     layout: ShardLayout
     chunk: torch.Tensor
@@ -64,14 +74,14 @@ class _Source:
 
     def write_label(self) -> None:
         """Puts the label at the end of the chunk, if it is not there yet."""
-        end = self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL)
+        end = self.chunk.narrow(0, self.chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
         end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
 
 
 class _Gathering:
     """An all-gather under way; holds its slot until the group has copied it out."""
 
-    def __init__(self, group: ParamGroup, source: _Source) -> None:
+    def __init__(self, group: ParamGroup, source: Source) -> None:
         self.group = group
         self.source = source
         self.slot: Slot
@@ -85,7 +95,7 @@ class ParamGroup:
     """Parameters of one unit with one dtype on one mesh.
 
     Args:
-        params: (name, original parameter, owners), in an order all ranks share; not moved or changed yet.
+        params: (name, original parameter, owners, cut), in an order all ranks share; not changed yet.
         mesh: the data-parallel mesh.
         post_forward_mesh: fewer, neighbouring ranks to reshard to after forward; None to reshard fully.
         mp_policy: torch's policy.
@@ -95,13 +105,17 @@ class ParamGroup:
         name: of the unit, for errors and traces.
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype.
+        is_flat: True if the sharded faces are views of `shard`.
         generation: how often parameters were replaced and taken over; see `adoption.py`.
+        holds_dtensors: True if some parameter came as a DTensor; its gradients do too.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
     """
 
+    is_flat = True
+
     def __init__(
         self,
-        params: Sequence[tuple[str, nn.Parameter, list[Owner]]],
+        params: Sequence[tuple[str, nn.Parameter, list[Owner], Cut]],
         mesh: DataParallelMesh,
         post_forward_mesh: DataParallelMesh | None,
         mp_policy: MixedPrecisionPolicy,
@@ -122,11 +136,12 @@ class ParamGroup:
         self.generation = 0
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
-        self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
+        self.params = [ManagedParam(name, owners, tuple(p.shape), p, cut) for name, p, owners, cut in params]
+        self.holds_dtensors = any(p.cut.came_as_dtensor for p in self.params)
         for managed in self.params:
             managed.group = self
         with torch.no_grad():
-            self._build([p.detach() for _, p, _ in params])
+            self._build([local_of(p) if cut.came_as_dtensor else p.detach() for _, p, _, cut in params])
 
     def set_channel(self, name: str, channel: int) -> None:
         """Names the group's messages; `channel` comes from `agreement.py`, the same on every rank."""
@@ -149,16 +164,15 @@ class ParamGroup:
         self.alignment = alignment_numel([dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype])
 
     def _build(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Fills the shard from whole parameters and makes the sharded faces show it."""
+        """Fills the shard from what is to be cut and makes the sharded faces show it."""
         device = wholes[0].device
         self._allocate(device if device.type == "meta" else self.mesh.device)
         rank = self.mesh.shard_rank
         views = self.layout.local_views(self.shard, rank)
         for p, whole, view, piece in zip(self.params, wholes, views, self.layout.pieces, strict=True):
-            begin, end = piece.rows(rank)
             if device.type != "meta":
-                view.copy_(whole[begin:end])
-            face = face_over(in_own_storage(view), self.mesh, piece.shape)
+                view.copy_(piece.of(whole, rank))
+            face = p.cut.face(in_own_storage(view))
             attributes, p.sharded = (
                 p.sharded.__dict__,
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
@@ -168,15 +182,22 @@ class ParamGroup:
 
     def _allocate(self, device: torch.device) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
-        self.layout = ShardLayout.of(
-            [p.shape for p in self.params], self.mesh.shard_size, alignment=self.alignment, with_flags=False
-        )
+        self.layout = self._layout_of(self.params, with_flags=False)
         self.shard = torch.zeros(self.layout.chunk_numel, dtype=self.dtype, device=device)
         self._forget_derived()
 
+    def _layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+        return ShardLayout.of(
+            [p.cut.shape for p in params],
+            self.mesh.shard_size,
+            alignment=self.alignment,
+            with_flags=with_flags,
+            dims=[p.cut.dim for p in params],
+        )
+
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
-        self._unsharded: RecurringBuffer | None = None
+        self._unsharded: Recurring | None = None
         self._post_forward = None
         self._labelled = None
         self._trainable: tuple[bool, ...] | None = None
@@ -201,16 +222,18 @@ class ParamGroup:
             return False
         self._trainable = now
         self._gradient_shard = None
-        self.gradient_layout = ShardLayout.of(
-            [p.shape for p in self.trainable()],
-            self.mesh.shard_size,
-            alignment=self.alignment,
-            with_flags=True,
-        )
+        self.gradient_layout = self._layout_of(self.trainable(), with_flags=True)
         for p in self.params:
             if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         return True
+
+    def local_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns what this rank packs of the trainable parameters' gradients; see `Cut.local_gradient`."""
+        return [
+            None if grad is None else p.cut.local_gradient(grad)
+            for p, grad in zip(self.trainable(), grads, strict=True)
+        ]
 
     @property
     def has_gradients(self) -> bool:
@@ -247,12 +270,12 @@ class ParamGroup:
         """
         if not self.is_sharded:
             return
-        source = self._source()
+        source = self._source(runtime)
         transport = runtime.transport(source.mesh.shard_group)
-        cast = self.gather_dtype != self.dtype and source.chunk.dtype != self.gather_dtype
+        cast = source.chunk.dtype != self.wire_dtype
         apart = cast and not transport.gathers_in_place  # the cast chunk needs room of its own
         count = transport.gather_chunks
-        n = source.layout.chunk_numel
+        n = source.chunk.numel()
         gathering = _Gathering(self, source)
         stream = runtime.streams.gather
         if source.ready is None and self._labelled is not source.chunk:
@@ -262,12 +285,12 @@ class ParamGroup:
             runtime.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)
-            slot = runtime.gather_ring.acquire((count + apart) * n * self.gather_dtype.itemsize, gathering)
+            slot = runtime.gather_ring.acquire((count + apart) * n * self.wire_dtype.itemsize, gathering)
             slot.start_writing(stream)
-            staging = slot.chunks(self.gather_dtype, count, n)
+            staging = slot.chunks(self.wire_dtype, count, n)
             chunk = source.chunk
             if cast:
-                room = slot.chunks(self.gather_dtype, 1, n, skip=count * n) if apart else staging
+                room = slot.chunks(self.wire_dtype, 1, n, skip=count * n) if apart else staging
                 chunk = room.parts[0 if apart else transport.rank]
                 chunk.copy_(source.chunk)
             gathering.slot = slot
@@ -276,13 +299,18 @@ class ParamGroup:
         self._runtime = runtime
         self._gathering = gathering
 
-    def _source(self) -> _Source:
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which chunks of an all-gather travel."""
+        return self.gather_dtype
+
+    def _source(self, runtime: Runtime) -> Source:
         if self.state is ShardState.SHARDED_POST_FORWARD:
             cut = self._post_forward
             if cut is None:
                 raise RuntimeError("the post-forward shard is gone")
-            return _Source(cut.layout, cut.chunk, cut.mesh, cut.label, cut.ready)
-        return _Source(self.layout, self.shard, self.mesh, self._gather_label, None)
+            return Source(cut.layout, cut.chunk, cut.mesh, cut.label, cut.ready)
+        return Source(self.layout, self.shard, self.mesh, self._gather_label, None)
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are whole and registered afterwards.
@@ -303,9 +331,7 @@ class ParamGroup:
             try:
                 chunks = gathering.flight.wait()
                 gathering.slot.start_reading(stream)
-                flat = self._unsharded_storage()
-                # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
-                ops.unpack(chunks, flat, gathering.source.layout.table)
+                self._copy_out(chunks, gathering.source.layout)
             finally:
                 gathering.slot.release(stream)
         self._whole = self._whole or self._runtime.streams.mark()
@@ -318,9 +344,17 @@ class ParamGroup:
             for module, attribute in p.owners:
                 module._parameters[attribute] = face
 
+    def _copy_out(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
+        """Puts whole parameters together from the chunks of all ranks, on the current stream."""
+        flat = self._unsharded_storage()
+        # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
+        ops.unpack(chunks, flat, layout.table)
+        if layout.crosswise:
+            unpack_crosswise(chunks, flat, layout)
+
     def _unsharded_storage(self) -> torch.Tensor:
         """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
-        if self._unsharded is not None:
+        if isinstance(self._unsharded, RecurringBuffer):
             self._unsharded.allocate()
             return self._unsharded.tensor
         numel, streams = self.layout.unsharded_numel, self._runtime.streams
@@ -329,7 +363,8 @@ class ParamGroup:
         with torch.inference_mode(mode=False):
             for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
                 # `.data` gives the view a version counter of its own: see the module docstring.
-                p.unsharded = nn.Parameter(view.data, requires_grad=p.sharded.requires_grad)
+                face = p.cut.unsharded_face(view.data)
+                p.unsharded = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
         self.on_new_unsharded()
         return self._unsharded.tensor
 
@@ -375,16 +410,17 @@ class ParamGroup:
         if self._unsharded is not None:
             self._unsharded.free()
         self.state = ShardState.SHARDED_POST_FORWARD
-        for p, view, piece in zip(self.params, cut.views, cut.layout.pieces, strict=True):
+        for p, view in zip(self.params, cut.views, strict=True):
             if p.post_forward is None:
-                face = face_over(view, cut.mesh, piece.shape)
+                face = cut_of(p.whole, p.name, cut.mesh, p.cut.dim).face(view)
                 p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 
     def _post_forward_shard(self, mesh: DataParallelMesh) -> PostForwardShard:
         if self._post_forward is None:
             self._post_forward = PostForwardShard(
-                [p.shape for p in self.params],
+                [p.cut.shape for p in self.params],
+                [p.cut.dim for p in self.params],
                 mesh,
                 self._runtime.streams,
                 alignment=self.alignment,

@@ -25,6 +25,7 @@ from . import ops
 from .arrivals import Arrivals
 from .buffers import Chunks, Slot
 from .collectives import Flight
+from .crosswise import pack_crosswise
 from .errors import ParticipationError
 from .labels import LABEL_NUMEL
 from .layout import ShardLayout
@@ -140,15 +141,23 @@ class GroupReducer:
         arrivals, streams = self.arrivals, self.scheduler.runtime.streams
         slot.start_writing(arrivals.home)
         arrivals.wait_for_producers()
-        grads = [self._nothing if g is None else g.contiguous() for g in arrivals.gradients]
-        grads.append(self._tail(labelled=not accumulate))
+        arrived = arrivals.gradients
+        if self.group.holds_dtensors:
+            with streams.on(arrivals.home), torch.no_grad():
+                arrived = self.group.local_gradients(arrived)
+        grads = [self._nothing if g is None else g.contiguous() for g in arrived]
+        layout, divisor = self._layout, self._factors[0]
         with streams.on(arrivals.home), torch.no_grad():
+            straight = grads
+            if layout.crosswise:
+                pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
+                straight = [grads[i] for i in layout.straight]
             ops.pack(
-                grads,
+                [*straight, self._tail(labelled=not accumulate)],
                 target,
-                self._layout.table_with_tail,
-                chunk_numel=self._layout.chunk_numel,
-                divisor=self._factors[0],
+                layout.table_with_tail,
+                chunk_numel=layout.chunk_numel,
+                divisor=divisor,
                 accumulate=accumulate,
             )
         slot.finish_writing(arrivals.home)

@@ -53,8 +53,8 @@ def test_fully_shard_takes_what_torchs_takes_and_one_thing_more() -> None:
 def test_names_that_programs_import_are_here() -> None:
     for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method"):
         assert hasattr(shardgrad, name), name
-    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
-        assert getattr(shardgrad, name) is getattr(fsdp, name), name
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "DataParallelMeshDims"):
+        assert getattr(shardgrad, name) is getattr(fsdp, name, None), name
 
 
 def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:
