@@ -25,6 +25,7 @@ from .param_group import ParamGroup
 from .placement_fn import Place, places_of, travel_together
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
+from .torch_views import show_to_torch
 from .unit import Unit
 
 __all__ = ["fully_shard"]
@@ -185,6 +186,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     for each in inner:
         each.guests = []
     attach_unit(unit)
+    show_to_torch(unit)
     _install_hooks(unit, collected.managed_modules)
     for module in unit.modules:
         swap_class(module)
