@@ -16,7 +16,7 @@ from .bypass import guarded_methods
 from .context import RootContext
 from .errors import DeepcopyError, ForwardMethodError, OptionError, RootError, UnsupportedError, unsupported
 from .roots import establish_context, unit_of
-from .torch_views import StateView
+from .torch_views import StateView, state_of
 from .unit import Unit
 
 __all__ = ["FSDPModule", "disable_fsdp_module_new_init", "register_fsdp_forward_method", "swap_class"]
@@ -261,8 +261,8 @@ class FSDPModule:
             return [self._unit]
         return [u for module in cast(nn.Module, self).modules() if (u := unit_of(module)) is not None]
 
-    def _get_fsdp_state(self) -> StateView:
-        return StateView(self._unit)
+    def _get_fsdp_state(self) -> StateView | None:
+        return state_of(cast(nn.Module, self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`module.to()` and its kin: moves the shards, then takes the moved storage over."""

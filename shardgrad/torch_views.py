@@ -23,7 +23,7 @@ from .param_group import ParamGroup
 from .roots import establish_context
 from .unit import Unit
 
-__all__ = ["StateView", "show_to_torch"]
+__all__ = ["StateView", "show_to_torch", "state_of"]
 
 
 class _ParamView:
@@ -143,8 +143,18 @@ def _context(unit: Unit) -> RootContext:
     return unit.context or establish_context(unit)
 
 
+# What torch files its own states under.
+_FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
+
+
 def show_to_torch(unit: Unit) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's unit."""
-    function = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
+    view = StateView(unit)
     for module in unit.modules:
-        module.__dict__.setdefault(STATE_KEY, {})[function] = StateView(unit)
+        module.__dict__.setdefault(STATE_KEY, {})[_FUNCTION] = view
+
+
+def state_of(module: nn.Module) -> StateView | None:
+    """Returns the view of the unit that `fully_shard` made of a module, the same object each time, or None."""
+    view: StateView | None = module.__dict__.get(STATE_KEY, {}).get(_FUNCTION)
+    return view
