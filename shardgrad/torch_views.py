@@ -155,6 +155,6 @@ def show_to_torch(unit: Unit) -> None:
 
 
 def state_of(module: nn.Module) -> StateView | None:
-    """Returns the view of the unit that `fully_shard` made of a module, the same object each time, or None."""
+    """Returns the view of the unit that a module is part of, the same object each time, or None."""
     view: StateView | None = module.__dict__.get(STATE_KEY, {}).get(_FUNCTION)
     return view
