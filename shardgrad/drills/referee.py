@@ -205,7 +205,10 @@ def _misplaced(sentence: str, plan: Plan, trace: Trace) -> list[str]:
         problems.append(f"the sentence does not name rank {plan.rank}: {sentence}")
     if not re.search(rf"\bstep ({trace.step}|{trace.step + 1})\b", sentence):
         problems.append(f"the sentence does not name step {trace.step}: {sentence}")
-    if not re.search(rf"(in|made) the .+| of parameter .+| of {re.escape(trace.unit)}\b", sentence):
+    # A checkpoint is of all units, and speaks in collectives of its own, which the journal does not see.
+    if not re.search(
+        rf"(in|made) the .+|\bparameter .+|step \d+, checkpoint| of {re.escape(trace.unit)}\b", sentence
+    ):
         problems.append(f"the sentence names no unit and no collective: {sentence}")
     return problems
 
