@@ -13,6 +13,7 @@ from .participation import participate
 from .patch import patch
 from .policies import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     GradientPolicy,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "GradScaler",
     "GradientPolicy",

@@ -87,7 +87,7 @@ def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
     face: object = shown
-    placements = group.mesh.placements
+    placements = p.cut.placements
     if not (isinstance(face, DTensor) and tuple(face.shape) == p.shape and face.placements == placements):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by something its unit cannot take over",

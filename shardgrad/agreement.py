@@ -15,6 +15,7 @@ from .errors import DesyncError, RankDisagreementError
 from .journal import journal
 
 if TYPE_CHECKING:
+    from .mesh import DataParallelMesh
     from .unit import Unit
 
 __all__ = ["describe", "require_agreement", "require_same_collectives"]
@@ -30,24 +31,34 @@ class _Channels:
 channels = _Channels()
 
 
-def describe(units: Sequence[Unit]) -> list[str]:
-    """Returns one line for each fact that every rank must share, in construction order."""
+def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
+    """Returns one line for each fact that every rank must share, in construction order.
+
+    Args:
+        units: the model.
+        mesh: leave out parameters that are not on this one; None for all.
+    """
     lines = []
     for unit in units:
         lines.append(
             f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, {unit.mp_policy}"
         )
         for group in unit.groups:
+            if mesh not in (None, group.mesh):
+                continue
             lines.append(f"group of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
-                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}"
+                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}, "
+                f"{p.cut.placements}"
                 for p in group.params
             )
     return lines
 
 
 def require_agreement(units: Sequence[Unit]) -> None:
-    """Compares the model across the ranks of the root's mesh; a collective, once per root.
+    """Compares the model across the ranks of the root's mesh, and parameters on other meshes across theirs.
+
+    A collective, once per root.
 
     Also gives every group its channel, the number that keeps its messages apart from all others: the ranks
     may have built different numbers of models before, so they continue from the largest count among them.
@@ -55,12 +66,13 @@ def require_agreement(units: Sequence[Unit]) -> None:
     Raises:
         RankDisagreementError: on every rank, naming the first difference.
     """
-    mesh = units[0].mesh
-    lines = describe(units)
+    root = units[0].mesh
     first_channel = channels.reserved
-    for group in (mesh.shard_group, mesh.replicate_group):
-        if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-            first_channel = _compare(lines, first_channel, group)
+    for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
+        lines = describe(units, None if mesh == root else mesh)
+        for group in (mesh.shard_group, mesh.replicate_group):
+            if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
+                first_channel = _compare(lines, first_channel, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     for offset, (name, param_group) in enumerate(groups):
         param_group.set_channel(name, first_channel + offset)

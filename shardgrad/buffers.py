@@ -15,7 +15,7 @@ every slot so far makes a slot larger and goes the same way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,7 +23,7 @@ import torch
 
 from .streams import Mark, Stream, Streams
 
-__all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
 
 # Gives a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -224,6 +224,19 @@ class SlotRing:
             self._turns = list(self._made)
 
 
+class Recurring(Protocol):
+    """Memory that comes and goes under tensors that stay."""
+
+    def allocate(self) -> None:
+        """Brings it back, for the current stream."""
+
+    def free(self) -> None:
+        """Gives it back, after the last use on the current stream."""
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Returns what it is in; empty ones while it is gone."""
+
+
 class RecurringBuffer:
     """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
 
@@ -239,6 +252,13 @@ class RecurringBuffer:
         self._home = streams.current()
         with torch.inference_mode(mode=False):
             self.tensor = torch.empty(numel, dtype=dtype, device=device)
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor, streams: Streams) -> RecurringBuffer:
+        """Takes over a tensor that is there already, allocated for the current stream."""
+        buffer = cls.__new__(cls)
+        buffer._streams, buffer._home, buffer.tensor = streams, streams.current(), tensor
+        return buffer
 
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
@@ -259,3 +279,7 @@ class RecurringBuffer:
             used.record(current)
             used.wait(self._home)
         storage.resize_(0)
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Returns the one there is."""
+        return (self.tensor.untyped_storage(),)

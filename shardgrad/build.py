@@ -22,7 +22,6 @@ from .errors import (
     OptionError,
     ParameterClaimedError,
     UnsupportedParameterError,
-    unsupported,
 )
 from .managed_param import CLAIM, ManagedParam, Owner, is_sharded_by_us
 from .mesh import DataParallelMesh
@@ -188,18 +187,13 @@ def _take_guests(found: Collected, inner_units: set[Unit]) -> None:
 
 def _validate_param(name: str, param: nn.Parameter) -> None:
     where = f"parameter {name}"
-    if isinstance(param, DTensor):
-        if is_sharded_by_us(param):
-            raise ParameterClaimedError(
-                f"parameter {name} is already sharded by another unit",
-                expected="a parameter that no unit owns yet",
-                got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
-                where=where,
-                fix="apply fully_shard bottom-up: inner modules first, the root last",
-            )
-        raise unsupported(
-            f"parameters that are DTensors already (tensor parallelism), like {name}",
-            instead="a 1-D or 2-D data-parallel mesh over plain parameters",
+    if isinstance(param, DTensor) and is_sharded_by_us(param):
+        raise ParameterClaimedError(
+            f"parameter {name} is already sharded by another unit",
+            expected="a parameter that no unit owns yet",
+            got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
+            where=where,
+            fix="apply fully_shard bottom-up: inner modules first, the root last",
         )
     if param.ndim == 0:
         raise UnsupportedParameterError(
@@ -210,7 +204,8 @@ def _validate_param(name: str, param: nn.Parameter) -> None:
             where=where,
             fix=f"self.{name.rpartition('.')[2]} = nn.Parameter(torch.tensor([value]))",
         )
-    if param.layout is not torch.strided or not param.is_contiguous():
+    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    if local.layout is not torch.strided or not local.is_contiguous():
         raise UnsupportedParameterError(
             f"FSDP does not support non-contiguous parameters yet: {name}",
             expected="a contiguous, dense tensor",
@@ -234,6 +229,14 @@ def _validate_devices(
 ) -> None:
     first: dict[torch.device, str] = {}
     for param, (name, _) in params:
+        if isinstance(param, DTensor) and param.device_mesh.device_type != mesh.device.type:
+            raise DeviceError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh",
+                expected=f"a mesh over {mesh.device.type}",
+                got=f"a mesh over {param.device_mesh.device_type}",
+                where=f"parameter {name}",
+                fix=f"init_device_mesh('{mesh.device.type}', ...) for tensor parallelism too",
+            )
         first.setdefault(param.device, name)
     if len(first) > 1:
         raise DeviceError(

@@ -17,6 +17,7 @@ __all__ = [
     "DeepcopyError",
     "DesyncError",
     "DeviceError",
+    "ExtensionError",
     "ForeignParameterError",
     "ForwardMethodError",
     "GradientError",
@@ -30,6 +31,7 @@ __all__ = [
     "ParameterClaimedError",
     "ParticipationError",
     "PartnerUnavailableError",
+    "PlacementError",
     "RankDisagreementError",
     "ReplayMismatchError",
     "RootError",
@@ -105,6 +107,10 @@ class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError)
     """A parameter that cannot be sharded as it is (scalar, non-contiguous, integer, sparse)."""
 
 
+class PlacementError(ShardgradError, ValueError, AssertionError):
+    """A parameter was asked to be cut where it cannot be, or lies where data parallelism cannot cut it."""
+
+
 class DeviceError(ShardgradError, ValueError):
     """Parameters of one call live on several devices, or on one the mesh does not have."""
 
@@ -131,6 +137,10 @@ class DeepcopyError(ShardgradError, AssertionError):
 
 class MetaParameterError(ShardgradError, RuntimeError):
     """Parameters are still on the meta device when they are needed."""
+
+
+class ExtensionError(ShardgradError, AssertionError):
+    """A tensor subclass follows the all-gather protocol in part, or answered what cannot be gathered."""
 
 
 class ForeignParameterError(ShardgradError, RuntimeError):

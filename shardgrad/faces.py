@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .mesh import DataParallelMesh
-
-__all__ = ["face_over", "in_own_storage"]
+__all__ = ["face_like", "face_over", "in_own_storage"]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -28,18 +25,26 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 
 
 def face_over(
-    local: torch.Tensor, mesh: DataParallelMesh, shape: Sequence[int], stride: Sequence[int] | None = None
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
 ) -> DTensor:
     """Returns the DTensor of which `local` is this rank's piece.
 
     Args:
-        local: the piece, as the mesh's placements cut it; on the mesh's device or on the host.
+        local: the piece, as the placements cut it; on the mesh's device or on the host.
         mesh: where it is sharded.
+        placements: on `mesh`.
         shape: of the whole.
-        stride: of the whole; None for a contiguous one.
+        stride: of the whole.
     """
-    if stride is None:
-        stride = torch.empty(tuple(shape), device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    meta = TensorMeta(shape, stride, local.dtype)
     # Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device.
-    return DTensor(local, DTensorSpec(mesh.mesh, mesh.placements, tensor_meta=meta), requires_grad=False)
+    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+
+
+def face_like(local: torch.Tensor, param: DTensor) -> DTensor:
+    """Returns the DTensor of which `local` is this rank's piece, cut as `param` is; dtypes may differ."""
+    return face_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())

@@ -95,8 +95,8 @@ class _Watch:
         moving = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in moving for param in group["params"]):
             managed = managed_by(param)
-            if managed is None:
-                continue
+            if managed is None or not managed.group.is_flat:
+                continue  # a tensor subclass may not even have views
             grad = getattr(param, managed.group.gradient_policy.attribute, None)
             if grad is not None:
                 self._samples.append(_Sample(managed, grad))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from .build import Claim, Collected, collect, validate_modules
 from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
 from .carried import is_float8
 from .errors import OptionError, UnsupportedParameterError, unsupported
+from .extensions import ExtensionGroup, is_extension, require_extension
 from .first_step import watch_first_steps
 from .home import Home
 from .managed_param import CLAIM, mark_sharded
@@ -24,9 +24,11 @@ from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
 from .optimizer_steps import notice_optimizer_steps
 from .param_group import ParamGroup
+from .placement_fn import Place, places_of, travel_together
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
 from .stages import Stage
+from .torch_views import show_to_torch
 from .unit import Unit
 
 __all__ = ["fully_shard"]
@@ -40,7 +42,7 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
     offload_policy: OffloadPolicy = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
@@ -51,7 +53,8 @@ def fully_shard(
     """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in place.
 
     Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
-    below it that no inner call owns, and they travel in one collective for each dtype.
+    below it that no inner call owns, and they travel in one collective for each dtype and mesh. Parameters
+    that tensor or expert parallelism has made DTensors of are cut further, along the axes of `mesh`.
 
     Args:
         module: the module, or a list of modules that form one unit.
@@ -60,12 +63,14 @@ def fully_shard(
         reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
             False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
             except for the root and for the unit that ran last, which backward needs at once.
-        shard_placement_fn: per parameter, `Shard(0)` or None; other dimensions are refused.
+        shard_placement_fn: per parameter, the dim it is cut along, as `Shard(dim)`, or None for `Shard(0)`;
+            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be cut unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in host
             memory; the base class does not.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: refused unless None.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
+            and the parameters are DTensors on all of it.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
         zero_stage: 3 cuts parameters, gradients and optimizer states; 2 keeps parameters whole from one
             optimizer step to the next; 1 also sums gradients whole until the last backward
@@ -83,25 +88,32 @@ def fully_shard(
     arg: Any = module
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
-    _refuse_unsupported(shard_placement_fn, mp_policy, offload_policy, dp_mesh_dims)
+    _refuse_unsupported(mp_policy, offload_policy)
     stage = Stage.of(zero_stage, reshard_after_forward)
-    data_mesh = DataParallelMesh.of(mesh or default_mesh())
+    data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
+        if dp_mesh_dims is not None:
+            raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
+    home = Home.of(data_mesh.device, offload_policy)
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
-    _require_dim0(shard_placement_fn, collected.params)
-    _refuse_cast_float8(mp_policy, collected.params)
-    flag, post_forward_mesh = _reshard_plan(reshard_after_forward, data_mesh)
-    grouped = _by_dtype(collected.params)
+    names = {param: name for param, (name, _) in collected.params.items()}
+    if stage.over_both_axes:
+        _refuse_two_levels(names)
+    places = places_of(names, data_mesh, shard_placement_fn)
+    _refuse_combinations(names, places, reshard_after_forward, stage, home, mp_policy)
+    flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
+    grouped = travel_together(places, is_extension)
+    smaller = {place.mesh: _reshard_plan(reshard_after_forward, place.mesh)[1] for place in places.values()}
     groups = [
-        ParamGroup(
-            [(collected.params[p][0], p, collected.params[p][1]) for p in params],
-            data_mesh,
-            post_forward_mesh,
+        (ExtensionGroup if is_extension(params[0]) else ParamGroup)(
+            [(names[p], p, collected.params[p][1], places[p].cut) for p in params],
+            places[params[0]].mesh,
+            smaller[places[params[0]].mesh],
             mp_policy,
             gradient_policy,
-            Home.of(data_mesh.device, offload_policy),
+            home,
             stage,
         )
         for params in grouped
@@ -111,20 +123,7 @@ def fully_shard(
     return module
 
 
-def _by_dtype(params: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Returns the parameters that can travel together: those of one dtype, in the order they came."""
-    grouped: dict[torch.dtype, list[nn.Parameter]] = {}
-    for param in params:
-        grouped.setdefault(param.dtype, []).append(param)
-    return list(grouped.values())
-
-
-def _refuse_unsupported(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    mp_policy: MixedPrecisionPolicy,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: Any,
-) -> None:
+def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise OptionError(
             "mp_policy must be a MixedPrecisionPolicy",
@@ -132,44 +131,49 @@ def _refuse_unsupported(
             got=repr(mp_policy),
             fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
         )
-    if dp_mesh_dims is not None:
-        raise unsupported("dp_mesh_dims", instead="pass the data-parallel axes of the mesh as `mesh`")
     if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         raise unsupported(
             type(offload_policy).__name__, instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()"
         )
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
+
+
+def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
+    mesh = mesh or default_mesh()
+    if dims is None or not isinstance(mesh, DeviceMesh):
+        return DataParallelMesh.of(mesh)
+    if not hasattr(dims, "shard_names") or not hasattr(dims, "replicate_names"):
         raise OptionError(
-            "shard_placement_fn must be callable",
-            expected="a function of a parameter",
-            got=type(shard_placement_fn).__name__,
-            fix="shard_placement_fn=lambda param: Shard(0)",
+            "dp_mesh_dims must be a DataParallelMeshDims",
+            expected="torch.distributed.fsdp.DataParallelMeshDims, or None",
+            got=repr(dims),
+            fix="dp_mesh_dims=DataParallelMeshDims(shard='dp')",
         )
+    return DataParallelMesh.of_named_axes(mesh, dims)
 
 
-def _require_dim0(
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None,
-    params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]],
+def _refuse_combinations(
+    names: Mapping[nn.Parameter, str],
+    places: Mapping[nn.Parameter, Place],
+    reshard_after_forward: bool | int | None,
+    stage: Stage,
+    home: Home,
+    mp_policy: MixedPrecisionPolicy,
 ) -> None:
-    if shard_placement_fn is None:
-        return
-    for param, (name, _) in params.items():
-        placement = shard_placement_fn(param)
-        if placement is None:
-            continue
-        if not isinstance(placement, Placement) or not isinstance(placement, Shard):
+    """Refuses parameters that some other argument of the call does not go together with."""
+    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    for param, place in places.items():
+        name = names[param]
+        if stage.over_both_axes and (place.cut.dim or place.mesh.levels is None):
+            what = f"dim {place.cut.dim}" if place.cut.dim else "a mesh of its own"
+            raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
+        if is_int and place.cut.came_as_dtensor:
             raise unsupported(
-                f"placement {placement!r} of parameter {name}", instead="return Shard(0) or None"
+                f"reshard_after_forward as an int for {name}, which is a DTensor already",
+                instead="reshard_after_forward=True or False",
             )
-        if placement.dim not in (0, -param.ndim):
-            raise unsupported(f"sharding parameter {name} on dim {placement.dim}", instead="return Shard(0)")
-
-
-def _refuse_cast_float8(
-    mp_policy: MixedPrecisionPolicy, params: dict[nn.Parameter, tuple[str, list[tuple[nn.Module, str]]]]
-) -> None:
-    for param, (name, _) in params.items():
-        if mp_policy.param_dtype not in (None, param.dtype) and is_float8(param.dtype):
+        if is_extension(param):
+            require_extension(param, name, reshard_after_forward, home)
+        elif is_float8(param.dtype) and mp_policy.param_dtype not in (None, param.dtype):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
@@ -177,6 +181,14 @@ def _refuse_cast_float8(
                 where=f"parameter {name}",
                 fix="a unit of its own without mp_policy, or pass it in ignored_params",
             )
+
+
+def _refuse_two_levels(names: Mapping[nn.Parameter, str]) -> None:
+    """Over two levels there are only plain parameters; their rows follow each other from rank to rank."""
+    for param, name in names.items():
+        if is_extension(param) or isinstance(param, DTensor):
+            what = "has fsdp_pre_all_gather" if is_extension(param) else "is a DTensor already"
+            raise unsupported(f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3")
 
 
 def _reshard_plan(
@@ -220,6 +232,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     for each in inner:
         each.guests = []
     attach_unit(unit)
+    show_to_torch(unit)
     _install_hooks(unit, collected.managed_modules)
     for module in unit.modules:
         swap_class(module)

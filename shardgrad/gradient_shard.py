@@ -25,14 +25,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import ops
+from .cuts import groups_cut_over
 from .errors import ForeignParameterError
-from .faces import face_over, in_own_storage
+from .faces import face_like, in_own_storage
 from .home import Home
 from .layout import Piece, ShardLayout
 from .mesh import DataParallelMesh
@@ -107,11 +110,12 @@ class GradientShard:
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
         self._faces = [
-            face_over(in_own_storage(view), mesh, param.shape, param.stride())
+            face_like(in_own_storage(view), cast(DTensor, param))
             for param, view in zip(self._params, self._views, strict=True)
         ]
         self._owing = [OwedGradient(face, self.pay) for face in self._faces]
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
+        self._spreads: dict[tuple[int, ...], dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]] = {}
         self._index = {id(param): i for i, param in enumerate(self._params)}
         # What the flags in device memory say, as far as the host has made sure of it.
         self._flagged = [False] * len(self._params)
@@ -237,6 +241,19 @@ class GradientShard:
             ops.check_rows(rows, tiles, **limits)
             table = self._tables[places] = rows.to(self.flat.device), tiles
         return table
+
+    def spread(self, places: tuple[int, ...]) -> dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]:
+        """Returns these places by the groups of ranks over which their gradients are cut.
+
+        All are cut over the mesh's shard group; those of tensor-parallel parameters over others as well.
+        """
+        found = self._spreads.get(places)
+        if found is None:
+            together: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+            for place in places:
+                together.setdefault(groups_cut_over(self._faces[place]), []).append(place)
+            found = self._spreads[places] = {groups: tuple(own) for groups, own in together.items()}
+        return found
 
     def settle(self, places: Sequence[int]) -> list[bool]:
         """Makes flags and values agree with what the program has bound to the parameters.

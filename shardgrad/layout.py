@@ -7,8 +7,10 @@ parameter's piece sits at the same offset in every rank's chunk. With three para
       chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
 
 Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor; trailing
-ranks may hold short or empty ones. Every piece starts on a multiple of `alignment` elements, so that every
-pointer handed to a collective or a kernel is aligned (NCCL falls off its fast path otherwise, nccl#413).
+ranks may hold short or empty ones. A parameter may be cut along another dim instead, evenly: its piece is
+then contiguous by itself, but no longer a range of the whole, and is moved by `crosswise.py`. Every piece
+starts on a multiple of `alignment` elements, so that every pointer handed to a collective or a kernel is
+aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
 `scheduler.py`), and ends in the chunk's label ([Note: Labels] in `labels.py`).
@@ -46,12 +48,13 @@ class Piece:
     """One parameter's place; offsets and counts in elements.
 
     Attributes:
-        shape: global shape.
-        shard_rows: rows of dim 0 that a full piece has, `ceil(shape[0] / world_size)`.
+        shape: of the whole.
+        shard_rows: rows of the dim it is cut along that a full piece has, `ceil(shape[dim] / world_size)`.
         shard_numel: elements of a full piece.
         span: elements reserved in a chunk, `shard_numel` rounded up.
         shard_offset: first element inside a chunk.
         unsharded_offset: first element inside the flat unsharded buffer.
+        dim: along which it is cut.
     """
 
     shape: tuple[int, ...]
@@ -60,21 +63,32 @@ class Piece:
     span: int
     shard_offset: int
     unsharded_offset: int
+    dim: int = 0
 
     @property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def blocks(self) -> int:
+        """Ranges of the whole that one piece consists of; 1 if it is cut along its outermost dim."""
+        return math.prod(self.shape[: self.dim])
+
     def rows(self, rank: int) -> tuple[int, int]:
-        """Returns the half-open range of dim 0 that `rank` holds, as `torch.chunk` cuts it."""
-        begin = min(rank * self.shard_rows, self.shape[0])
-        return begin, min(begin + self.shard_rows, self.shape[0])
+        """Returns the half-open range of `dim` that `rank` holds, as `torch.chunk` cuts it."""
+        begin = min(rank * self.shard_rows, self.shape[self.dim])
+        return begin, min(begin + self.shard_rows, self.shape[self.dim])
+
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns the part of a whole parameter that `rank` holds; a view, with gaps if cut crosswise."""
+        begin, end = self.rows(rank)
+        return whole.narrow(self.dim, begin, end - begin)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of the piece of `rank`; dim 0 may be 0."""
+        """Returns the shape of the piece of `rank`; `dim` may have no rows."""
         begin, end = self.rows(rank)
-        return (end - begin, *self.shape[1:])
+        return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
 
     def local_numel(self, rank: int) -> int:
         """Returns the elements `rank` really holds, at most `shard_numel`."""
@@ -94,7 +108,13 @@ class ShardLayout:
 
     @classmethod
     def of(
-        cls, shapes: Sequence[Sequence[int]], world_size: int, *, alignment: int, with_flags: bool
+        cls,
+        shapes: Sequence[Sequence[int]],
+        world_size: int,
+        *,
+        alignment: int,
+        with_flags: bool,
+        dims: Sequence[int] | None = None,
     ) -> ShardLayout:
         """Packs parameters in the order given.
 
@@ -103,14 +123,15 @@ class ShardLayout:
             world_size: ranks the group is cut over.
             alignment: elements; see `alignment_numel`.
             with_flags: reserve one element per parameter behind the pieces.
+            dims: along which each is cut; None for dim 0. A dim other than 0 has to divide evenly.
         """
         pieces = []
         shard_offset = unsharded_offset = 0
-        for shape in map(tuple, shapes):
-            shard_rows = -(-shape[0] // world_size)
-            shard_numel = shard_rows * math.prod(shape[1:])
+        for shape, dim in zip(map(tuple, shapes), dims or [0] * len(shapes), strict=True):
+            shard_rows = -(-shape[dim] // world_size)
+            shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
             span = _round_up(shard_numel, alignment)
-            pieces.append(Piece(shape, shard_rows, shard_numel, span, shard_offset, unsharded_offset))
+            pieces.append(Piece(shape, shard_rows, shard_numel, span, shard_offset, unsharded_offset, dim))
             shard_offset += span
             unsharded_offset += _round_up(math.prod(shape), alignment)
         tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
@@ -124,9 +145,23 @@ class ShardLayout:
         )
 
     @cached_property
+    def straight(self) -> tuple[int, ...]:
+        """Indices of the parameters of which every piece is one range of the whole."""
+        return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
+
+    @cached_property
+    def crosswise(self) -> tuple[int, ...]:
+        """Indices of the others, which `crosswise.py` moves."""
+        return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
+
+    @cached_property
     def table(self) -> torch.Tensor:
-        """int64 CPU tensor [parameters, 5] that the pack and unpack kernels read (`ops/movement.py`)."""
-        rows = [[p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset] for p in self.pieces]
+        """int64 CPU tensor [straight parameters, 5] that pack and unpack kernels read (`ops/movement.py`)."""
+        rows = [
+            [p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset]
+            for p in self.pieces
+            if p.blocks <= 1
+        ]
         return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
 
     @cached_property

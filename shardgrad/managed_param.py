@@ -14,6 +14,7 @@ from torch import nn
 from .faces import in_own_storage
 
 if TYPE_CHECKING:
+    from .cuts import Cut
     from .param_group import ParamGroup
 
 __all__ = [
@@ -54,7 +55,9 @@ class ManagedParam:
     Attributes:
         name: fully qualified from the root, or from its unit until a root is known.
         owners: every (module, attribute) that registers it; several if it is tied.
+        shape: of the whole.
         sharded: the DTensor the optimizer sees.
+        cut: how the one becomes the other.
         unsharded: the tensor compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
         group: the group it travels in.
@@ -65,6 +68,7 @@ class ManagedParam:
     owners: list[Owner]
     shape: tuple[int, ...]
     sharded: nn.Parameter
+    cut: Cut
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)

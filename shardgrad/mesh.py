@@ -4,15 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate
 
 from .errors import MeshError, MeshNamesError, OptionError
 
-__all__ = ["DataParallelMesh", "TwoLevels", "default_mesh"]
+__all__ = ["DataParallelMesh", "SpmdAxes", "TwoLevels", "default_mesh"]
+
+
+@dataclass(frozen=True)
+class SpmdAxes:
+    """A mesh that has more axes than the data-parallel ones, and which those are.
+
+    Attributes:
+        mesh: all axes, named.
+        shard_axes: indices of those that parameters are cut over.
+        replicate_axes: indices of those that hold replicas.
+    """
+
+    mesh: DeviceMesh
+    shard_axes: tuple[int, ...]
+    replicate_axes: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all axes."""
+        return tuple(self.mesh.mesh_dim_names or ())
 
 
 @dataclass(frozen=True)
@@ -28,10 +49,11 @@ class DataParallelMesh:
     """One or two mesh axes seen as a shard group and, for HSDP, a replicate group.
 
     Attributes:
-        mesh: 1-D (FSDP), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
+        mesh: 1-D (FSDP, or replicas only), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
         shard_group: ranks that hold different pieces; `shard_rank` of `shard_size`.
         replicate_group: ranks that hold the same piece, or None for FSDP.
         device: where parameters of this rank compute.
+        spmd: the mesh that `mesh` is part of and parameters lie on, if `dp_mesh_dims` named its axes.
         levels: the two axes of which `mesh` is made, if it shards over both; else None.
     """
 
@@ -42,6 +64,7 @@ class DataParallelMesh:
     replicate_group: dist.ProcessGroup | None
     replicate_size: int
     device: torch.device
+    spmd: SpmdAxes | None = None
     levels: TwoLevels | None = None
 
     @classmethod
@@ -85,10 +108,69 @@ class DataParallelMesh:
             device=_device_of(mesh),
         )
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """Placements of every sharded parameter on `mesh`."""
-        return (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
+    @classmethod
+    def of_named_axes(cls, mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
+        """Takes the data-parallel axes out of a mesh that has others too.
+
+        Several axes of one kind are seen as one. Creates process groups on the first call for a mesh, so
+        every rank must call it.
+
+        Args:
+            mesh: with axis names.
+            dims: torch's `DataParallelMeshDims`.
+
+        Raises:
+            MeshError: an axis is unknown, or named twice, or none is named.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
+        unknown = [name for name in shard + replicate if name not in names]
+        if unknown or len({*shard, *replicate}) < len(shard + replicate) or not shard + replicate:
+            raise MeshError(
+                f"Mesh dim name {unknown[0]!r} not found in mesh.mesh_dim_names {names}"
+                if unknown
+                else "dp_mesh_dims has to name each data-parallel axis once",
+                expected=f"axes among {names or 'the names of the mesh, which has none'}",
+                got=repr(dims),
+                fix="DataParallelMeshDims(shard='dp') for an axis called 'dp'",
+            )
+        spmd = SpmdAxes(mesh, tuple(map(names.index, shard)), tuple(map(names.index, replicate)))
+        if not shard:
+            return cls._of_replicas(_one_axis(mesh, replicate), spmd)
+        parts = [_one_axis(mesh, axes) for axes in (replicate, shard) if axes]
+        joined = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        return replace(cls.of(joined), spmd=spmd)
+
+    @classmethod
+    def _of_replicas(cls, mesh: DeviceMesh, spmd: SpmdAxes) -> DataParallelMesh:
+        alone = _group_of_one(dist.group.WORLD)
+        return cls(mesh, alone, 0, 1, mesh.get_group(0), mesh.size(0), device=_device_of(mesh), spmd=spmd)
+
+    @classmethod
+    def of_info(cls, info: Any) -> DataParallelMesh:
+        """Reads torch's `FSDPMeshInfo` or `HSDPMeshInfo`, which a `ShardPlacementResult` brings.
+
+        Raises:
+            MeshError: its axes are in another order than replicate, shard.
+        """
+        if getattr(info, "dp_mesh_dims", None) is not None:
+            return cls.of_named_axes(info.spmd_mesh, info.dp_mesh_dims)
+        expected = (None, 0) if info.mesh.ndim == 1 else (0, 1)
+        got = (info.replicate_mesh_dim, info.shard_mesh_dim)
+        if got != expected:
+            raise MeshError(
+                "the axes of a ShardPlacementResult's mesh_info are not those of FSDP or HSDP",
+                expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or "
+                "HSDPMeshInfo(mesh_2d, replicate_mesh_dim=0, shard_mesh_dim=1)",
+                got=f"replicate_mesh_dim={got[0]}, shard_mesh_dim={got[1]} of {info.mesh}",
+                fix="pass the axes it means as a mesh of their own",
+            )
+        return cls.of(info.mesh)
+
+    def placements(self, cut: Placement) -> tuple[Placement, ...]:
+        """Returns the placements on `mesh` of a parameter that is cut over the shard group as `cut` says."""
+        replicas = () if self.replicate_group is None else (Replicate(),)
+        return replicas if len(replicas) == self.mesh.ndim else (*replicas, cut)
 
     @property
     def data_parallel_size(self) -> int:
@@ -140,6 +222,18 @@ class DataParallelMesh:
 def _subdivided(mesh: DeviceMesh, size: int) -> DataParallelMesh:
     grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
     return DataParallelMesh.of(grid["shard"])
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns axes of a mesh as one; torch keeps what it has flattened once."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+@lru_cache(maxsize=4)
+def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a process group that this rank is alone in; nobody else has to take part in making it."""
+    alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
+    return alone
 
 
 @lru_cache(maxsize=64)

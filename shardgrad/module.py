@@ -29,6 +29,7 @@ from .errors import (
 )
 from .roots import establish_context, unit_of
 from .runtime import Runtime
+from .torch_views import StateView, state_of
 from .unit import Unit
 
 __all__ = [
@@ -394,8 +395,8 @@ class FSDPModule:
             return [self._unit]
         return [u for module in cast(nn.Module, self).modules() if (u := unit_of(module)) is not None]
 
-    def _get_fsdp_state(self) -> Unit:
-        return self._unit
+    def _get_fsdp_state(self) -> StateView | None:
+        return state_of(cast(nn.Module, self))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`module.to()` and its kin: moves the shards, then takes the moved storage over."""

@@ -13,10 +13,11 @@ from functools import lru_cache
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from . import ops
 from .collectives import reaches
+from .cuts import groups_cut_over
 from .errors import GradientError, OptionError
 from .journal import journal
 from .selection import Gradients, select
@@ -78,15 +79,16 @@ def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torc
 
 def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
     parts: list[_Part] = []
+    groups: tuple[dist.ProcessGroup, ...]
     scratch: dict[torch.device, torch.Tensor] = {}
     for selection in gradients.selections:
         shard = selection.shard
-        rows, tiles = shard.table(selection.places)
-        value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.owed, scratch)
-        group = shard.mesh.shard_group
-        parts.append((value, (group,) if group.size() > 1 else ()))
+        for groups, places in shard.spread(selection.places).items():
+            rows, tiles = shard.table(places)
+            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.owed, scratch)
+            parts.append((value, groups))
     for grad in gradients.plain:
-        groups: tuple[dist.ProcessGroup, ...] = ()
+        groups = ()
         if isinstance(grad, DTensor):
             groups = _sharding_groups(grad)
             grad = grad.to_local()
@@ -140,7 +142,6 @@ def _local_norm(
 
 def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
     """Returns the groups over which another library's DTensor is cut."""
-    mesh = grad.device_mesh
     if any(placement.is_partial() for placement in grad.placements):
         raise GradientError(
             "a gradient is still a sum to be done",
@@ -148,11 +149,7 @@ def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
             got=f"placements {grad.placements}",
             fix="grad.redistribute(...) before clipping",
         )
-    return tuple(
-        mesh.get_group(axis)
-        for axis, placement in enumerate(grad.placements)
-        if isinstance(placement, Shard) and mesh.size(axis) > 1
-    )
+    return groups_cut_over(grad)
 
 
 def _over_ranks(parts: Sequence[_Part], norm_type: float) -> torch.Tensor:

@@ -25,11 +25,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from . import ops
 from .adoption import Registration, adopt
-from .buffers import RecurringBuffer
+from .buffers import Recurring, RecurringBuffer
 from .carried import from_bytes, is_carried, stored_shape, unpack_bytes
 from .comms import Comms
+from .crosswise import unpack_crosswise
+from .cuts import Cut, cut_of
 from .errors import MetaParameterError
-from .faces import face_over, in_own_storage
+from .faces import in_own_storage
 from .gathering import Gathering, Source
 from .gradient_shard import GradientShard
 from .home import Home
@@ -45,7 +47,7 @@ from .stages import Stage
 from .streams import Mark
 from .trace import span
 
-__all__ = ["ParamGroup", "ShardState"]
+__all__ = ["ParamGroup", "ShardState", "Source"]
 
 
 class ShardState(Enum):
@@ -60,7 +62,7 @@ class ParamGroup:
     """Parameters of one unit with one dtype on one mesh.
 
     Args:
-        params: (name, original parameter, owners), in an order all ranks share; not moved or changed yet.
+        params: (name, original parameter, owners, cut), in an order all ranks share; not changed yet.
         mesh: the data-parallel mesh.
         post_forward_mesh: fewer, neighbouring ranks to reshard to after forward; None to reshard fully.
         mp_policy: torch's policy.
@@ -72,14 +74,18 @@ class ParamGroup:
         name: of the unit, for errors and traces.
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they are only carried), at home.
+        is_flat: True if the sharded faces are views of `shard`.
         generation: how often parameters were replaced and taken over; see `adoption.py`.
+        holds_dtensors: True if some parameter came as a DTensor; its gradients do too.
         steps_taken: how often an optimizer has moved the parameters; see `optimizer_steps.py`.
         comms: what carries the group's messages; for a program to change while nothing is in flight.
     """
 
+    is_flat = True
+
     def __init__(
         self,
-        params: Sequence[tuple[str, nn.Parameter, list[Owner]]],
+        params: Sequence[tuple[str, nn.Parameter, list[Owner], Cut]],
         mesh: DataParallelMesh,
         post_forward_mesh: DataParallelMesh | None,
         mp_policy: MixedPrecisionPolicy,
@@ -108,11 +114,12 @@ class ParamGroup:
         self.registration: Registration | None = None
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
-        self.params = [ManagedParam(name, owners, tuple(p.shape), p) for name, p, owners in params]
+        self.params = [ManagedParam(name, owners, tuple(p.shape), p, cut) for name, p, owners, cut in params]
+        self.holds_dtensors = any(p.cut.came_as_dtensor for p in self.params)
         for managed in self.params:
             managed.group = self
         with torch.no_grad():
-            self._build([p.detach() for _, p, _ in params])
+            self._build([local_of(p) if cut.came_as_dtensor else p.detach() for _, p, _, cut in params])
 
     def set_channel(self, name: str, channel: int) -> None:
         """Names the group's messages; `channel` comes from `agreement.py`, the same on every rank."""
@@ -125,11 +132,16 @@ class ParamGroup:
 
     # -- facts ------------------------------------------------------------------------------------------
 
+    @property
+    def _carries(self) -> bool:
+        """True if the shard holds parameters as bytes; what an extension keeps is its own affair."""
+        return self.is_flat and is_carried(self.dtype)
+
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Fixes the dtypes that follow from the parameters' own."""
         policy = self.mp_policy
         self.dtype = dtype
-        if is_carried(dtype):
+        if self._carries:
             self.shard_dtype = self.gather_dtype = torch.uint8
             self.reduce_dtype = self.gradient_dtype = torch.float32  # of no gradients
             self.post_forward_mesh = None  # bytes are not cut a second time
@@ -142,16 +154,15 @@ class ParamGroup:
         )
 
     def _build(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Fills the shard from whole parameters and makes the sharded faces show it."""
+        """Fills the shard from what is to be cut and makes the sharded faces show it."""
         device = wholes[0].device
         self._allocate(on_meta=device.type == "meta")
         rank = self.mesh.shard_rank
         pieces = self.layout.pieces
         for p, whole, view, piece in zip(self.params, wholes, self.local_views(), pieces, strict=True):
-            begin, end = piece.rows(rank)
             if device.type != "meta":
-                view.copy_(whole[begin:end])
-            face = face_over(in_own_storage(view), self.mesh, p.shape)
+                view.copy_(piece.of(whole, rank))
+            face = p.cut.face(in_own_storage(view))
             attributes, p.sharded = (
                 p.sharded.__dict__,
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
@@ -161,11 +172,19 @@ class ParamGroup:
 
     def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
-        shapes = [stored_shape(p.shape, self.dtype) for p in self.params]
-        self.layout = ShardLayout.of(shapes, self.mesh.shard_size, alignment=self.alignment, with_flags=False)
+        self.layout = self._layout_of(self.params, with_flags=False)
         home = Home(torch.device("meta")) if on_meta else self.home
         self.shard = home.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
+
+    def _layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+        return ShardLayout.of(
+            [stored_shape(p.cut.shape, self.dtype) if self._carries else p.cut.shape for p in params],
+            self.mesh.shard_size,
+            alignment=self.alignment,
+            with_flags=with_flags,
+            dims=[p.cut.dim for p in params],
+        )
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
@@ -174,7 +193,7 @@ class ParamGroup:
 
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
-        self._unsharded: RecurringBuffer | None = None
+        self._unsharded: Recurring | None = None
         self._inner: InnerShard | None = None
         self._post_forward = None
         self._labelled = None
@@ -206,16 +225,18 @@ class ParamGroup:
             return False
         self._trainable = now
         self._gradient_shard = None
-        self.gradient_layout = ShardLayout.of(
-            [p.shape for p in self.trainable()],
-            self.mesh.shard_size,
-            alignment=self.alignment,
-            with_flags=True,
-        )
+        self.gradient_layout = self._layout_of(self.trainable(), with_flags=True)
         for p in self.params:
             if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         return True
+
+    def local_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Returns what this rank packs of the trainable parameters' gradients; see `Cut.local_gradient`."""
+        return [
+            None if grad is None else p.cut.local_gradient(grad)
+            for p, grad in zip(self.trainable(), grads, strict=True)
+        ]
 
     @property
     def has_gradients(self) -> bool:
@@ -249,7 +270,8 @@ class ParamGroup:
         if self._gradient_shard is not None:
             yield "gradients", self._gradient_shard.flat.untyped_storage()
         if self._unsharded is not None:
-            yield "whole parameters", self._unsharded.tensor.untyped_storage()
+            for storage in self._unsharded.storages():
+                yield "whole parameters", storage
         if self._post_forward is not None:
             yield "post-forward shards", self._post_forward.chunk.untyped_storage()
 
@@ -274,9 +296,14 @@ class ParamGroup:
         source = self._source(runtime)
         self._noted_version = self._version
         gathering = Gathering(source, self.wait_for_unshard)
-        gathering.launch(runtime, self.comms, self.gather_dtype, self.name)
+        gathering.launch(runtime, self.comms, self.wire_dtype, self.name)
         self._runtime = runtime
         self._gathering = gathering
+
+    @property
+    def wire_dtype(self) -> torch.dtype:
+        """In which chunks of an all-gather travel."""
+        return self.gather_dtype
 
     def _source(self, runtime: Runtime) -> Source:
         """Returns where the next all-gather starts from, brought up to date."""
@@ -328,11 +355,9 @@ class ParamGroup:
         with span("all_gather_copy_out", self.name):
             try:
                 chunks = gathering.chunks(stream)
-                flat = self._unsharded_storage()
                 if self.mesh.levels is not None:
                     chunks = in_rank_order(chunks, layout.chunk_numel)
-                unpack = unpack_bytes if is_carried(self.dtype) else ops.unpack
-                unpack(chunks, flat, layout.table)
+                self._unpack(chunks, layout)
             finally:
                 gathering.release(stream)
         self._whole = self._whole or self._runtime.streams.mark()
@@ -345,9 +370,18 @@ class ParamGroup:
         for p in self.params:
             p.register(p.whole)
 
+    def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
+        """Puts whole parameters together from the chunks of all ranks, on the current stream."""
+        flat = self._unsharded_storage()
+        # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
+        unpack = unpack_bytes if self._carries else ops.unpack
+        unpack(chunks, flat, layout.table)
+        if layout.crosswise:
+            unpack_crosswise(chunks, flat, layout)
+
     def _unsharded_storage(self) -> torch.Tensor:
         """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
-        if self._unsharded is not None:
+        if isinstance(self._unsharded, RecurringBuffer):
             self._unsharded.allocate()
             return self._unsharded.tensor
         numel, streams = self.layout.unsharded_numel, self._runtime.streams
@@ -356,7 +390,7 @@ class ParamGroup:
         with torch.inference_mode(mode=False):
             for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
                 # `.data` gives the view a version counter of its own: see the module docstring.
-                whole = from_bytes(view, self.dtype).data
+                whole = p.cut.unsharded_face(from_bytes(view, self.dtype).data)
                 p.unsharded = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
                 mark_whole(p)
         self.on_new_unsharded()
@@ -412,16 +446,17 @@ class ParamGroup:
         if self._unsharded is not None:
             self._unsharded.free()
         self.state = ShardState.SHARDED_POST_FORWARD
-        for p, view, piece in zip(self.params, cut.views, cut.layout.pieces, strict=True):
+        for p, view in zip(self.params, cut.views, strict=True):
             if p.post_forward is None:
-                face = face_over(view, cut.mesh, piece.shape)
+                face = cut_of(p.whole, p.name, cut.mesh, p.cut.dim).face(view)
                 p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 
     def _post_forward_shard(self, mesh: DataParallelMesh) -> PostForwardShard:
         if self._post_forward is None:
             self._post_forward = PostForwardShard(
-                [p.shape for p in self.params],
+                [p.cut.shape for p in self.params],
+                [p.cut.dim for p in self.params],
                 mesh,
                 self._runtime.streams,
                 alignment=self.alignment,

@@ -5,9 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-__all__ = ["CPUOffloadPolicy", "GradientPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "GradientPolicy",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+]
+
+# None where the installed torch does not have it yet.
+DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", None)
 
 
 @dataclass(frozen=True)

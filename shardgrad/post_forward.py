@@ -20,6 +20,7 @@ class PostForwardShard:
 
     Args:
         shapes: of the whole parameters.
+        dims: along which each is cut.
         mesh: the neighbouring ranks.
         alignment: of the parameters, in elements.
         dtype: of the whole parameters.
@@ -35,6 +36,7 @@ class PostForwardShard:
     def __init__(
         self,
         shapes: Sequence[tuple[int, ...]],
+        dims: Sequence[int],
         mesh: DataParallelMesh,
         streams: Streams,
         *,
@@ -43,7 +45,9 @@ class PostForwardShard:
         label: Label,
     ) -> None:
         self.mesh = mesh
-        self.layout = ShardLayout.of(shapes, mesh.shard_size, alignment=alignment, with_flags=False)
+        self.layout = ShardLayout.of(
+            shapes, mesh.shard_size, alignment=alignment, with_flags=False, dims=dims
+        )
         self.label = label
         self._buffer = RecurringBuffer(self.layout.chunk_numel, dtype, mesh.device, streams)
         self._streams = streams
@@ -62,8 +66,7 @@ class PostForwardShard:
         rank = self.mesh.shard_rank
         with torch.no_grad():
             for whole, view, piece in zip(wholes, self.views, self.layout.pieces, strict=True):
-                begin, end = piece.rows(rank)
-                view.copy_(whole.detach()[begin:end])
+                view.copy_(piece.of(whole.detach(), rank))
             # Each time, since the memory is another; from the device, so that nobody waits.
             self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL).copy_(self._digits)
         self.ready.record(self._streams.current())

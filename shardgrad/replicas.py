@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from .journal import journal
+from .managed_param import managed_by
 from .owed_gradient import OwedGradient
 from .roots import unit_of
 
@@ -46,7 +47,7 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     checksum with a probability of about 2^-32.
 
     Args:
-        model: the root.
+        model: the root. Parameters that a unit shards over another mesh than the root's are left out.
         optimizer: whose state is compared too.
 
     Streams: the current one. Capture: not safe; the host reads the result.
@@ -55,7 +56,7 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     group = None if unit is None else unit.mesh.replicate_group
     if group is None or group.size() == 1:
         return ReplicaReport((dist.get_rank(),) if dist.is_initialized() else (0,), {})
-    contents = _contents(model, optimizer)
+    contents = _contents(model, optimizer, group)
     own = torch.stack([checksum(tensor) for tensor in contents.values()])
     rows = [torch.empty_like(own) for _ in range(group.size())]
     with journal.line(group).awaited("checksums of the replicas", own):
@@ -77,10 +78,15 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return torch.hash_tensor(tensor).view(torch.int64)
 
 
-def _contents(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.Tensor]:
+def _contents(
+    model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
     """The local tensors that replicas share, by what they are."""
     found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
+        managed = managed_by(param)
+        if managed is not None and not _same_ranks(managed.group.mesh.replicate_group, group):
+            continue
         found[f"parameter {name}"] = _local(param)
         if param.grad is not None:
             found[f"gradient of {name}"] = _local(param.grad)
@@ -89,6 +95,12 @@ def _contents(model: nn.Module, optimizer: Optimizer | None) -> dict[str, torch.
             if isinstance(value, torch.Tensor):
                 found[f"optimizer state {key} of {name}"] = _local(value)
     return {what: tensor for what, tensor in found.items() if tensor.numel()}
+
+
+def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
+    return group is not None and set(dist.get_process_group_ranks(group)) == set(
+        dist.get_process_group_ranks(other)
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ import torch
 from . import ops
 from .arrivals import Arrivals
 from .buffers import Chunks, Slot
+from .crosswise import pack_crosswise
 from .errors import ParticipationError
 from .hybrid import OuterScatter
 from .labels import LABEL_NUMEL
@@ -156,18 +157,26 @@ class GroupReducer:
         arrivals, streams = self.arrivals, self.scheduler.runtime.streams
         slot.start_writing(arrivals.home)
         arrivals.wait_for_producers()
-        grads = [self._nothing if g is None else g.contiguous() for g in arrivals.gradients]
-        grads.append(self._tail(labelled=not accumulate))
-        table, chunk_numel = self._layout.table_with_tail, self._layout.chunk_numel
-        if self._outer is not None:
-            grads, table, chunk_numel = self._outer.for_pack(grads, table, chunk_numel)
+        arrived = arrivals.gradients
+        if self.group.holds_dtensors:
+            with streams.on(arrivals.home), torch.no_grad():
+                arrived = self.group.local_gradients(arrived)
+        grads = [self._nothing if g is None else g.contiguous() for g in arrived]
+        layout, divisor = self._layout, self._factors[0]
+        table, chunk_numel = layout.table_with_tail, layout.chunk_numel
+        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
+        straight = [*straight, self._tail(labelled=not accumulate)]
+        if self._outer is not None:  # which takes no crosswise parameters
+            straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
         with streams.on(arrivals.home), torch.no_grad():
+            if layout.crosswise:
+                pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
             ops.pack(
-                grads,
+                straight,
                 target,
                 table,
                 chunk_numel=chunk_numel,
-                divisor=self._factors[0],
+                divisor=divisor,
                 accumulate=accumulate,
             )
         slot.finish_writing(arrivals.home)

@@ -11,13 +11,14 @@ step. A parameter without elements on this rank has an alias that the partner is
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.faces import face_over
+from shardgrad.faces import face_like
 from shardgrad.managed_param import ManagedParam, is_replaced, local_of, managed_by
 from shardgrad.param_group import ParamGroup
 from shardgrad.selection import gradients_of
@@ -126,7 +127,7 @@ class ShardedAlias(Alias):
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """See `Alias.wrap`: a DTensor."""
-        return face_over(local, self.managed.group.mesh, self.param.shape, self.param.stride())
+        return face_like(local, cast(DTensor, self.param))
 
     def require_same(self) -> None:
         """See `Alias.require_same`."""

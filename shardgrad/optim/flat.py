@@ -125,6 +125,10 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 name, f"it is {what}", "floating-point parameters; torch.optim has others"
             )
+        if managed is not None and not managed.group.is_flat:
+            raise self._cannot_update(
+                name, "its shard is a tensor subclass of its own (fsdp_pre_all_gather)", "torch.optim for it"
+            )
         if managed is None and is_replaced(param):
             raise self._cannot_update(
                 name,

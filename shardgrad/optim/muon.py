@@ -125,6 +125,13 @@ class Muon(FlatOptimizer):
                 got=f"shape {tuple(param.shape)}",
                 fix="a second optimizer for the others: shardgrad.optim.AdamW",
             )
+        if managed is not None and (managed.cut.dim or managed.cut.came_as_dtensor):
+            raise OptimizerParameterError(
+                f"Muon was given parameter {name}, of which a rank does not hold whole rows",
+                expected="matrices that data parallelism cuts along dim 0, and nothing else cuts",
+                got=f"a DTensor with placements {managed.cut.placements}",
+                fix="shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
+            )
         if managed is None and isinstance(param, DTensor):
             raise OptimizerParameterError(
                 f"Muon was given parameter {name}, which another engine shards",

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.faces import face_over, in_own_storage
+from shardgrad.faces import face_like, in_own_storage
 from shardgrad.gradient_shard import GradientShard
 from shardgrad.managed_param import ManagedParam, Snapshot, is_replaced
 from shardgrad.param_group import ParamGroup
@@ -264,8 +265,7 @@ class ShardedSegment(Segment):
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
-        param = self.params[index]
-        return face_over(in_own_storage(local), self._group.mesh, param.shape, param.stride())
+        return face_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""
@@ -392,16 +392,7 @@ class PlainSegment(Segment):
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
         param = self.params[0]
-        if not isinstance(param, DTensor):
-            return local
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return face_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""

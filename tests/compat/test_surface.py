@@ -53,8 +53,15 @@ def test_fully_shard_takes_what_torchs_takes_and_two_things_more() -> None:
 def test_names_that_programs_import_are_here() -> None:
     for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"):
         assert hasattr(shardgrad, name), name
-    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy", "UnshardHandle"):
-        assert getattr(shardgrad, name) is getattr(fsdp, name), name
+    names = (
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "CPUOffloadPolicy",
+        "UnshardHandle",
+        "DataParallelMeshDims",
+    )
+    for name in names:
+        assert getattr(shardgrad, name) is getattr(fsdp, name, None), name
 
 
 def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:

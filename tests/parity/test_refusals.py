@@ -138,9 +138,9 @@ CASES = {
     ),
     "dp_mesh_dims": Case(
         plain,
-        errors.UnsupportedError,
-        NotImplementedError,
-        "dp_mesh_dims",
+        errors.OptionError,
+        ValueError,
+        "must be a DataParallelMeshDims",
         lambda _: {"dp_mesh_dims": object()},
     ),
     "other_offload": Case(
@@ -152,15 +152,15 @@ CASES = {
     ),
     "other_dim": Case(
         plain,
-        errors.UnsupportedError,
+        errors.UnsupportedParameterError,
         NotImplementedError,
-        "dim 1",
+        "uneven sharding on dim 1",
         lambda _: {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
     ),
     "replicated": Case(
         plain,
-        errors.UnsupportedError,
-        NotImplementedError,
+        errors.PlacementError,
+        ValueError,
         "Replicate()",
         lambda _: {"shard_placement_fn": lambda param: Replicate()},
     ),
