@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from shardgrad.capturable_optimizers import why_not_capturable
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.graphs.capturable import Capturable, OutsideOptimizer, capturable
+from shardgrad.graphs.captured import Captured
 from shardgrad.graphs.inputs import InputBuffers, Inputs, sort_inputs
 from shardgrad.graphs.lifetime import keep_until_the_process_group_goes
 from shardgrad.graphs.obstacles import Obstacle, explain
@@ -158,35 +159,6 @@ def graphed_step(
     return decorate
 
 
-class _Captured:
-    """The graphs of a step, and the state in which the step that they repeat left the host."""
-
-    def __init__(
-        self, pieces: Pieces, outputs: Any, capturables: Sequence[Capturable], facts: Sequence[Hashable]
-    ) -> None:
-        self._pieces = pieces
-        self._capturables = capturables
-        # Facts were compared when the call began, but what runs between pieces may change them.
-        self._images = [
-            each.image_beyond_facts() if not pieces.are_cut and each.facts() == before else each.image()
-            for each, before in zip(capturables, facts, strict=True)
-        ]
-        self.outputs = outputs
-
-    def replay(self) -> Any:
-        """Takes a step; returns the outputs, always the same tensors."""
-        self._pieces.replay()
-        for restore in self._images:
-            restore()
-        for each in self._capturables:
-            each.replayed()
-        return self.outputs
-
-    def reset(self) -> None:
-        """Destroys the graphs."""
-        self._pieces.reset()
-
-
 class _Kind:
     """Calls of one kind: their buffers, and the facts that an eager step of this kind has begun with."""
 
@@ -233,9 +205,9 @@ class GraphedStep(Generic[_P, _R]):
             settings.warmup,
         )
         self._kinds: OrderedDict[Hashable, _Kind] = OrderedDict()
-        self._graphs: OrderedDict[tuple[Hashable, Hashable], _Captured] = OrderedDict()
+        self._graphs: OrderedDict[tuple[Hashable, Hashable], Captured] = OrderedDict()
         self._latest_kind: _Kind | None = None
-        self._latest: tuple[tuple[Hashable, Hashable], _Captured] | None = None
+        self._latest: tuple[tuple[Hashable, Hashable], Captured] | None = None
         self._thread = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -296,7 +268,7 @@ class GraphedStep(Generic[_P, _R]):
         self.replays += 1
         return self._replay(captured, kind, caller)
 
-    def _look_up(self, situation: tuple[Hashable, Hashable]) -> _Captured | None:
+    def _look_up(self, situation: tuple[Hashable, Hashable]) -> Captured | None:
         if self._latest is not None and self._latest[0] == situation:  # thousands of facts are hashed slowly
             return self._latest[1]
         captured = self._graphs.get(situation)
@@ -304,7 +276,7 @@ class GraphedStep(Generic[_P, _R]):
             self._graphs.move_to_end(situation)
         return captured
 
-    def _replay(self, captured: _Captured, kind: _Kind, caller: Stream) -> Any:
+    def _replay(self, captured: Captured, kind: _Kind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
@@ -364,7 +336,7 @@ class GraphedStep(Generic[_P, _R]):
 
     # -- capturing --------------------------------------------------------------------------------------
 
-    def _capture_or_refuse(self, kind: _Kind, situation: Hashable) -> _Captured | None:
+    def _capture_or_refuse(self, kind: _Kind, situation: Hashable) -> Captured | None:
         """Captures a step; None if steps of this kind run eagerly from now on."""
         if not self.pool.can_capture:
             kind.refused = True
@@ -386,7 +358,7 @@ class GraphedStep(Generic[_P, _R]):
             self._report(f"could not be captured: {type(error).__name__}{first}", obstacles, error)
             return None
 
-    def _capture(self, kind: _Kind) -> _Captured:
+    def _capture(self, kind: _Kind) -> Captured:
         """Captures a step. If that fails, everything is as it was before."""
         facts = [each.facts() for each in self._capturables]
         for each in self._capturables:
@@ -407,7 +379,7 @@ class GraphedStep(Generic[_P, _R]):
             raise
         self.captures += 1
         keep_until_the_process_group_goes(self)
-        return _Captured(pieces, outputs, self._capturables, facts)
+        return Captured(pieces, outputs, self._capturables, facts)
 
     def _report(self, what: str, obstacles: Sequence[Obstacle], error: Exception | None) -> None:
         """Raises, or warns, of a step that is not going to be a graph."""
