@@ -70,7 +70,7 @@ def build_causal_lm(
         config = AutoConfig.for_model(kind, **settings)
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]  # it depends on the version
     except (ValueError, KeyError, TypeError) as error:
         reason = textwrap.shorten(str(error), 120)  # it may list every architecture there is
         raise UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}") from error
