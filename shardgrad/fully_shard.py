@@ -28,7 +28,7 @@ from .placement_fn import Place, places_of, travel_together
 from .policies import GradientPolicy
 from .roots import attach_unit, unit_of
 from .stages import Stage
-from .torch_views import show_to_torch
+from .torch_views import show_to_torch, state_of
 from .unit import Unit
 
 __all__ = ["fully_shard"]
@@ -275,5 +275,5 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         module.register_load_state_dict_post_hook(adopt)
 
 
-# As torch's `contract` does for its own: the unit of a sharded module, None for another.
-fully_shard.state = unit_of  # type: ignore[attr-defined]
+# As torch's `contract` does for its own: the view of a sharded module's unit, None for another.
+fully_shard.state = state_of  # type: ignore[attr-defined]
