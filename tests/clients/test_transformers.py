@@ -96,6 +96,7 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     notes["generated"] = model.generate(
         prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, synced_gpus=True
     )
+    model.reshard()  # else the next optimizer would be built over what generate has left whole
     notes.update(train(model))
     return model, notes
 
