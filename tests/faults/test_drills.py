@@ -45,7 +45,7 @@ def drill(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(len(SHORT) * LIMIT_S)
 def test_every_fault_ends_in_time_is_named_and_is_recovered_from() -> None:
     done = drill(*(word for kind in SHORT for word in ("--kind", kind)))
@@ -53,7 +53,7 @@ def test_every_fault_ends_in_time_is_named_and_is_recovered_from() -> None:
     assert f"{len(SHORT)} drills, 0 of them wrong." in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(not can_have_hosts(), reason="network namespaces are not permitted here")
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_cable_that_is_pulled_for_good_ends_both_hosts() -> None:

@@ -48,7 +48,7 @@ def rank_1_of(process: subprocess.Popen[str]) -> int | None:
     return None
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_run_that_torchrun_restarts_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")

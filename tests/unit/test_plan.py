@@ -129,7 +129,7 @@ def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
     assert inner == [t for t in transfers(hsdp) if t.axis == "shard"]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.long)])
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     names = [transfer.name for transfer in transfers(rehearsal_of(ranks=ranks)) if " of " in transfer.name]
     assert names == [transfer.name for transfer in transfers(rehearsal_of())]
