@@ -227,9 +227,6 @@ class SlotRing:
 class Recurring(Protocol):
     """Memory that comes and goes under tensors that stay."""
 
-    def allocate(self) -> None:
-        """Brings it back, for the current stream."""
-
     def free(self) -> None:
         """Gives it back, after the last use on the current stream."""
 

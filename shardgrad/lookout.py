@@ -28,6 +28,7 @@ _PREFIX = "shardgrad/inquest"
 _ASKED = "asked"
 _LOOKS_PER_S = 512.0  # of all ranks together, whatever their number
 _SILENT_PERIODS = 6  # after which nobody else is expected to answer
+_LAST_LOOK_S = 10.0  # that a look under way may take on a busy machine; of a store cut off, it never ends
 
 
 class Lookout:
@@ -76,9 +77,13 @@ class Lookout:
         return self
 
     def close(self) -> None:
-        """Ends the thread, at most `period_s` later."""
+        """Ends the thread, once a look under way is done.
+
+        A thread that came back from the store after the interpreter has begun to end would abort the process:
+        it is waited for, up to 10 seconds.
+        """
         self._is_over.set()
-        self._thread.join(2 * self.period_s)
+        self._thread.join(self.period_s + _LAST_LOOK_S)
 
     @property
     def closed(self) -> bool:

@@ -8,9 +8,7 @@ What a program sees, by state of the group:
 | `SHARDED_POST_FORWARD` | the same, cut over fewer, neighbouring ranks   | 1/n of the group           |
 | `UNSHARDED`            | plain `nn.Parameter`, view of the flat buffer  | the group, in gather dtype |
 
-The unsharded parameter is one tensor object for the life of the model: resharding frees its storage and
-unsharding fills it again, so what autograd saved in forward is valid in backward. The objects are detached
-from the flat buffer's version counter, therefore a refill does not look like an in-place change to autograd.
+Each of these faces is one object for the life of the model; see `managed_param.py` and `unsharded.py`.
 """
 
 from __future__ import annotations
@@ -23,13 +21,11 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from . import ops
 from .adoption import Registration, adopt
-from .buffers import Recurring, RecurringBuffer
-from .carried import from_bytes, is_carried, stored_shape, unpack_bytes
+from .buffers import Recurring
+from .carried import from_bytes, is_carried, stored_shape
 from .comms import Comms
-from .crosswise import unpack_crosswise
-from .cuts import Cut, cut_of
+from .cuts import Cut
 from .errors import MetaParameterError
 from .faces import in_own_storage
 from .gathering import Gathering, Source
@@ -38,7 +34,7 @@ from .home import Home
 from .hybrid import InnerShard, in_rank_order
 from .labels import Label
 from .layout import ShardLayout, alignment_numel
-from .managed_param import ManagedParam, Owner, local_of, mark_sharded, mark_whole
+from .managed_param import ManagedParam, Owner, local_of, mark_sharded
 from .mesh import DataParallelMesh
 from .policies import GradientPolicy
 from .post_forward import PostForwardShard
@@ -46,6 +42,7 @@ from .runtime import Runtime
 from .stages import Stage
 from .streams import Mark
 from .trace import span
+from .unsharded import UnshardedParams
 
 __all__ = ["ParamGroup", "ShardState", "Source"]
 
@@ -350,7 +347,6 @@ class ParamGroup:
         """Puts whole parameters together from the chunks of all ranks."""
         stream = self._runtime.streams.current()
         cut = self._post_forward if self.state is ShardState.SHARDED_POST_FORWARD else None
-        # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
         layout = self.layout if cut is None else cut.layout
         with span("all_gather_copy_out", self.name):
             try:
@@ -372,29 +368,11 @@ class ParamGroup:
 
     def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         """Puts whole parameters together from the chunks of all ranks, on the current stream."""
-        flat = self._unsharded_storage()
-        # Offsets in the unsharded buffer do not depend on how many ranks the chunks come from.
-        unpack = unpack_bytes if self._carries else ops.unpack
-        unpack(chunks, flat, layout.table)
-        if layout.crosswise:
-            unpack_crosswise(chunks, flat, layout)
-
-    def _unsharded_storage(self) -> torch.Tensor:
-        """Returns the flat unsharded buffer with its storage allocated, making it at the first call."""
-        if isinstance(self._unsharded, RecurringBuffer):
-            self._unsharded.allocate()
-            return self._unsharded.tensor
-        numel, streams = self.layout.unsharded_numel, self._runtime.streams
-        self._unsharded = RecurringBuffer(numel, self.gather_dtype, self.mesh.device, streams)
-        # Made for training even if the first forward is an evaluation in inference mode.
-        with torch.inference_mode(mode=False):
-            for p, view in zip(self.params, self.layout.unsharded_views(self._unsharded.tensor), strict=True):
-                # `.data` gives the view a version counter of its own: see the module docstring.
-                whole = p.cut.unsharded_face(from_bytes(view, self.dtype).data)
-                p.unsharded = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
-                mark_whole(p)
-        self.on_new_unsharded()
-        return self._unsharded.tensor
+        if not isinstance(self._unsharded, UnshardedParams):
+            streams, device = self._runtime.streams, self.mesh.device
+            self._unsharded = UnshardedParams(self.params, self.layout, self.gather_dtype, device, streams)
+            self.on_new_unsharded()
+        self._unsharded.fill(chunks, layout)
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather nobody will use; waits until its memory is ours again."""
@@ -416,11 +394,14 @@ class ParamGroup:
         """Shows the shards, and frees the whole parameters. A pending all-gather is dropped.
 
         Args:
-            for_good: frees them also if the group's stage keeps them.
+            for_good: frees them also if the group's stage keeps them, and forgets what is kept of them
+                between steps, so that the next all-gather starts from the shards.
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
         self.cancel_unshard()
+        if for_good and self._inner is not None:
+            self._inner.version = None
         keeps = self.stage.keeps_whole and not for_good
         if self.state is ShardState.SHARDED and (keeps or not self._kept):
             return
@@ -442,29 +423,22 @@ class ParamGroup:
         if self.state is not ShardState.UNSHARDED:
             return
         cut = self._post_forward_shard(self.post_forward_mesh)
-        cut.fill([p.whole for p in self.params])
+        cut.fill()
         if self._unsharded is not None:
             self._unsharded.free()
         self.state = ShardState.SHARDED_POST_FORWARD
-        for p, view in zip(self.params, cut.views, strict=True):
-            if p.post_forward is None:
-                face = cut_of(p.whole, p.name, cut.mesh, p.cut.dim).face(view)
-                p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
-            p.register(p.post_forward)
+        cut.show()
 
     def _post_forward_shard(self, mesh: DataParallelMesh) -> PostForwardShard:
         if self._post_forward is None:
             self._post_forward = PostForwardShard(
-                [p.cut.shape for p in self.params],
-                [p.cut.dim for p in self.params],
+                self.params,
                 mesh,
                 self._runtime.streams,
                 alignment=self.alignment,
                 dtype=self.gather_dtype,
                 label=self._regather_label,
             )
-            for p in self.params:
-                p.post_forward = None
         return self._post_forward
 
     def reshard_if_stale(self) -> None:

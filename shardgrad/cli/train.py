@@ -87,8 +87,9 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
         click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:
             click.echo(f"  {escaped(frame)}", err=True)
-    if report.exit_status and torchrun_world_size() is not None:
-        # Not sys.exit: after a failure, the backends' threads may wait for ranks that are gone.
+    if torchrun_world_size() is not None:
+        # Not sys.exit: after a failure, the backends' threads may wait for ranks that are gone; and a thread
+        # that comes back from a store while the interpreter ends aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_status)

@@ -136,7 +136,7 @@ class _Module(Capturable):
         """Finds what is in the module; units learn of their root in the first forward."""
         self._units = units_under(self._module)
         self._groups = [group for unit in self._units for group in unit.groups]
-        _refuse_host_shards(self._groups)
+        _refuse_what_no_graph_repeats(self._groups)
         self._made_of = self._identities()
         known = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
         self._contexts: list[RootContext] = list(known.values())
@@ -283,16 +283,26 @@ class _Module(Capturable):
                 yield f"{what} of {group.name}", buffer
 
 
-def _refuse_host_shards(groups: Iterable[ParamGroup]) -> None:
+def _refuse_what_no_graph_repeats(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
+        where = f"unit {group.name}" if group.name else None
         if group.home.is_away:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
                 "no graph repeats",
                 expected=f"shards on {group.mesh.device}",
                 got=f"shards on {group.home.device}",
-                where=f"unit {group.name}" if group.name else None,
+                where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
+            )
+        if not group.is_flat:
+            raise CaptureError(
+                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: what its methods decide "
+                "in Python, and memory they keep to themselves, no graph repeats",
+                expected="parameters without all-gather extensions",
+                got=", ".join(param.name for param in group.params),
+                where=where,
+                fix="call the step without graphed_step",
             )
 
 

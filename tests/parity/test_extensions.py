@@ -192,6 +192,8 @@ def refuse() -> None:
     model = shardgrad.fully_shard(extended(Narrowed, 4, 4))
     with pytest.raises(errors.OptimizerParameterError, match=r"torch.optim for it"):
         shardgrad.optim.AdamW(model.parameters())
+    with pytest.raises(errors.CaptureError, match=r"fsdp_pre_all_gather cannot be in a graphed step"):
+        shardgrad.graphed_step(model)(lambda: None)
 
 
 def test_what_is_not_the_protocol_is_refused(two_ranks: Ranks) -> None:

@@ -62,6 +62,9 @@ SETUPS = {
     "kept whole": (2, Setup(options={"reshard_after_forward": False})),
     "resharded to two of four": (4, Setup(options={"reshard_after_forward": 2})),
     "replicas": (4, Setup(replicas=2)),
+    "parameters whole from step to step": (2, Setup(options={"zero_stage": 2})),
+    "gradients whole, too": (2, Setup(options={"zero_stage": 1})),
+    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
     "dropout": (2, Setup(dropout=0.5)),
     "recomputed": (2, Setup(recomputes=True)),
     "recomputed, as torch does it by default": (2, Setup(recomputes=True, saves_random_state=True)),
@@ -311,6 +314,43 @@ def training_and_evaluation(graphed: Callable[..., Any]) -> list[Any]:
 
 def test_evaluation_in_a_graph_and_without_one_sees_what_training_replayed() -> None:
     same_on(2, training_and_evaluation)
+
+
+def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+    """An evaluation is captured while nothing has changed since the last one: it gathers anew all the same."""
+    model = build(setup)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(number: int) -> None:
+        loss_of(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @graphed(model, warmup=2)
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return loss_of(model, x)
+
+    train(0)
+    seen = [evaluate(batch(number)).item() for number in range(4)]
+    for number in range(1, 4):
+        train(number)
+        seen.append(evaluate(batch(number)).item())
+    require_replays(evaluate, 1, 5)
+    return seen + weights(model)
+
+
+STAGES = {
+    "fully sharded": (2, Setup()),
+    "parameters whole": (2, Setup(options={"zero_stage": 2})),
+    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> None:
+    ranks, setup = STAGES[stage]
+    same_on(ranks, evaluated_at_rest, setup)
 
 
 def shapes(graphed: Callable[..., Any]) -> list[Any]:
