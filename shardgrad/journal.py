@@ -69,17 +69,19 @@ class Line:
         self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_KEPT)
         self._journal = of
-        self._keys: dict[tuple[str, int, torch.dtype], int] = {}
+        self._known: dict[tuple[str, int, torch.dtype], tuple[str, int]] = {}
 
     def begin(self, what: str, chunk: torch.Tensor) -> Entry:
         """Notes a collective that this rank is about to begin with `chunk`. The host's own work only."""
         facts = what, chunk.numel(), chunk.dtype
-        key = self._keys.get(facts)
-        if key is None:  # the same number on every rank and machine, unlike hash()
-            key = self._keys[facts] = zlib.crc32(" ".join(map(str, facts)).encode())
+        known = self._known.get(facts)
+        if known is None:  # the same number on every rank and machine, unlike hash()
+            key = zlib.crc32(" ".join(map(str, facts)).encode())
+            known = self._known[facts] = str(facts[2]), key
+        dtype, key = known
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ key) * _MULTIPLIER + self.count) & _MASK
-        entry = Entry(self.count, what, facts[1], str(facts[2]), self.fingerprint)
+        entry = Entry(self.count, what, facts[1], dtype, self.fingerprint)
         self.recent.append(entry)
         self._journal.moved_s = time.monotonic()
         return entry
