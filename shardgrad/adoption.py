@@ -15,13 +15,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .errors import ForeignParameterError
+from .errors import ForeignParameterError, MetaParameterError
 from .managed_param import ManagedParam, local_of
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
 
-__all__ = ["Registration", "adopt"]
+__all__ = ["Registration", "adopt", "require_data"]
 
 _LOCAL = attrgetter("_local_tensor")
 
@@ -79,6 +79,24 @@ def adopt(group: ParamGroup) -> bool:
     _validate(shown, group)
     group.refill(shown, local_of(shown[0]).dtype)
     return True
+
+
+def require_data(group: ParamGroup) -> None:
+    """Refuses a group with parameters on the meta device.
+
+    Raises:
+        MetaParameterError: naming them.
+    """
+    names = [p.name for p in group.params if p.sharded.device.type == "meta"]
+    if names:
+        raise MetaParameterError(
+            "FSDP parameters should be materialized from meta device before training, but the following "
+            f"were still on meta device: {names}",
+            expected=f"parameters on {group.home.device}",
+            got=f"{len(names)} on meta",
+            where=f"unit {group.name}",
+            fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+        )
 
 
 def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:

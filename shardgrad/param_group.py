@@ -26,7 +26,6 @@ from .buffers import Recurring
 from .carried import from_bytes, is_carried, stored_shape
 from .comms import Comms
 from .cuts import Cut
-from .errors import MetaParameterError
 from .faces import in_own_storage
 from .gathering import Gathering, Source
 from .gradient_shard import GradientShard
@@ -458,27 +457,6 @@ class ParamGroup:
         return self.generation, self.steps_taken + writes
 
     # -- foreign storage --------------------------------------------------------------------------------
-
-    def meta_names(self) -> list[str]:
-        """Returns the parameters that have no data yet."""
-        return [p.name for p in self.params if p.sharded.device.type == "meta"]
-
-    def require_data(self) -> None:
-        """Refuses parameters on the meta device.
-
-        Raises:
-            MetaParameterError: naming them.
-        """
-        names = self.meta_names()
-        if names:
-            raise MetaParameterError(
-                "FSDP parameters should be materialized from meta device before training, but the following "
-                f"were still on meta device: {names}",
-                expected=f"parameters on {self.home.device}",
-                got=f"{len(names)} on meta",
-                where=f"unit {self.name}",
-                fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
-            )
 
     def adopt(self) -> bool:
         """Takes over parameters that the program replaced or moved; see `adoption.py`.

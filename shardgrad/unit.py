@@ -29,6 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .adoption import require_data
 from .build import Guest
 from .context import RootContext, inside_backward
 from .dynamo import outside_graphs
@@ -165,7 +166,7 @@ class Unit:
         replaced = False
         for group, reducer in zip(self.groups, self.reducers, strict=True):
             replaced |= group.adopt()
-            group.require_data()
+            require_data(group)
             group.reshard_if_stale()
             if group.refresh_trainable():
                 reducer.attach()

@@ -317,7 +317,7 @@ def test_evaluation_in_a_graph_and_without_one_sees_what_training_replayed() -> 
 
 
 def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
-    """An evaluation is captured while nothing has changed since the last one: it gathers anew all the same."""
+    """An evaluation is captured while nothing has changed since the last one, and gathers all the same."""
     model = build(setup)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
