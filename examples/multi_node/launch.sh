@@ -8,6 +8,10 @@ mine=$(hostname -I)
 head=$(getent ahostsv4 "$HEAD" | awk 'NR == 1 { print $1 }' || true)
 [[ " $mine" == *" $head "* ]] && is_host=1 || is_host=0
 
+# torchrun's own store outlives ranks, and with it the addresses of those that are gone: the next ones would wait
+# for them for ever. With this they meet in a new store each time, which the first of them hosts.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 exec "${PYTHON:-python}" -m torch.distributed.run \
   --nnodes "${NODES:-1:2}" \
   --nproc-per-node "${RANKS_A_NODE:-2}" \
