@@ -78,7 +78,11 @@ _FORWARD = (PartSpot("forward"), *(PartSpot("forward", number) for number in (1,
 _BACKWARD = (PartSpot("backward"), *(PartSpot("backward", number) for number in (1, 2, 3, 4, 5)))
 _OPTIMIZER = (PartSpot("optimizer"),)
 _CLIP = (PartSpot("clip"), PartSpot("clip", 1))
-_CHECKPOINT = (*(PartSpot("checkpoint", number) for number in range(10)), FileSpot(1), FileSpot(2))
+_CHECKPOINT: tuple[Spot, ...] = (
+    *(PartSpot("checkpoint", number) for number in range(10)),
+    FileSpot(1),
+    FileSpot(2),
+)
 _WRITES = tuple(FileSpot(number) for number in range(1, 13))
 _CAPTURE = (PartSpot("capture"),)
 _DATA = (PartSpot("batch"),)

@@ -66,8 +66,8 @@ class Report:
 
     def _place(self, trace: Trace) -> list[str]:
         if "failed at" in self.sentence or "is late, at" in self.sentence:
-            is_right = re.search(rf"(failed|is late,) at {re.escape(trace.place)}(:|,| \()", self.sentence)
-            return [] if is_right else [f"the report does not say that it was at {trace.place}"]
+            place = re.search(rf"(failed|is late,) at {re.escape(trace.place)}(:|,| \()", self.sentence)
+            return [] if place else [f"the report does not say that it was at {trace.place}"]
         number = _NUMBER.search(self.sentence)
         if number is not None:
             is_right = any(_is_near(int(number[1]), begun) for begun in trace.begun.values())
