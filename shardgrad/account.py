@@ -95,7 +95,7 @@ def give_account(journal: Journal, rank: int, *, thread: int, error: BaseExcepti
         thread: identifier of the thread that trains.
         error: what failed on this rank itself. Its traceback, if it has one, is the stack.
     """
-    waits = journal.waits_in
+    group, awaited = journal.awaited()
     frame = sys._current_frames().get(thread)
     known = isinstance(error, BaseException)
     return Account(
@@ -104,8 +104,8 @@ def give_account(journal: Journal, rank: int, *, thread: int, error: BaseExcepti
         part=journal.part,
         unit=journal.unit,
         error=_first_line(error) if isinstance(error, BaseException) else error,
-        group=None if waits is None else waits[0].name,
-        awaited=None if waits is None else waits[1],
+        group=group,
+        awaited=awaited,
         waited_s=round(time.monotonic() - journal.moved_s, 3),
         lines={line.name: (line.ranks, tuple(line.recent)) for line in journal.lines()},
         stack=_stack_of(error) if known else _stack(frame),  # type: ignore[arg-type]

@@ -39,7 +39,7 @@ class Entry(NamedTuple):
     Attributes:
         number: its place in the order of its group, from 1.
         what: for example "all-gather of layers.3".
-        numel: elements that this rank put in.
+        numel: elements that this rank put in; 0 for Python's objects, each rank's of a size of its own.
         dtype: of them.
         fingerprint: of all collectives of the group up to and including this one.
     """
@@ -69,11 +69,14 @@ class Line:
         self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_KEPT)
         self._journal = of
-        self._known: dict[tuple[str, int, torch.dtype], tuple[str, int]] = {}
+        self._known: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
 
-    def begin(self, what: str, chunk: torch.Tensor) -> Entry:
-        """Notes a collective that this rank is about to begin with `chunk`. The host's own work only."""
-        facts = what, chunk.numel(), chunk.dtype
+    def begin(self, what: str, chunk: torch.Tensor | None) -> Entry:
+        """Notes a collective that this rank is about to begin with `chunk`, or with objects if there is none.
+
+        The host's own work only.
+        """
+        facts = (what, 0, "objects") if chunk is None else (what, chunk.numel(), chunk.dtype)
         known = self._known.get(facts)
         if known is None:  # the same number on every rank and machine, unlike hash()
             key = zlib.crc32(" ".join(map(str, facts)).encode())
@@ -87,7 +90,7 @@ class Line:
         return entry
 
     @contextmanager
-    def awaited(self, what: str, chunk: torch.Tensor) -> Iterator[None]:
+    def awaited(self, what: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
         """Notes a collective for which the host waits in the block."""
         entry = self.begin(what, chunk)
         self._journal.waits_in = self, entry
@@ -103,7 +106,8 @@ class Journal:
         part: of the step, such as "forward" or "checkpoint"; empty where nobody says.
         unit: whose forward or backward ran last; empty before the first.
         moved_s: `time.monotonic()` of the last sign of progress.
-        waits_in: the collective for which the host waits, or waited when it failed.
+        waits_in: the collective for which the host waits, or waited when it failed; without an entry, what
+            another thread has begun last in that group.
     """
 
     def __init__(self) -> None:
@@ -111,7 +115,7 @@ class Journal:
         self.part = ""
         self.unit = ""
         self.moved_s = time.monotonic()
-        self.waits_in: tuple[Line, Entry] | None = None
+        self.waits_in: tuple[Line, Entry | None] | None = None
         self._lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
 
     def enter(self, part: str, *, step: int | None = None) -> None:
@@ -130,6 +134,14 @@ class Journal:
             ranks = tuple(dist.get_process_group_ranks(group))
             line = self._lines[group] = Line(self, group.group_name, ranks)
         return line
+
+    def awaited(self) -> tuple[str | None, Entry | None]:
+        """Returns in which group this rank waits, and for which collective; None twice if it does not."""
+        if self.waits_in is None:
+            return None, None
+        line, entry = self.waits_in
+        entry = entry or (line.recent[-1] if line.recent else None)
+        return (None, None) if entry is None else (line.name, entry)
 
     def lines(self) -> list[Line]:
         """Returns all lines, of the groups there are now."""

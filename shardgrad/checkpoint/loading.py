@@ -83,16 +83,19 @@ def load(
     Streams: writes on the current stream. Host memory: see `Source.fill`.
     """
     peers = Peers(group)
-    wanted, values = peers.together(lambda: holdings(state))
-    source = peers.together(lambda: open_checkpoint(folder))
+    wanted, values = peers.together("state", lambda: holdings(state))
+    source = peers.together("opening", lambda: open_checkpoint(folder))
     with source:
-        fit = peers.together(lambda: _fit(source, wanted, values, optional))
+        fit = peers.together("fit", lambda: _fit(source, wanted, values, optional))
         _refuse_left_over(peers, source, {*wanted, *values}, optional)
         if verify:
-            peers.together(lambda: [source.check(name, held.box) for name, held in fit.tensors.items()])
+            peers.together(
+                "verification", lambda: [source.check(name, held.box) for name, held in fit.tensors.items()]
+            )
         with torch.no_grad():
             peers.together(
-                lambda: [source.fill(name, held.box, held.local) for name, held in fit.tensors.items()]
+                "reading",
+                lambda: [source.fill(name, held.box, held.local) for name, held in fit.tensors.items()],
             )
     loaded: _State = rebuild(state, fit.values)
     return loaded
@@ -140,7 +143,7 @@ def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Se
     # One bit for each name: every rank has read the same list.
     asked = sum(1 << i for i, name in enumerate(names) if name in mine)
     by_anybody = 0
-    for bits in peers.all_gather(asked):
+    for bits in peers.all_gather("names", asked):
         by_anybody |= bits
     left = [name for i, name in enumerate(names) if not by_anybody >> i & 1 and not _matches(name, optional)]
     if left:

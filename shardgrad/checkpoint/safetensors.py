@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def write_safetensors(
     """
     save_file = _load_package()
     publication = Publication(folder)
-    peers.together(publication.begin if peers.leads else _nothing)
+    peers.together("new folder", publication.begin if peers.leads else _nothing)
     files = _named(_filled(sizes, file_nbytes))
     try:
         for name, members in files.items():
@@ -83,8 +84,8 @@ def write_safetensors(
                     content[member] = tensor.detach().to("cpu", copy=True).contiguous()
             path = publication.aside / name
             # Agreed upon for each file: a rank that stopped alone would leave the others in a gather.
-            peers.together(lambda path=path, content=content: save_file(content, path) if content else None)  # type: ignore[misc]
-        peers.together(lambda: _finish(publication, files, sizes) if peers.leads else None)
+            peers.together("writing", partial(save_file, content, path) if content else _nothing)
+        peers.together("publication", lambda: _finish(publication, files, sizes) if peers.leads else None)
     except Exception:
         if peers.leads:
             publication.abandon()

@@ -94,6 +94,7 @@ class Saving:
 
     def __init__(self, write: _Write, part: Part) -> None:
         self._future: Future[None] = Future()
+        self._peers = write.peers
         Thread(target=self._run, args=(write, part), name="checkpoint").start()
 
     def _run(self, write: _Write, part: Part) -> None:
@@ -115,7 +116,8 @@ class Saving:
             CheckpointSaveError: it could not be written.
             TimeoutError: it is not there after `timeout_s`.
         """
-        self._future.result(timeout_s)
+        with self._peers.thread_awaited():
+            self._future.result(timeout_s)
 
 
 class _Write:
@@ -123,35 +125,39 @@ class _Write:
 
     def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
         self._publication = Publication(folder)
-        self._peers = peers
+        self.peers = peers
         self._then = then
 
     def plan(self, state: Mapping[Any, Any]) -> Part:
         """Returns what this rank writes. A collective, which raises on all ranks or none."""
-        peers = self._peers
-        leaves = peers.together(lambda: flatten(state))
-        plain = peers.gather([name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)])
+        peers = self.peers
+        leaves = peers.together("names", lambda: flatten(state))
+        plain = peers.gather(
+            "list of names", [name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)]
+        )
         writers: dict[str, int] = {}
         for rank in reversed(range(len(plain))):
             writers.update(dict.fromkeys(plain[rank], rank))
-        mine = peers.scatter([{name: writers[name] for name in names} for names in plain])
-        part = peers.together(lambda: my_part(leaves, mine, peers.rank))
-        peers.together(self._publication.begin if peers.leads else _nothing)
+        mine = peers.scatter(
+            "choice of writers", [{name: writers[name] for name in names} for names in plain]
+        )
+        part = peers.together("plan", lambda: my_part(leaves, mine, peers.rank))
+        peers.together("new folder", self._publication.begin if peers.leads else _nothing)
         return part
 
     def __call__(self, part: Part) -> None:
         """Writes and publishes. A collective, which raises on all ranks or none."""
-        peers = self._peers
+        peers = self.peers
         try:
-            parts = peers.gather(peers.together(lambda: self._write(part)))
-            peers.together((lambda: self._publish(parts)) if peers.leads else _nothing)
+            parts = peers.gather("index", peers.together("writing", lambda: self._write(part)))
+            peers.together("publication", (lambda: self._publish(parts)) if peers.leads else _nothing)
         except ShardgradError:
             if peers.leads:
                 self._publication.abandon()
             raise
 
     def _write(self, part: Part) -> _Written:
-        file = f"rank_{self._peers.rank:05d}.bin"
+        file = f"rank_{self.peers.rank:05d}.bin"
         pieces: dict[str, Entry] = {}
         if not part.tensors:
             return _Written(file, 0, pieces, part.values)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -53,9 +51,11 @@ def drill(
     """
     from rich.console import Console
 
+    from shardgrad.bench.record import environment
     from shardgrad.cli import main
     from shardgrad.drills.faults import CATALOGUE, Fault
     from shardgrad.drills.hosts import can_have_hosts
+    from shardgrad.drills.record import append
     from shardgrad.drills.referee import Referee
 
     console = Console(soft_wrap=True, highlight=False)
@@ -82,29 +82,21 @@ def drill(
             for line in verdict.problems or (verdict.sentence,):
                 console.print(f"    {line}", markup=False)
             if record is not None:
-                _append(record, verdict)
+                append(record, verdict, environment())
     _summarize(console, verdicts)
     sys.exit(1 if any(verdict.problems for verdict in verdicts) else 0)
-
-
-def _append(path: Path, verdict: Verdict) -> None:
-    import dataclasses
-
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(dataclasses.asdict(verdict)) + "\n")
 
 
 def _summarize(console: Console, verdicts: list[Verdict]) -> None:
     """Print how long it took from the fault to the last exit, by kind."""
     from rich.table import Table
 
+    from shardgrad.drills.record import tallies
+
     table = Table("kind", "drills", "wrong", "median s", "worst s")
-    for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
-        held = [verdict for verdict in verdicts if verdict.kind == kind]
-        times = [verdict.exit_s for verdict in held]
-        wrong = sum(bool(verdict.problems) for verdict in held)
+    for each in tallies(verdicts):
         table.add_row(
-            kind, str(len(held)), str(wrong), f"{statistics.median(times):.1f}", f"{max(times):.1f}"
+            each.kind, str(each.held), str(each.wrong), f"{each.median_s:.1f}", f"{each.worst_s:.1f}"
         )
     console.print(table)
     wrong = sum(bool(verdict.problems) for verdict in verdicts)

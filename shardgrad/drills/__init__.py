@@ -7,5 +7,7 @@
 | `stage.py` | where it happens: ranks, forked from a warm process, and what they wrote |
 | `hosts.py` | two hosts on one machine: network namespaces, and a cable that can be pulled |
 | `tampering.py` | breaks checkpoints that lie on the disk |
+| `truth.py` | whether a report names the rank, the step and the place where it struck |
 | `referee.py` | runs a drill, and judges it |
+| `record.py` | what is kept of drills |
 """

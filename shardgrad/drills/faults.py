@@ -19,7 +19,7 @@ class Expectation(Enum):
     """What has to follow from a fault."""
 
     ENDS = "every rank ends, with a sentence that names who and where; the run can be resumed"
-    SAYS = "every rank ends, with a sentence of its own; the run can be resumed"
+    SAYS = "every rank ends, with a sentence that says where it was; the run can be resumed"
     SURVIVES = "the run goes on, with the same losses"
     STOPS = "the run stops as if somebody had asked for it; it can be resumed"
     REFUSED = "the resume is refused with a sentence, or goes on exactly from an older checkpoint"
@@ -37,7 +37,6 @@ class Fault:
         program: how the run is started; several are drawn from.
         words: that the sentence has to contain, besides the place.
         seconds: for deeds that take time.
-        last_rank: strikes the highest rank; else one is drawn.
         steps: during which steps.
         needs_hosts: whether it takes network namespaces.
     """
@@ -49,17 +48,16 @@ class Fault:
     programs: tuple[Program, ...] = (Program(2), Program(3), Program(4, ("--mesh", "2x2")))
     words: tuple[str, ...] = ()
     seconds: float = 0.0
-    last_rank: bool = False
     steps: tuple[int, ...] = tuple(range(EVERY + 1, STEPS))
     needs_hosts: bool = False
 
     def draw(self, random: random.Random) -> tuple[Program, Plan]:
         """A program and a plan of this kind."""
-        program = random.choice(self.programs)
-        rank = program.ranks - 1 if self.last_rank else random.randrange(program.ranks)
-        return program, Plan(
-            self.deed, rank, random.choice(self.steps), random.choice(self.spots), self.seconds
-        )
+        program, spot = random.choice(self.programs), random.choice(self.spots)
+        # The first rank makes a checkpoint's folder, index and name; the others touch a file of their own.
+        is_leads = isinstance(spot, FileSpot) and spot.operation > 1
+        rank = 0 if is_leads else random.randrange(program.ranks)
+        return program, Plan(self.deed, rank, random.choice(self.steps), spot, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,11 @@ _FORWARD = (PartSpot("forward"), *(PartSpot("forward", number) for number in (1,
 _BACKWARD = (PartSpot("backward"), *(PartSpot("backward", number) for number in (1, 2, 3, 4, 5)))
 _OPTIMIZER = (PartSpot("optimizer"),)
 _CLIP = (PartSpot("clip"), PartSpot("clip", 1))
-_CHECKPOINT = (PartSpot("checkpoint"), PartSpot("checkpoint", 1), FileSpot(1), FileSpot(2))
+_CHECKPOINT: tuple[Spot, ...] = (
+    *(PartSpot("checkpoint", number) for number in range(10)),
+    FileSpot(1),
+    FileSpot(2),
+)
 _WRITES = tuple(FileSpot(number) for number in range(1, 13))
 _CAPTURE = (PartSpot("capture"),)
 _DATA = (PartSpot("batch"),)
@@ -93,6 +95,9 @@ _PLACES = {
     "checkpoint": (_CHECKPOINT, _SAVES, None),
     "capture": (_CAPTURE, (4,), _GRAPHED),
 }
+_ASIDE = ("--checkpoint-async",)
+_ALL_WRITE = (Program(2), Program(3))  # of replicas, only one writes
+_MAJORITY = (Program(3), Program(4))  # of two ranks that differ, nobody knows which is wrong
 _LAUNCHED = (Program(2, launched=True), Program(3, launched=True))
 _TWO_HOSTS = (Program(2, launched=True, hosts=2),)
 _E = Expectation
@@ -125,7 +130,13 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault("data ends early on one rank", "end data", _DATA, words=("the data loader has ended",)),
     Fault("out of memory in forward", "out of memory", _FORWARD, words=("Memory ran out",)),
     Fault("out of memory in backward", "out of memory", _BACKWARD, words=("Memory ran out",)),
-    Fault("one rank leaves the order", "leave order", _FORWARD[:1], words=("left the common order",)),
+    Fault(
+        "one rank leaves the order",
+        "leave order",
+        _FORWARD[:1],
+        programs=_MAJORITY,
+        words=("left the common order",),
+    ),
     Fault("killed under another launcher", "kill", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
     Fault("stopped under another launcher", "stop", (*_FORWARD, *_BACKWARD), programs=_LAUNCHED),
     Fault(
@@ -155,13 +166,21 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         needs_hosts=True,
     ),
     Fault("crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES),
-    Fault("disk full", "disk full", _WRITES[:6], _E.SAYS, words=("disk is full",), steps=_SAVES),
-    Fault("disk read-only", "read-only", _WRITES[:6], _E.SAYS, words=("Read-only",), steps=_SAVES),
+    Fault(
+        "killed in a checkpoint on a thread",
+        "kill",
+        _WRITES[:6],
+        programs=(Program(2, _ASIDE), Program(3, _ASIDE)),
+        words=("SIGKILL",),
+        steps=(STEPS,),  # where training waits for it, and is in no other step meanwhile
+    ),
+    Fault("disk full", "disk full", _WRITES[:6], words=("disk is full",), steps=_SAVES),
+    Fault("disk read-only", "read-only", _WRITES[:6], words=("Read-only",), steps=_SAVES),
     Fault(
         "file may not grow",
         "file limit",
         (PartSpot("checkpoint"),),
-        _E.SAYS,
+        programs=_ALL_WRITE,
         words=("disk is full or a quota",),
         steps=_SAVES,
     ),
@@ -169,7 +188,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         "out of file descriptors",
         "descriptors",
         (PartSpot("checkpoint"),),
-        _E.SAYS,
+        programs=_ALL_WRITE,
         words=("Too many open files",),
         steps=_SAVES,
     ),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 import random
-import re
 import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardgrad.drills.faults import Expectation, Fault, Tampering
-from shardgrad.drills.saboteur import Plan, Trace
+from shardgrad.drills.saboteur import Trace
 from shardgrad.drills.stage import PATIENT_S, STEPS, Command, Outcome, Program, Stage, losses
+from shardgrad.drills.truth import read_accounts, reports_in
+from shardgrad.training.rank import INQUEST
 
 __all__ = ["Referee", "Verdict"]
 
@@ -79,7 +80,7 @@ class Referee:
             if outcome.trace is not None or not outcome.succeeded:
                 break
             shutil.rmtree(run, ignore_errors=True)
-        problems = _judge(kind, plan, outcome)
+        problems = _judge(kind, outcome, run)
         resumed_on = 0
         plain = Program(program.ranks, program.options)
         if kind.expects is Expectation.SURVIVES:
@@ -169,7 +170,7 @@ class Referee:
         return [f"losses differ at {wrong} (-1 is the validation)"] if wrong else []
 
 
-def _judge(kind: Fault, plan: Plan, outcome: Outcome) -> list[str]:
+def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
     problems = []
     trace = outcome.trace
     if trace is None:
@@ -193,23 +194,12 @@ def _judge(kind: Fault, plan: Plan, outcome: Outcome) -> list[str]:
     # Another launcher says itself by which signal a rank ended.
     words = () if outcome.statuses[1:] and kind.expects is Expectation.ENDS else kind.words
     problems += [f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence]
-    if kind.expects is Expectation.ENDS:
-        problems += _misplaced(sentence, plan, trace)
-    return problems
-
-
-def _misplaced(sentence: str, plan: Plan, trace: Trace) -> list[str]:
-    """What the sentence gets wrong about rank, step and unit or collective."""
-    problems = []
-    if not re.search(rf"\b[Rr]anks? (\d+(, | and ))*{plan.rank}\b", sentence):
-        problems.append(f"the sentence does not name rank {plan.rank}: {sentence}")
-    if not re.search(rf"\bstep ({trace.step}|{trace.step + 1})\b", sentence):
-        problems.append(f"the sentence does not name step {trace.step}: {sentence}")
-    # A checkpoint is of all units, and speaks in collectives of its own, which the journal does not see.
-    if not re.search(
-        rf"(in|made) the .+|\bparameter .+|step \d+, checkpoint| of {re.escape(trace.unit)}\b", sentence
-    ):
-        problems.append(f"the sentence names no unit and no collective: {sentence}")
+    reports = reports_in(outcome.words, read_accounts(run / INQUEST))
+    if not reports:
+        problems.append(f"nothing was reported: {outcome.words[-300:]}")
+    for report in reports:
+        is_told = kind.expects is Expectation.ENDS
+        problems += report.untruths(trace) if is_told else report.vagueness(trace)
     return problems
 
 

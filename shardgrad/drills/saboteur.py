@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from shardgrad.account import place_in_words
 from shardgrad.arrivals import Arrivals
 from shardgrad.graphs.step import GraphedStep
 from shardgrad.journal import Journal, Line, journal
@@ -95,6 +96,7 @@ class Trace:
         part: of the journal.
         unit: of the journal.
         recent: the last collectives that this rank had begun, oldest first.
+        begun: how many it had begun in each group of ranks, by name.
         pid: of this rank.
     """
 
@@ -104,7 +106,13 @@ class Trace:
     part: str
     unit: str
     recent: tuple[str, ...]
+    begun: dict[str, int]
     pid: int
+
+    @property
+    def place(self) -> str:
+        """In words, as reports have it."""
+        return place_in_words(self.step, self.part, self.unit)
 
     @classmethod
     def read(cls, path: Path) -> Trace | None:
@@ -177,6 +185,7 @@ class Saboteur:
             journal.part,
             journal.unit,
             tuple(recent),
+            {line.name: line.count for line in journal.lines()},
             os.getpid(),
         )
         fresh = self._trace.with_suffix(".new")

@@ -12,6 +12,7 @@ import importlib
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -26,14 +27,14 @@ from shardgrad.drills.hosts import Hosts
 from shardgrad.drills.saboteur import Plan, Trace, arm
 from shardgrad.training import launch, loop, spawn
 
-__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "Stage", "losses"]
+__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "Stage", "losses", "orphaned_segments"]
 
 STEPS, EVERY = 6, 2
 TIMEOUT_S = 8.0
 PATIENT_S = 60.0  # where nothing is to break: a busy machine may be slow
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
-_SHARED_MEMORY = "/dev/shm"
+_SEGMENTS = re.compile(r"torch_(\d+)_")  # of shared memory, with the process that made them
 # What every rank imports late: once here, so that those that are forked have it.
 _WARM = (launch, loop, *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")))
 
@@ -142,7 +143,7 @@ class Stage:
         temporary = self.folder / "temporary"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        shared = set(os.listdir(_SHARED_MEMORY))
+        shared = orphaned_segments()
 
         def main() -> None:
             tempfile.tempdir = str(temporary)
@@ -160,8 +161,7 @@ class Stage:
             told = Trace.read(trace)
             took_s = time.monotonic() - (began_s if told is None else told.at_s)
         words = errors.read_text(encoding="utf-8", errors="replace") if errors.exists() else ""
-        segments = set(os.listdir(_SHARED_MEMORY)) - shared
-        litter = [*(name for name in segments if name.startswith("torch_")), *os.listdir(temporary)]
+        litter = [*(orphaned_segments() - shared), *os.listdir(temporary)]
         return Outcome(tuple(statuses), words, told, took_s, left, tuple(litter))
 
     def _wait(
@@ -195,6 +195,12 @@ class Stage:
         for pid in set(leaders) - set(statuses):
             os.waitpid(pid, 0)
         return [statuses.get(pid) for pid in leaders], left
+
+
+def orphaned_segments() -> set[str]:
+    """Names of torch's segments of shared memory whose process has ended."""
+    made = {name: _SEGMENTS.match(name) for name in os.listdir("/dev/shm")}
+    return {name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()}
 
 
 def losses(folder: Path) -> dict[int, float]:

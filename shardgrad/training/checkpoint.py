@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.checkpoint import Saving, Series, load, save, save_async
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain, operating_system_reason
+from shardgrad.training.failure import TrainingError, UsageError
 from shardgrad.training.parallel import Place
 from shardgrad.training.sharding import LanguageModel
 
@@ -143,12 +143,11 @@ def _told() -> Iterator[None]:
             warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
             yield
     except (CheckpointSaveError, CheckpointError) as error:
-        if error.__cause__ is None:
-            sentence = "Another rank could not write its part of the checkpoint: see its message."
-            raise PeerLost(sentence) from error
-        if operating_system_reason(error) is not None:
-            raise explain(error) from error
-        raise TrainingError(f"The checkpoint was not written ({error.what}; {error.got}).") from error
+        if error.__cause__ is not None:  # this rank's own: told as what it is, with the rank and the place
+            raise error.__cause__ from None
+        raise TrainingError(
+            f"The checkpoint was not written ({error.what}; {error.got}, at {error.where})."
+        ) from error
 
 
 def _gather_state(state: TrainState, place: Place) -> dict[str, Any]:

@@ -58,13 +58,15 @@ class Place:
     def tell_all(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
         box = [text]
-        dist.broadcast_object_list(box, src=0, group=self.control)
+        with journal.line(self.control).awaited("words of rank 0"):
+            dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def tell_each_other(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks."""
         texts = [""] * self.world_size
-        dist.all_gather_object(texts, text, group=self.control)
+        with journal.line(self.control).awaited("exchange of the ranks' words"):
+            dist.all_gather_object(texts, text, group=self.control)
         return texts
 
 
@@ -75,6 +77,7 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
         config: for the device and the collectives' time limit.
         init_method: where the ranks meet; `env://` under torchrun.
     """
+    journal.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))

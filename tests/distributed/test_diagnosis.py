@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from shardgrad import checkpoint
+from shardgrad.account import Account, give_account
 from shardgrad.agreement import require_same_collectives
 from shardgrad.errors import DesyncError
 from shardgrad.journal import journal
@@ -55,6 +58,56 @@ def test_every_rank_is_told_who_left_the_order_and_where(two_ranks: Ranks) -> No
         assert "rank 0 made the all-gather of layers.1 (8 x torch.float32) (number 2" in text
         assert f"where:    rank {rank}" in text
     two_ranks.stop()  # their journals differ from now on
+
+
+SAVE = [
+    "names",
+    "list of names",
+    "choice of writers",
+    "plan",
+    "new folder",
+    "writing",
+    "index",
+    "publication",
+]
+
+
+def journal_of_a_save(folder: str) -> list[tuple[str, int]]:
+    group = dist.new_group(backend="gloo")
+    # The ranks' lists differ in length, and so do the bytes that they send.
+    state = {f"rank{dist.get_rank()}": {f"x{i}": torch.ones(i) for i in range(5 * dist.get_rank())}}
+    checkpoint.save(state, folder, group=group)
+    require_same_collectives(dist.group.WORLD)
+    return [(entry.what, entry.fingerprint) for entry in journal.line(group).recent]
+
+
+def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
+    assert ours == theirs
+    assert [what for what, _ in ours] == [f"{part} of the checkpoint" for part in SAVE]
+
+
+def awaited_while_another_rank_publishes(folder: str) -> str:
+    """Rank 0 is slow to end a save that a thread makes; rank 1 waits for its own thread."""
+    group = dist.new_group(backend="gloo")
+    state = {"x": torch.ones(3)}
+    saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
+    accounts: list[Account] = []
+    trains = threading.get_ident()
+    look = threading.Timer(0.5, lambda: accounts.append(give_account(journal, 1, thread=trains, error=None)))
+    look.start()
+    saving.wait(60)
+    look.join()
+    assert journal.waits_in is None
+    awaited = accounts[0].awaited
+    return "" if awaited is None else awaited.what
+
+
+def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = two_ranks.run(awaited_while_another_rank_publishes, str(tmp_path / "c"))
+    assert told[1] == "publication of the checkpoint"
 
 
 def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
