@@ -30,7 +30,7 @@ def command(folder: Path, *launcher: str) -> list[str]:
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
-    # torchrun's own store would keep the addresses of the ranks that have ended, and the next ones might wait.
+    # torchrun's own store would keep the addresses of ranks that have ended, and the next ones might wait.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(
         words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
