@@ -2,22 +2,27 @@
 
 Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
 its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
-`post_backward()` and `_root_post_backward_final_callback()`. Tools that look at parameters find them under
-`fsdp_params`. Views hold no state and change nothing but what these calls ask for.
+`post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
+under `fsdp_params`, and puts functions of its own around what runs before and after a unit's forward and
+backward. Views hold no state and change nothing but what these calls ask for.
 
-Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`).
+Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
+torch/distributed/_tools/fsdp2_mem_tracker.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
+from torch.utils.hooks import RemovableHandle
 
 from .context import RootContext
+from .errors import unsupported
 from .managed_param import ManagedParam
 from .param_group import ParamGroup
 from .roots import establish_context
@@ -68,8 +73,27 @@ class _GroupView:
         """True if the parameters are whole."""
         return self._unit.is_unsharded
 
-    def post_backward(self, *_: Any) -> None:
-        """Nothing: what waits is reduced, in one order for all ranks, by the final callback."""
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """What runs before the unit's backward; another function may be set in its place, around it."""
+        return self._unit.pre_backward
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        self._unit.pre_backward = function
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """What runs after the unit's backward; another function may be set in its place, around it.
+
+        Called after a backward, it reduces nothing more: what waits is reduced, in one order for all ranks,
+        by the final callback.
+        """
+        return self._unit.post_backward
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        self._unit.post_backward = function
 
     def unshard(self, async_op: bool = False) -> None:
         """Gathers the group."""
@@ -130,6 +154,38 @@ class StateView:
     @property
     def _modules(self) -> tuple[nn.Module, ...]:
         return self._unit.modules
+
+    @property
+    def _pre_forward(self) -> Callable[..., Any]:
+        return self._unit.pre_forward
+
+    @property
+    def _post_forward(self) -> Callable[..., Any]:
+        return self._unit.post_forward
+
+    @property
+    def _pre_forward_hook_handle(self) -> RemovableHandle:
+        return self._hooks()[0]
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks()[0] = handle
+
+    @property
+    def _post_forward_hook_handle(self) -> RemovableHandle:
+        return self._hooks()[1]
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks()[1] = handle
+
+    def _hooks(self) -> list[RemovableHandle]:
+        if len(self._unit.hooks) > 1:
+            raise unsupported(
+                f"torch's FSDPMemTracker over a unit of several modules, {self._unit.name or 'the root'}",
+                instead="a unit for each module: the tracker has one handle for all their hooks",
+            )
+        return self._unit.hooks[0]
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces what micro-batches have left, and waits for the gradients. A collective."""

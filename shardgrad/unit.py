@@ -6,9 +6,9 @@ Hooks, in the order they fire in a step:
 |------------------|-----------------------------------|--------------------------------------------------|
 | `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
 | `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
-| `_pre_backward`  | first gradient of an output       | unshard, wait, prefetch the unit before          |
+| `pre_backward`   | first gradient of an output       | unshard, wait, prefetch the unit before          |
 | `_arrive`        | a parameter's gradient is there   | in `scheduler.py`: pack and reduce when complete |
-| `_post_backward` | gradients of all inputs are there | reshard, close the group's reduction             |
+| `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
 | `end_backward`   | autograd is done                  | in `context.py`                                  |
 
 Gradients are caught at the parameters, not at the module: whatever path a loss took through the unit's
@@ -17,7 +17,7 @@ unsharded parameters, they are reduced.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,6 +68,10 @@ class Unit:
         backward_prefetch: units to unshard early in backward instead of the one before.
         max_reductions: reductions that may be in flight; None if nobody asked.
         partner: whose streams and staging are to be shared once this unit is a root.
+        hooks: those on each of the modules' forwards, the one before it and the one after.
+        pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
+            watches may put another function in its place, around it.
+        post_backward: the same for the moment when all gradients of a forward's inputs are there.
     """
 
     def __init__(
@@ -98,9 +102,15 @@ class Unit:
         self._outstanding = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
-        for module in self.modules:
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward)
+        self.pre_backward: Callable[..., None] = self._pre_backward
+        self.post_backward: Callable[..., None] = self._post_backward
+        self.hooks = [
+            [
+                module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True),
+                module.register_forward_hook(self.post_forward),
+            ]
+            for module in self.modules
+        ]
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replaces the unit's groups; only while building."""
@@ -263,7 +273,7 @@ class Unit:
         if torch.is_grad_enabled():
             call = _Call(0 if recomputing else context.ran_forward(self))
             for tensor in _tensors_with_grad(output):
-                tensor.register_hook(partial(self._pre_backward, call))
+                tensor.register_hook(partial(self.pre_backward, call))
         if not recomputing:
             context.leave_forward(self)
         dtype = self.mp_policy.output_dtype
@@ -312,7 +322,7 @@ class Unit:
             if unit.unshard_in_backward:
                 unit.unshard(context)
 
-    def _post_backward(self, *, counted: bool) -> None:
+    def _post_backward(self, *, counted: bool = False) -> None:
         """All gradients of one call's inputs are there: nothing below needs this unit's parameters."""
         context = self.context
         if context is None:
@@ -361,7 +371,7 @@ class _InputsWatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        ctx.unit._post_backward(counted=ctx.counted)
+        ctx.unit.post_backward(counted=ctx.counted)
         return (None, None, *grads)
 
 
