@@ -124,7 +124,9 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     """
     if group.size() == 1:
         return
-    own = {line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines()}
+    own = {
+        line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines() if not line.is_aside
+    }
     everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = [{}] * group.size()
     dist.all_gather_object(everyone, own, group=group)
     lines: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}

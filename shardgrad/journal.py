@@ -60,6 +60,7 @@ class Line:
         count: collectives begun.
         fingerprint: of all of them, in their order.
         recent: the last ones.
+        is_aside: whether a thread that does not train begins them, at times of its own.
     """
 
     def __init__(self, of: Journal, name: str, ranks: tuple[int, ...]) -> None:
@@ -68,6 +69,7 @@ class Line:
         self.count = 0
         self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_KEPT)
+        self.is_aside = False
         self._journal = of
         self._known: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
 

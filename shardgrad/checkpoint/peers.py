@@ -27,9 +27,10 @@ class Peers:
 
     Args:
         group: a process group; None is the default group.
+        aside: a thread of their own does the rest, while training goes on.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, *, aside: bool = False) -> None:
         self._group = group
         self._trains = threading.get_ident()
         is_joined = dist.is_available() and dist.is_initialized()
@@ -38,6 +39,7 @@ class Peers:
         self._line: Line | None = None
         if self.count > 1:
             self._line = journal.line(group or dist.distributed_c10d._get_default_group())
+            self._line.is_aside = aside
 
     @property
     def leads(self) -> bool:

@@ -77,7 +77,7 @@ def save_async(
     Raises:
         CheckpointError, CheckpointSaveError: before the copy; what happens after it is raised by `wait`.
     """
-    peers = Peers(group)
+    peers = Peers(group, aside=group is not None)
     if group is None and peers.count > 1:
         raise CheckpointSaveError(
             "an asynchronous save needs a process group of its own",

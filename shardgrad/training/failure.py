@@ -73,7 +73,7 @@ def operating_system_reason(error: BaseException) -> OSError | None:
     while link is not None:
         if isinstance(link, OSError):
             return link
-        link = link.__cause__ or link.__context__
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     return None
 
 

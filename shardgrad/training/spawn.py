@@ -57,7 +57,8 @@ def _nearest_to_the_cause(reports: list[Report]) -> Report:
     """The report to tell, with what other ranks say of where that left them, if it does not know that."""
     best = min(reports, key=lambda report: (report.exit_status == 0, report.blame, report.rank))
     waits = (report.waits for report in reports if report.blame is Blame.CONSEQUENCE and report.waits)
-    return best if best.waits or best.blame is not Blame.OWN else replace(best, waits=next(waits, ""))
+    known = best.waits or (next(waits, "") if best.blame is Blame.OWN else "")
+    return replace(best, waits=known, speaks=True)  # there is one terminal, and this is what it is told
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,9 @@ def awaited_while_another_rank_publishes(folder: str) -> str:
     group = dist.new_group(backend="gloo")
     state = {"x": torch.ones(3)}
     saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
+    if dist.get_rank() == 0:
+        journal.line(group).begin("collective that rank 1 comes to later", None)
+    require_same_collectives(dist.group.WORLD)  # where a thread is does not count
     accounts: list[Account] = []
     trains = threading.get_ident()
     look = threading.Timer(0.5, lambda: accounts.append(give_account(journal, 1, thread=trains, error=None)))
