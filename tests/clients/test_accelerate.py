@@ -57,7 +57,9 @@ def cpus_as_accelerators() -> Iterator[None]:
         forget()
 
 
-def accelerated(model: nn.Module, **plugin_options: Any) -> tuple[Any, nn.Module, Any, Any]:
+def accelerated(
+    model: nn.Module, mixed_precision: str = "no", **plugin_options: Any
+) -> tuple[Any, nn.Module, Any, Any]:
     """Prepares a model, its optimizer and data as Accelerate's documentation does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -69,7 +71,9 @@ def accelerated(model: nn.Module, **plugin_options: Any) -> tuple[Any, nn.Module
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
         **plugin_options,
     )
-    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    accelerator = Accelerator(
+        fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=mixed_precision
+    )
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     batches = torch.utils.data.DataLoader(Sentences(), batch_size=2)
     return accelerator, *accelerator.prepare(model, optimizer, batches)
@@ -112,6 +116,20 @@ def with_the_plugin(*, tied: bool = False, efficient_loading: bool = False) -> t
 def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
     with float64():
         return with_the_plugin(**options)
+
+
+def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Tensors]:
+    """Accelerate's own policy, all in bfloat16, or one that reduces in another dtype."""
+    from tests.clients.tiny_models import llama
+
+    policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype, "output_dtype": torch.bfloat16}
+    options = {} if reduce_dtype is None else {"mixed_precision_policy": policy}
+    with cpus_as_accelerators():
+        accelerator, *prepared = accelerated(llama(), mixed_precision="bf16", **options)
+        notes = train(accelerator, *prepared)
+        model = prepared[0]
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    return model, notes
 
 
 def with_the_trainer() -> tuple[nn.Module, Tensors]:
@@ -160,6 +178,14 @@ def test_accelerates_plugin_with_tied_weights_equals_fsdp2(client_ranks: Ranks) 
     client_ranks.run(
         close_under_both, with_the_plugin_in_float64, tied=True, tolerance=1e-12, timeout_s=STARTUP_S
     )
+
+
+def test_accelerates_mixed_precision_with_sums_in_float32_equals_fsdp2(client_ranks: Ranks) -> None:
+    client_ranks.run(same_bits_under_both, in_mixed_precision, torch.float32, timeout_s=STARTUP_S)
+
+
+def test_accelerates_mixed_precision_differs_by_the_rounding_of_sums(client_ranks: Ranks) -> None:
+    client_ranks.run(close_under_both, in_mixed_precision, None, tolerance=1e-3, timeout_s=STARTUP_S)
 
 
 def test_the_trainer_equals_fsdp2(client_ranks: Ranks) -> None:

@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -19,10 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.profiler import ProfilerActivity, profile
 
 import shardgrad
 from tests.parity.programs import (
@@ -37,15 +31,15 @@ from tests.parity.programs import (
     float64,
     hsdp_mesh,
     make_optimizer,
+    recompute,
     same_bits_as_fsdp2,
     stack,
     token_loss,
     tower,
     train,
+    watching_collectives,
 )
 from tests.ranks import Ranks
-
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5) -> Tensors:
@@ -117,13 +111,6 @@ def test_layers_may_be_sharded_as_they_are_built(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_sharded_while_built)
 
 
-def two_roots(engine: Engine) -> None:
-    model = stack(5, 5, 5)
-    engine.fully_shard([model[0], model[2]])
-    with pytest.raises(RuntimeError, match="single root module"):
-        model(engine.inputs(0, 5))
-
-
 def both_need_one_root() -> None:
     # A list is fine as long as none of its modules contains units: each is run by itself.
     model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
@@ -134,6 +121,23 @@ def both_need_one_root() -> None:
         with pytest.raises(RuntimeError, match="single root module"):
             model[0](engine.inputs(0, 5))
         model = nn.ModuleList([stack(5, 5, 5), stack(5, 5, 5)])
+
+
+def train_a_list_without_a_root(engine: Engine) -> Tensors:
+    model = stack(5, 7, 3)
+    engine.fully_shard([model[0], model[2]])
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        x = engine.inputs(step, 5, dtype=torch.get_default_dtype())
+        model(x).square().mean().backward()
+        optim.step()
+        if step < 2:
+            optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def test_a_list_of_plain_modules_needs_no_root(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, train_a_list_without_a_root)
 
 
 def test_a_list_of_modules_that_contain_units_is_no_root(two_ranks: Ranks) -> None:
@@ -247,10 +251,22 @@ def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> Non
 
 
 def train_inside_replicate(engine: Engine) -> Tensors:
-    """Units inside a module that torch's composable DDP replicates: it leaves their parameters alone."""
+    """Units inside a module that torch's composable DDP replicates: it leaves their parameters alone.
+
+    The module's own forward begins to gather its units ahead of their use.
+    """
+
+    class Ahead(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            handles = [self[i].unshard(async_op=True) for i in (2, 4)]
+            x = self[1](self[0](x))
+            handles[0].wait()
+            return self[4](self[3](self[2](x)))
+
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-    engine.fully_shard(model[2])
+    model = Ahead(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+    for inner in (model[2], model[4]):
+        engine.fully_shard(inner)
     replicate(model, device_mesh=None)
     optim = make_optimizer("sgd", model)
     for step in range(3):
@@ -258,7 +274,8 @@ def train_inside_replicate(engine: Engine) -> Tensors:
         with implicit_replication():
             optim.step()
         optim.zero_grad()
-    return engine.snapshot(model[2]) | {"outer": model[0].weight.detach().clone()}
+    inner = engine.snapshot(model[2]) | {f"last {k}": v for k, v in engine.snapshot(model[4]).items()}
+    return inner | {"outer": model[0].weight.detach().clone()}
 
 
 def test_units_inside_a_replicated_module_are_left_to_the_engine(two_ranks: Ranks) -> None:
@@ -276,51 +293,7 @@ def test_replicating_a_sharded_module_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(replicating_a_unit_is_refused)
 
 
-# -- how often it talks -------------------------------------------------------------------------------------
-
-
-def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:
-    """Returns how often each kind of work shows up in a profile of the third step."""
-    model = engine.shard_tower(tower(), **options)
-    change(model)
-    for step in range(2):
-        token_loss(model, engine.tokens(step)).backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        token_loss(model, engine.tokens(2)).backward()
-    names = [event.name.split(" (")[0] for event in profiled.events() if event.name.startswith("FSDP::")]
-    return Counter(name for name in names if name in ("FSDP::all_gather", "FSDP::post_backward_reduce"))
-
-
-def nothing(model: nn.Module) -> None:
-    """Leaves the model as it is."""
-
-
-def embedding_stays_away(model: Any) -> None:
-    model.embedding.set_unshard_in_backward(False)
-
-
-def as_often_as_fsdp2(change: Callable[[Any], None], reshard: Any, gathers: int) -> None:
-    ours = spans_of(SHARDGRAD, change, reshard_after_forward=reshard)
-    assert ours == {"FSDP::all_gather": gathers, "FSDP::post_backward_reduce": 5}
-    theirs = spans_of(FSDP2, change, reshard_after_forward=reshard)
-    assert ours["FSDP::post_backward_reduce"] == theirs["FSDP::post_backward_reduce"]
-    assert ours["FSDP::all_gather"] <= theirs["FSDP::all_gather"]
-
-
-@pytest.mark.parametrize(
-    ("reshard", "change", "gathers"),
-    [
-        (None, nothing, 5 + 3),
-        (True, nothing, 5 + 5),
-        (False, nothing, 5),
-        (True, embedding_stays_away, 5 + 4),
-    ],
-)
-def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
-    two_ranks: Ranks, reshard: bool | None, change: Callable[[Any], None], gathers: int
-) -> None:
-    """Five units. By default the root stays whole, and here the unit that ran last does as well."""
-    two_ranks.run(as_often_as_fsdp2, change, reshard, gathers)
+# -- what collectives leave ----------------------------------------------------------------------------------
 
 
 def half_is_left() -> None:
@@ -337,58 +310,15 @@ def test_resharding_to_two_of_four_ranks_leaves_halves(four_ranks: Ranks) -> Non
     four_ranks.run(half_is_left)
 
 
-@contextmanager
-def before_each_collective(act: Callable[[], None]) -> Iterator[None]:
-    """Does something whenever gloo is asked for anything."""
-    names = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
-    originals = {name: getattr(dist, name) for name in names}
-
-    def acting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            act()
-            return original(*args, **kwargs)
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, acting(original))
-    try:
-        yield
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
-
-
 def slowness_changes_nothing() -> None:
     quick = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
-    with before_each_collective(lambda: time.sleep(0.002 * (1 + dist.get_rank()))):
+    with watching_collectives(lambda *_: time.sleep(0.002 * (1 + dist.get_rank()))):
         slow = train(SHARDGRAD, SHARDGRAD.shard_tower(tower()))
     assert all(torch.equal(quick[name], slow[name]) for name in quick)
 
 
 def test_slow_collectives_change_no_bit(two_ranks: Ranks) -> None:
     two_ranks.run(slowness_changes_nothing)
-
-
-def one_rank_is_plain_training() -> None:
-    calls: list[None] = []
-    alone = hsdp_mesh(dist.get_world_size(), 1)["shard"]
-    model, plain = SHARDGRAD.shard_tower(tower(), mesh=alone), tower()
-    for each in (model, plain):
-        with before_each_collective(lambda: calls.append(None)):
-            optim = make_optimizer("adamw", each)
-            for step in range(3):
-                token_loss(each, SHARDGRAD.tokens(step)).backward()
-                optim.step()
-                optim.zero_grad()
-    assert not calls
-    model.reshard()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.to_local(), theirs)
-
-
-def test_one_rank_sends_nothing(two_ranks: Ranks) -> None:
-    two_ranks.run(one_rank_is_plain_training)
 
 
 def train_with_unshards_that_wait(engine: Engine) -> Tensors:
@@ -401,140 +331,44 @@ def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) 
     two_ranks.run(same_bits_as_fsdp2, train_with_unshards_that_wait)
 
 
-# -- precision ----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Hidden:
-    value: Tensor
-    mask: Tensor
-
-
-class Layered(nn.Module):
-    """Units with policies of their own; what travels between them is a dataclass with an integer tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
-        self.seen: list[torch.dtype] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = Hidden(self.first(x), torch.ones(1, dtype=torch.int64))
-        self.seen = [hidden.value.dtype, hidden.mask.dtype]
-        y = self.second(hidden.value)
-        self.seen.append(y.dtype)
-        z = self.third(y)
-        self.seen.append(z.dtype)
-        return z
-
-
-POLICIES = {
-    "each its own": (BF16, MixedPrecisionPolicy(param_dtype=torch.float32), BF16),
-    "outputs cast": (
-        BF16,
-        BF16,
-        MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
-    ),
-    "float16": (
-        MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
-        BF16,
-        MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32),
-    ),
-}
-
-
-def train_layered(engine: Engine, name: str) -> Tensors:
-    torch.manual_seed(0)
-    model = Layered()
-    for inner, policy in zip((model.first, model.second, model.third), POLICIES[name], strict=True):
-        engine.fully_shard(inner, mp_policy=policy)
-    engine.fully_shard(model)
-    found = train_stack(engine, model)
-    return found | {str(i): torch.zeros((), dtype=dtype) for i, dtype in enumerate(model.seen)}
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_casts_happen_at_the_border_of_each_policy(two_ranks: Ranks, name: str) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_layered, name)
-
-
-def train_with_inputs_as_they_come(engine: Engine) -> Tensors:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    model = stack(5, 7, 3)
-    engine.fully_shard(model[0], mp_policy=policy)
-    engine.fully_shard(model[2], mp_policy=policy)
-    engine.fully_shard(model, mp_policy=policy)
-    optim = make_optimizer("adamw", model)
-    for step in range(3):
-        with pytest.raises(RuntimeError, match="dtype"):
-            model(engine.inputs(step, 5))
-        model.reset_iter_state()
-        model(engine.inputs(step, 5, dtype=torch.bfloat16)).float().square().mean().backward()
-        optim.step()
-        optim.zero_grad()
-    return engine.snapshot(model)
-
-
-def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_with_inputs_as_they_come)
-
-
-def small_addends_survive() -> None:
-    """256 on one rank and 1 on the other: bfloat16 has no 257."""
-    model = nn.Linear(1, 1, bias=False)
-    shardgrad.fully_shard(model, mp_policy=BF16)
-    x = torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])
-    model(x).sum().backward()
-    grad = model.weight.grad.full_tensor()
-    assert grad.dtype is torch.float32
-    assert grad.item() == 257 / 2
-
-
-def test_a_reduction_in_float32_keeps_what_bfloat16_would_lose(two_ranks: Ranks) -> None:
-    two_ranks.run(small_addends_survive)
-
-
 # -- everything at once -------------------------------------------------------------------------------------
 
 
 def train_hsdp_with_everything(engine: Engine) -> Tensors:
     """Replicas, recomputation, micro-batches without synchronisation, sizes that no rank count divides."""
-    model = tower()
-    for i, layer in enumerate(model.layers):
-        model.layers[i].forward = _recomputed(layer.forward)
-    engine.shard_tower(model, mesh=hsdp_mesh(2, 2))
+    model = engine.shard_tower(recompute(tower()), mesh=hsdp_mesh(2, 2))
     return train(engine, model, micro_batches=3, sync_each=False)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        return torch.utils.checkpoint.checkpoint(forward, *args, use_reentrant=False)
-
-    return call
 
 
 def test_replicas_recompute_and_accumulate_like_an_unsharded_run(four_ranks: Ranks) -> None:
     four_ranks.run(close_to_unsharded, train_hsdp_with_everything)
 
 
-def old_names_are_known() -> None:
-    from torch.distributed._composable import fsdp as old
+def train_through_the_old_path(engine: Engine) -> Tensors:
+    """A program that imports from where FSDP2 was before it was public."""
+    with shardgrad.patch() if engine is SHARDGRAD else nullcontext():
+        from torch.distributed._composable.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    model = shardgrad.fully_shard(stack(5, 3))
-    assert isinstance(model, old.FSDPModule)
+        model = stack(5, 7, 3)
+        for module in (model[0], model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    assert isinstance(model, FSDPModule)
+    assert isinstance(model, shardgrad.FSDPModule) is (engine is SHARDGRAD)
     assert type(model).__name__ == "FSDPSequential"
+    return train_stack(engine, model)
 
 
-def test_programs_that_import_from_the_old_path_recognise_a_unit(two_ranks: Ranks) -> None:
-    two_ranks.run(old_names_are_known)
+def test_programs_that_import_from_the_old_path_train_like_under_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_through_the_old_path)
 
 
-def moved_gradients() -> None:
+def moved_gradients(replicas: int) -> None:
     """`set_gradient_divide_factor` of one unit changes the gradients of that unit only."""
+    mesh = hsdp_mesh(replicas, dist.get_world_size() // replicas)
     with float64():
         runs = []
         for factor in (None, 8.0):
-            model = SHARDGRAD.shard_tower(tower())
+            model = SHARDGRAD.shard_tower(tower(), mesh=mesh)
             if factor:
                 model.layers[1].set_gradient_divide_factor(factor)
             token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -546,8 +380,9 @@ def moved_gradients() -> None:
             torch.testing.assert_close(divided[name], grad * share, rtol=1e-12, atol=0)
 
 
-def test_a_divide_factor_is_for_one_unit_only(two_ranks: Ranks) -> None:
-    two_ranks.run(moved_gradients)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_divide_factor_is_for_one_unit_only(two_ranks: Ranks, replicas: int) -> None:
+    two_ranks.run(moved_gradients, replicas)
 
 
 def norms_of(engine: Engine, foreach: bool | None) -> Tensors:

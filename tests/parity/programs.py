@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 
@@ -90,6 +91,13 @@ def tower(seed: int = 0, depth: int = 3) -> Tower:
 def many_small() -> ManySmall:
     torch.manual_seed(0)
     return ManySmall()
+
+
+def recompute(model: Tower) -> Tower:
+    """Makes backward run the layers' forwards again, inside whatever is put around them."""
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
 
 
 def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
@@ -238,6 +246,31 @@ def train(
             history.update(engine.snapshot(model))
         optim.zero_grad(set_to_none=set_to_none)
     return history
+
+
+@contextmanager
+def watching_collectives(act: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls `act` with the name and the input of each collective that somebody asks torch for."""
+    two = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    newer = [name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)]
+    inputs = dict.fromkeys((*two, *newer), 1) | {"all_reduce": 0}
+    originals = {name: getattr(dist, name) for name in inputs}
+
+    def acting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]
+            act(name, tensors[inputs[name]])
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, acting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
 
 
 # -- judging ------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import OptimizerParameterError
@@ -21,6 +22,7 @@ from tests.parity.programs import (
     assert_same_bits,
     close_to_unsharded,
     make_optimizer,
+    recompute,
     same_bits_as_fsdp2,
     stack,
     token_loss,
@@ -106,8 +108,11 @@ LOOPS = [
 ]
 
 
-def train_tower_with(engine: Engine, loop: Loop, reshard_after_forward: bool | None = None) -> Tensors:
-    model = engine.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
+def train_tower_with(
+    engine: Engine, loop: Loop, reshard_after_forward: bool | None = None, recomputed: bool = False
+) -> Tensors:
+    model = recompute(tower()) if recomputed else tower()
+    engine.shard_tower(model, reshard_after_forward=reshard_after_forward)
     return train_with(engine, model, loop)
 
 
@@ -119,9 +124,12 @@ def test_any_order_of_forwards_and_backwards_equals_an_unsharded_run(
     two_ranks.run(close_to_unsharded, train_tower_with, loop, reshard_after_forward)
 
 
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("loop", [two_forwards_one_backward, no_grad_inside])
-def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, loop: Loop) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_tower_with, loop)
+def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, loop: Loop, recomputed: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_tower_with, loop, recomputed=recomputed)
 
 
 # -- lists of modules -------------------------------------------------------------------------------------
@@ -140,16 +148,32 @@ class Chunked(nn.Module):
         return self.norm(torch.tanh(self.body(x)))
 
 
-def train_list(engine: Engine, chunks: int) -> Tensors:
+def train_list(
+    engine: Engine, chunks: int, *, forwards: int = 1, micro_batches: int = 1, kept: bool = False
+) -> Tensors:
+    """Trains with one backward of `forwards` forwards, in micro-batches of which the last one is reduced."""
     torch.manual_seed(0)
     model = Chunked()
     engine.fully_shard([model.norm, model.head])
     engine.fully_shard(model)
+    if kept and not engine.whole_batch:
+        for module in (model.norm, model.head):
+            module.set_reshard_after_forward(False)
+            module.set_reshard_after_backward(False)
+
+    def chunk(hidden: Tensor) -> Tensor:
+        loss = model.head(hidden).square().mean()
+        assert engine.whole_batch or not kept or not isinstance(model.head.weight, DTensor)
+        return loss
 
     def loop(engine: Engine, model: nn.Module, step: int) -> None:
-        hidden = model(engine.inputs(step, 5, dtype=model.body.weight.dtype))
-        loss = sum(model.head(hidden).square().mean() for _ in range(chunks)) + hidden.square().mean()
-        loss.backward()
+        for micro in range(micro_batches):
+            engine.sync(model, micro == micro_batches - 1)
+            loss = torch.zeros(())
+            for call in range(forwards):
+                hidden = model(engine.inputs(7 * step + 3 * micro + call, 5, dtype=model.body.bias.dtype))
+                loss = loss + sum(chunk(hidden) for _ in range(chunks)) + hidden.square().mean()
+            loss.backward()
 
     return train_with(engine, model, loop)
 
@@ -187,6 +211,20 @@ def test_a_list_of_which_forward_runs_only_a_part_equals_an_unsharded_run(
     two_ranks.run(close_to_unsharded, train_list, chunks)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 3},
+        {"kept": True},
+        {"forwards": 2},
+        {"forwards": 2, "micro_batches": 2, "kept": True},
+    ],
+    ids=["sync_last", "kept", "two_forwards", "all"],
+)
+def test_a_list_called_in_chunks_goes_with_every_option(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(close_to_unsharded, train_list, 3, **options)
+
+
 # -- what goes in and comes out -------------------------------------------------------------------------
 
 
@@ -202,26 +240,28 @@ class Pair(NamedTuple):
 
 
 class Wrapped(nn.Module):
-    """Returns its result inside whatever `wrap` builds, beside things that are not tensors."""
+    """Takes a tensor, or what `wrap` builds, and returns its result inside what `wrap` builds."""
 
-    def __init__(self, inner: int, outer: int, wrap: Callable[[Tensor], Any]) -> None:
+    def __init__(
+        self, inner: int, outer: int, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(inner, outer)
-        self.wrap = wrap
+        self.wrap, self.unwrap = wrap, unwrap
 
-    def forward(self, *, x: Tensor, scale: float = 1.0, extra: Any = None) -> Any:
+    def forward(self, *, x: Any, scale: float = 1.0, extra: Any = None) -> Any:
+        x = x if isinstance(x, Tensor) else self.unwrap(x)
         return self.wrap(torch.tanh(self.linear(x)) * scale)
 
 
 class TwoWrapped(nn.Module):
     def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
         super().__init__()
-        self.first, self.second = Wrapped(5, 7, wrap), Wrapped(7, 3, wrap)
+        self.first, self.second = Wrapped(5, 7, wrap, unwrap), Wrapped(7, 3, wrap, unwrap)
         self.unwrap = unwrap
 
     def forward(self, x: Tensor) -> Any:
-        hidden = self.unwrap(self.first(x=x, extra={"nothing": None}))
-        return self.second(x=hidden, scale=2.0)
+        return self.second(x=self.first(x=x, extra={"nothing": None}), scale=2.0)
 
 
 STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {

@@ -68,7 +68,7 @@ def train(
         if isinstance(layer, nn.Linear):
             engine.fully_shard(layer, **options)
     engine.fully_shard(model, **options)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
     found: Tensors = {}
     for step in range(3):
         for micro in range(micro_batches):
@@ -91,9 +91,10 @@ def train(
         (Narrowed, (6, 8, 4), {"reshard_after_forward": False}),
         (Narrowed, (6, 8, 4), {"mp_policy": BF16}),
         (Narrowed, (6, 8, 4), {"micro_batches": 2, "sync": False}),
+        (Narrowed, (6, 8, 4), {"fused": True}),
         (Quantized, (6, 8, 4), {}),
     ],
-    ids=["bf16", "uneven", "kept", "bf16_policy", "sync_last", "int8_and_scales"],
+    ids=["bf16", "uneven", "kept", "bf16_policy", "sync_last", "fused", "int8_and_scales"],
 )
 def test_extensions_train_bit_for_bit_like_under_fsdp2(
     two_ranks: Ranks, kind: type[Narrowed], sizes: tuple[int, ...], options: dict[str, Any]
@@ -139,20 +140,21 @@ def test_the_unsharded_tensor_is_one_object_without_memory_between_uses(two_rank
     two_ranks.run(refill_the_same_tensor)
 
 
-def from_meta(engine: Engine) -> Tensors:
+def from_meta(engine: Engine, **options: Any) -> Tensors:
     model = extended(Narrowed, 5, 7, on_meta=True)
-    engine.fully_shard(model)
+    engine.fully_shard(model, **options)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for i, param in enumerate(model.parameters()):
             local = param.to_local()
             (local._data if isinstance(local, Narrowed) else local).fill_(0.25 + i)
-    model(engine.inputs(0, 5)).square().mean().backward()
+    model(engine.inputs(0, 5)).float().square().mean().backward()
     return values(engine, model)
 
 
-def test_extensions_come_from_the_meta_device(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, from_meta)
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["", "bf16_policy"])
+def test_extensions_come_from_the_meta_device(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(same_bits_as_fsdp2, from_meta, **options)
 
 
 def train_on_replicas(engine: Engine) -> Tensors:

@@ -59,11 +59,13 @@ def train_partly(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
-def unused_parameters_stay_where_they_are() -> None:
+def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
     torch.manual_seed(0)
     model = Partly()
     before = model.unused.weight.detach().clone()
     SHARDGRAD.fully_shard(model)
+    if switch is not None:
+        model.set_reduce_scatter_unused_params(switch)
     optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
     for step in range(2):
         model(SHARDGRAD.inputs(step, 5)).square().mean().backward()
@@ -160,8 +162,12 @@ def test_gradients_keep_their_object_and_address_over_steps(two_ranks: Ranks, se
     two_ranks.run(gradients_keep_their_object_and_address, set_to_none)
 
 
-def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(two_ranks: Ranks) -> None:
-    two_ranks.run(unused_parameters_stay_where_they_are)
+@pytest.mark.parametrize("switch", [None, False, True])
+def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(
+    two_ranks: Ranks, switch: bool | None
+) -> None:
+    """Whatever `set_reduce_scatter_unused_params` says: FSDP2 makes zeros of None with it."""
+    two_ranks.run(unused_parameters_stay_where_they_are, switch)
 
 
 def test_a_partly_used_unit_equals_an_unsharded_run(two_ranks: Ranks) -> None:

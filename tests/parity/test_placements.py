@@ -65,7 +65,7 @@ def train(
     """Trains a model of stacked children, each a unit, for two steps."""
     model = build()
     for child in model.children():
-        if isinstance(child, nn.Linear):
+        if isinstance(child, nn.Linear | nn.TransformerEncoderLayer):
             engine.fully_shard(child, **options)
     engine.fully_shard(model, **options)
     optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -94,7 +94,13 @@ def cube() -> nn.Module:
     return Cube()
 
 
-BUILDS = pytest.mark.parametrize("build", [wide, cube], ids=["wide", "cube"])
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0) for _ in range(2))
+    return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+BUILDS = pytest.mark.parametrize("build", [wide, cube, transformer])
 CHOICES = pytest.mark.parametrize("choose", [largest_dim, last_dim, sometimes])
 
 
@@ -146,7 +152,16 @@ def faces_of(engine: Engine) -> dict[str, Any]:
     model = cube()
     originals = {name: param.detach().clone() for name, param in model.named_parameters()}
     engine.fully_shard(model, shard_placement_fn=last_dim)
+    seen: list[bool] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.extend(param.is_contiguous() for param in module.parameters())
+
+    model.register_forward_pre_hook(look)
+    model.register_forward_hook(look)
+    model.out.register_forward_pre_hook(look)
     model(engine.inputs(0, 4)).sum().backward()
+    assert seen == [True] * (2 * 4 + 2)
     faces: dict[str, Any] = {}
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from tests.parity.programs import (
+    VOCABULARY,
+    WIDTH,
     Block,
     Engine,
     Tensors,
@@ -58,6 +64,43 @@ def train_recomputing(engine: Engine, placing: str, use_reentrant: bool, **optio
     return train(engine, recomputing_tower(engine, placing, use_reentrant), **options)
 
 
+def by_composition(module: nn.Module) -> nn.Module:
+    return composable_checkpoint(module)
+
+
+def by_a_wrapper(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module)
+
+
+def by_its_caller(module: nn.Module) -> nn.Module:
+    return Recomputed(module, use_reentrant=False)
+
+
+def train_in_units_of(engine: Engine, units: str, recomputed: Callable[[nn.Module], nn.Module]) -> Tensors:
+    """Recomputes every block. Units are blocks, or lists of what stands side by side, or hold tied weights.
+
+    The first unit of forward is not gathered for backward, where nothing needs its values.
+    """
+    model = tower()
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    if units == "tied":
+        model.head.weight = model.embedding.weight
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = recomputed(layer)
+    if units == "blocks":
+        for module in (model.embedding, *model.layers):
+            engine.fully_shard(module)
+    else:
+        engine.fully_shard([model.embedding, model.norm, model.head])
+        engine.fully_shard(list(model.layers[:2]))
+        engine.fully_shard(model.layers[2])
+    engine.fully_shard(model)
+    if units == "blocks":
+        model.embedding.set_unshard_in_backward(False)
+    found = train(engine, model, steps=2)
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+
+
 class CountingBlock(Block):
     """Counts its forwards, and the dtype it computes in."""
 
@@ -99,6 +142,14 @@ def test_recomputed_blocks_equal_an_unsharded_run(
 @PLACINGS
 def test_recomputed_blocks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, placing: str) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_recomputing, placing, False)
+
+
+@pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
+@pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
+def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
+    two_ranks: Ranks, units: str, recomputed: Callable[[nn.Module], nn.Module]
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_in_units_of, units, recomputed)
 
 
 @REENTRANT

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardgrad
 from shardgrad import errors
-from tests.parity.programs import SHARDGRAD, stack, tower
+from tests.parity.programs import FSDP2, SHARDGRAD, stack, tower
 from tests.ranks import Ranks
 
 
@@ -229,13 +229,22 @@ def a_refused_module_can_be_sharded_afterwards() -> None:
 
 
 def meta_parameters_are_named() -> None:
-    with torch.device("meta"):
-        model = tower()
-    SHARDGRAD.shard_tower(model)
-    with pytest.raises(errors.MetaParameterError, match=r"head\.weight") as caught:
-        model(SHARDGRAD.tokens(0)[0])
-    assert isinstance(caught.value, RuntimeError)
-    assert "try:" in str(caught.value)
+    """All of a unit, in the words of FSDP2."""
+    said = []
+    for engine in (SHARDGRAD, FSDP2):
+        with torch.device("meta"):
+            model = tower()
+        engine.shard_tower(model)
+        with pytest.raises(RuntimeError, match=r"head\.weight") as caught:
+            model(engine.tokens(0)[0])
+        said.append(str(caught.value))
+        if engine is SHARDGRAD:
+            assert isinstance(caught.value, errors.MetaParameterError)
+            assert "try:" in said[0]
+    theirs = said[1].splitlines()[0]
+    of_the_root = [name for name, _ in tower().named_parameters() if not name.startswith(("layers", "emb"))]
+    assert str(of_the_root) in theirs
+    assert theirs in said[0]
 
 
 def _memory_beside_custom_collectives(model: Any) -> None:

@@ -16,6 +16,7 @@ from tests.parity.programs import (
     Engine,
     Tensors,
     close_to_unsharded,
+    recompute,
     same_bits_as_fsdp2,
     tower,
     train,
@@ -31,6 +32,13 @@ def tied_tower() -> nn.Module:
 
 def train_tied_in_one_unit(engine: Engine) -> Tensors:
     model = tied_tower()
+    for layer in model.layers:
+        engine.fully_shard(layer)
+    return train(engine, engine.fully_shard(model))
+
+
+def train_tied_and_recomputed(engine: Engine) -> Tensors:
+    model = recompute(tied_tower())
     for layer in model.layers:
         engine.fully_shard(layer)
     return train(engine, engine.fully_shard(model))
@@ -131,6 +139,7 @@ def test_a_unit_called_three_times_trains_bit_for_bit_like_fsdp2(
     "program",
     [
         train_tied_in_one_unit,
+        train_tied_and_recomputed,
         train_tied_across_units,
         train_tied_to_the_root,
         train_tied_in_a_list,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.parity.programs import (
     FSDP2,
@@ -26,6 +27,7 @@ from tests.parity.programs import (
     Tensors,
     assert_same_bits,
     close_to_unsharded,
+    hsdp_mesh,
     make_optimizer,
     same_bits_as_fsdp2,
     token_loss,
@@ -54,20 +56,40 @@ def continue_training(engine: Engine, model: nn.Module, optim: torch.optim.Optim
     return engine.snapshot(model)
 
 
-def state_dict_shares_storage() -> None:
-    model = SHARDGRAD.shard_tower(tower())
+def options_of(kind: str) -> dict[str, Any]:
+    """Returns how to shard: rows over all ranks, over one of two axes, or even columns."""
+    if kind == "replicas":
+        return {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)}
+    even = lambda param: Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else None  # noqa: E731
+    return {"shard_placement_fn": even} if kind == "columns" else {}
+
+
+def even_tower() -> nn.Module:
+    """A tower whose layers' first matrix has columns that two ranks divide."""
+    model = tower()
+    for layer in model.layers:
+        layer.up, layer.norm, layer.down = nn.Linear(8, 11), nn.LayerNorm(8), nn.Linear(11, 8)
+    model.embedding, model.norm, model.head = nn.Embedding(13, 8), nn.RMSNorm(8), nn.Linear(8, 13)
+    return model
+
+
+def state_dict_shares_storage(kind: str) -> None:
+    originals = even_tower().state_dict()
+    model = even_tower()
+    model.load_state_dict(originals)
+    SHARDGRAD.shard_tower(model, **options_of(kind))
     model(SHARDGRAD.tokens(0)[0])
     state = model.state_dict()
     params = dict(model.named_parameters())
-    assert list(state) == list(tower().state_dict())
+    assert list(state) == list(originals)
     for name, value in state.items():
         assert isinstance(value, DTensor), name
         assert value.to_local().data_ptr() == params[name].to_local().data_ptr(), name
-        assert torch.equal(value.full_tensor(), tower().state_dict()[name]), name
+        assert torch.equal(value.full_tensor(), originals[name]), name
 
 
-def state_dict_round_trip() -> None:
-    model = SHARDGRAD.shard_tower(tower())
+def state_dict_round_trip(kind: str) -> None:
+    model = SHARDGRAD.shard_tower(even_tower(), **options_of(kind))
     train(SHARDGRAD, model, steps=1)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     addresses = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
@@ -81,7 +103,9 @@ def full_state_loads_into_a_plain_model() -> None:
     model = SHARDGRAD.shard_tower(tower())
     train(SHARDGRAD, model, steps=1)
     plain = tower(seed=1)
-    plain.load_state_dict({name: value.full_tensor() for name, value in model.state_dict().items()})
+    full = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+    assert list(full) == list(plain.state_dict())
+    plain.load_state_dict(full)
     tokens = SHARDGRAD.tokens(5)[0]
     assert torch.equal(plain(tokens), model(tokens))
 
@@ -113,6 +137,16 @@ def full_state_from_rank_0() -> None:
     )
     gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert_same_bits(dict(gathered), dict(right.state_dict()))
+
+
+def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:
+    """torch's function fills a model on the meta device, from a whole state on every rank or on one."""
+    model = meta_tower(engine)
+    state = {} if from_rank_0 and dist.get_rank() else tower(seed=3).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    set_model_state_dict(model, state, options=options)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    return train(engine, model)
 
 
 def meta_tower(engine: Engine) -> nn.Module:
@@ -177,19 +211,27 @@ def train_to_float64_after_a_step(engine: Engine) -> Tensors:
 def state_dict_under_every_reshard_state(reshard_after_forward: bool | int) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
     model(SHARDGRAD.tokens(0)[0])
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.full_tensor(), tower().state_dict()[name]), name
+    states = get_model_state_dict(model), model.state_dict()
+    assert list(states[0]) == list(states[1])
+    for state in states:
+        for name, value in state.items():
+            assert torch.equal(value.full_tensor(), tower().state_dict()[name]), name
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         assert param.device_mesh.size() == dist.get_world_size(), name
 
 
-def test_a_state_dict_shares_storage_with_the_shards(two_ranks: Ranks) -> None:
-    two_ranks.run(state_dict_shares_storage)
+KINDS = pytest.mark.parametrize("kind", ["rows", "replicas", "columns"])
 
 
-def test_loading_a_state_dict_restores_the_run_in_place(two_ranks: Ranks) -> None:
-    two_ranks.run(state_dict_round_trip)
+@KINDS
+def test_a_state_dict_shares_storage_with_the_shards(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(state_dict_shares_storage, kind)
+
+
+@KINDS
+def test_loading_a_state_dict_restores_the_run_in_place(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(state_dict_round_trip, kind)
 
 
 def test_a_full_state_loads_into_a_plain_model(two_ranks: Ranks) -> None:
@@ -207,6 +249,11 @@ def test_a_checkpoint_of_one_engine_continues_in_the_other(
 
 def test_a_full_state_on_rank_0_is_broadcast_into_the_shards(two_ranks: Ranks) -> None:
     two_ranks.run(full_state_from_rank_0)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
+def test_torchs_function_fills_a_meta_model_as_under_fsdp2(two_ranks: Ranks, from_rank_0: bool) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_from_a_set_state, from_rank_0)
 
 
 @pytest.mark.parametrize("program", [train_from_meta, train_from_assigned_state, train_reset_modules])

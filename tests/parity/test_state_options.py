@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,45 @@ def test_a_full_state_of_one_engine_loads_in_the_other(
 
 def test_a_full_state_of_replicas_loads_into_shards(four_ranks: Ranks) -> None:
     four_ranks.run(full_state_goes_everywhere, "shardgrad", "shardgrad", True, 2)
+
+
+def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """One for the layers and one, of another kind, for the rest."""
+    layers = list(model.layers.parameters())
+    rest = [param for param in model.parameters() if not any(param is other for other in layers)]
+    return torch.optim.AdamW(layers, lr=1e-2), torch.optim.SGD(rest, lr=1e-1, momentum=0.9)
+
+
+def take_step(model: nn.Module, optims: tuple[torch.optim.Optimizer, ...], step: int) -> None:
+    token_loss(model, SHARDGRAD.tokens(step)).backward()
+    for optim in optims:
+        optim.step()
+        optim.zero_grad()
+
+
+def several_optimizers_at_once(source: str, target: str, full: bool) -> None:
+    """One state for both; what it is loaded into trains on to the same bits."""
+    options = StateDictOptions(full_state_dict=full)
+    model, other = ENGINES[source].shard_tower(tower()), ENGINES[target].shard_tower(tower(seed=1))
+    optims, other_optims = two_optimizers(model), two_optimizers(other)
+    for each, its in ((model, optims), (other, other_optims)):
+        take_step(each, its, 0)
+        for module in (each, each.embedding, *each.layers):
+            module.reshard()
+    saved = get_state_dict(model, optims, options=options)
+    loads = {"model_state_dict": saved[0], "optim_state_dict": copy.deepcopy(saved[1])}
+    set_state_dict(other, other_optims, options=options, **loads)
+    for each, its in ((model, optims), (other, other_optims)):
+        take_step(each, its, 1)
+    assert_same_bits(SHARDGRAD.snapshot(other), SHARDGRAD.snapshot(model))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
+def test_the_state_of_several_optimizers_crosses_at_once(
+    two_ranks: Ranks, source: str, target: str, full: bool
+) -> None:
+    two_ranks.run(several_optimizers_at_once, source, target, full)
 
 
 # -- parts --------------------------------------------------------------------------------------------------

@@ -35,6 +35,7 @@ RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
     "AdamW fused, lr a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "fused": True}),
     "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "Adam foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True}),
     "SGD": (torch.optim.SGD, {"lr": 1e-1}),
     "SGD momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1}),
     "SGD nesterov": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
@@ -63,6 +64,11 @@ def _train(engine: Engine, name: str, clip: str = "") -> Tensors:
             optimizer.step()
             optimizer.zero_grad()
         history |= {f"{type(model).__name__} {key}": t for key, t in engine.snapshot(model).items()}
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    assert isinstance(value, DTensor), key
+                    assert value.placements == param.placements, key
     return history
 
 

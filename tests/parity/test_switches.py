@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import shardgrad
 from tests.parity.programs import (
@@ -136,12 +137,15 @@ def trains_like_the_default(setting: Any) -> None:
     assert_same_bits(ours, train_set(SHARDGRAD, lambda model: None, micro_batches=2))
 
 
-def train_not_last_backwards(engine: Engine) -> Tensors:
+def train_not_last_backwards(engine: Engine, sync_each: bool, ahead: bool) -> Tensors:
     model = engine.shard_tower(tower())
     optim = make_optimizer("adamw", model)
     for step in range(2):
         for micro in range(3):
             model.set_is_last_backward(micro == 2)
+            engine.sync(model, sync_each or micro == 2)
+            for module in (model, model.embedding, *model.layers) if ahead else ():
+                module.unshard(async_op=True)
             (token_loss(model, engine.tokens(3 * step + micro)) / 3).backward()
         optim.step()
         optim.zero_grad()
@@ -150,16 +154,34 @@ def train_not_last_backwards(engine: Engine) -> Tensors:
 
 def reshard_states(reshard_after_forward: bool, whole: bool) -> None:
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
+    originals = dict(tower().named_parameters())
     loss = token_loss(model, SHARDGRAD.tokens(0))
-    assert is_sharded(model.layers[0].up) is not whole
+    for module in (model.layers[0].up, model.layers[-1].up, model.embedding, model.head):
+        assert is_sharded(module) is not whole
     loss.backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(1))
+    for module in (model, model.embedding, *model.layers):
+        module.reshard()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), originals[name]), name
+
+
+def the_flag_reaches_as_far_as_asked(recurse: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
+    model.set_reshard_after_forward(False, recurse=recurse)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    token_loss(model, SHARDGRAD.tokens(1))
+    assert not is_sharded(model.head)
+    assert is_sharded(model.layers[0].up) is not recurse
 
 
 def last_unit_stays_whole() -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
     loss = token_loss(model, SHARDGRAD.tokens(1))
+    assert not is_sharded(model.head), "the root stays whole"
     assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [False]
     loss.backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -209,8 +231,10 @@ def train_clipped(engine: Engine, norm_type: float) -> Tensors:
     found = {}
     for step in range(3):
         model(engine.inputs(step, 5)).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
+        with CommDebugMode() as communicated:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
         found[f"norm {step}"] = norm.full_tensor()
+        assert communicated.get_comm_counts() == {torch.ops.c10d_functional.all_reduce: 1}
         optim.step()
         optim.zero_grad()
     return found | engine.snapshot(model)
@@ -281,8 +305,12 @@ def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
     two_ranks.run(trains_like_the_default, setting)
 
 
-def test_backwards_that_are_not_the_last_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
-    two_ranks.run(same_bits_as_fsdp2, train_not_last_backwards)
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "gathered_ahead"])
+@pytest.mark.parametrize("sync_each", [True, False], ids=["sync_each", "sync_last"])
+def test_backwards_that_are_not_the_last_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, sync_each: bool, ahead: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_not_last_backwards, sync_each, ahead)
 
 
 @pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
@@ -290,6 +318,11 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
     two_ranks: Ranks, reshard_after_forward: bool, whole: bool
 ) -> None:
     two_ranks.run(reshard_states, reshard_after_forward, whole)
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(two_ranks: Ranks, recurse: bool) -> None:
+    two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
 
 
 def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:

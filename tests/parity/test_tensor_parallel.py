@@ -162,6 +162,13 @@ def along_columns(param: nn.Parameter) -> Shard:
     return Shard(param.ndim - 1)
 
 
+def left_free(param: nn.Parameter) -> Shard:
+    """The dim that tensor parallelism has not cut."""
+    return Shard(
+        1 if isinstance(param, DTensor) and param.placements == (Shard(0),) and param.ndim == 2 else 0
+    )
+
+
 def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str, Any]:
     model = build(engine, shape, 8, **options)
     model(inputs(0, grid(*shape))).sum().backward()
@@ -191,7 +198,11 @@ def faces_agree(shape: tuple[int, ...], **options: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
-@pytest.mark.parametrize("options", [{}, {"shard_placement_fn": along_columns}], ids=["rows", "columns"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_placement_fn": along_columns}, {"shard_placement_fn": left_free}],
+    ids=["rows", "columns", "the dim left free"],
+)
 def test_placements_meshes_and_state_are_those_of_fsdp2(
     four_ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
 ) -> None:
@@ -201,8 +212,10 @@ def test_placements_meshes_and_state_are_those_of_fsdp2(
 def originals_come_back() -> None:
     model = build(SHARDGRAD, (2, 2), hidden=6)
     plain = mlps(6)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
     for name, param in plain.named_parameters():
-        assert torch.equal(model.get_parameter(name).full_tensor(), param), name
+        assert torch.equal(state[name].full_tensor(), param), name
     assert model.get_parameter("0.up.weight").placements[0].dim == 0
     assert str(model.get_parameter("0.up.weight").placements[0]).startswith("_S(0, 2)")
 
@@ -393,6 +406,10 @@ def refuse() -> None:
         shardgrad.fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
     with pytest.raises(errors.MeshError, match="do not fit together"):
         shardgrad.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model[1].elsewhere = nn.Parameter(torch.ones(4, device="meta"))
+    with pytest.raises(errors.DeviceError, match="elsewhere on meta"):
+        shardgrad.fully_shard(model, mesh=mesh["dp"])
+    del model[1].elsewhere
     sharded = shardgrad.fully_shard(model, mesh=mesh["dp"])
     with pytest.raises(errors.OptimizerParameterError, match="does not hold whole rows"):
         shardgrad.optim.Muon([sharded.get_parameter("0.up.weight")])
@@ -405,6 +422,8 @@ def test_what_cannot_be_done_with_dtensors_is_refused(four_ranks: Ranks) -> None
 def refuse_full_mesh() -> None:
     mesh = full_mesh((2, 2))
     dims = fsdp.DataParallelMeshDims(shard="b")
+    with pytest.raises(ValueError, match="At least one"):
+        shardgrad.DataParallelMeshDims()
     with pytest.raises(errors.PlacementError, match="all parameters must be DTensors"):
         shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims=dims)
     with pytest.raises(errors.PlacementError, match=r"Expected Replicate\(\) on data-parallel axis 'b'"):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.parity.programs import (
+    FSDP2,
     SHARDGRAD,
     Engine,
     Tensors,
@@ -18,6 +19,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
     train,
+    watching_collectives,
 )
 from tests.ranks import Ranks
 
@@ -135,6 +137,36 @@ def frozen_parameters_have_no_gradient() -> None:
     train(SHARDGRAD, model, steps=1, set_to_none=False)
     for name, param in model.named_parameters():
         assert (param.grad is None) == name.startswith("layers.0.up"), name
+
+
+def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
+    """Returns how many elements this rank sends to reduce one unit of which a part is frozen."""
+    model = stack(8, 16, 4)
+    if when == "before":
+        model[0].requires_grad_(False)
+    engine.fully_shard(model, reshard_after_forward=False)
+    if when == "after":
+        model[0].requires_grad_(False)
+    sent: list[int] = []
+    loss = model(engine.inputs(0, 8)).square().mean()
+    with watching_collectives(lambda name, chunk: sent.append(chunk.numel())):
+        loss.backward()
+    return sum(sent)
+
+
+def frozen_elements_stay(when: str) -> None:
+    ours, theirs = (only_what_trains_is_reduced(engine, when) for engine in (SHARDGRAD, FSDP2))
+    trains = 16 * 4 + 4
+    assert theirs == trains
+    # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own, which
+    # stays. Beside gradients travel flags, a label and padding to 128 bytes.
+    assert trains / 2 <= ours <= trains / 2 + 3 * 32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_only_trainable_elements_of_a_unit_are_reduced(two_ranks: Ranks, when: str) -> None:
+    """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
+    two_ranks.run(frozen_elements_stay, when)
 
 
 @pytest.mark.parametrize("program", [train_half_frozen, freeze_after_sharding, train_lora, ignored_gradients])

@@ -27,6 +27,7 @@ from tests.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP32_REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 RESHARD = pytest.mark.parametrize("reshard_after_forward", [None, True, False, 1, 2])
@@ -138,14 +139,15 @@ def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options
 
 
 @ACCUMULATION
+@pytest.mark.parametrize("policy", [BF16_REDUCED, FP32_REDUCED_IN_BF16], ids=["bf16", "fp32"])
 def test_bf16_reduction_stays_within_bf16_rounding_of_fsdp2(
-    two_ranks: Ranks, micro_batches: int, sync_each: bool
+    two_ranks: Ranks, policy: MixedPrecisionPolicy, micro_batches: int, sync_each: bool
 ) -> None:
     # FSDP2 rounds the sum of two bf16 gradients to bf16 once more (2^-9 relative), we keep fp32; a few steps
     # of momentum and re-rounded weights multiply that, hence 2^-5 of the way.
     two_ranks.run(
         train_and_compare_distance,
-        {"mp_policy": BF16_REDUCED},
+        {"mp_policy": policy},
         2**-5,
         micro_batches=micro_batches,
         sync_each=sync_each,
