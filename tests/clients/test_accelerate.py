@@ -185,7 +185,11 @@ def test_accelerates_mixed_precision_with_sums_in_float32_equals_fsdp2(client_ra
 
 
 def test_accelerates_mixed_precision_differs_by_the_rounding_of_sums(client_ranks: Ranks) -> None:
-    client_ranks.run(close_under_both, in_mixed_precision, None, tolerance=1e-3, timeout_s=STARTUP_S)
+    """Its own policy reduces in bfloat16, where FSDP2 rounds a sum once more: 2^-9 of each gradient.
+
+    Two steps move a weight by 2e-2, and 2^-9 of that is 4e-5; the tolerance is five times as much.
+    """
+    client_ranks.run(close_under_both, in_mixed_precision, None, tolerance=2e-4, timeout_s=STARTUP_S)
 
 
 def test_the_trainer_equals_fsdp2(client_ranks: Ranks) -> None:
