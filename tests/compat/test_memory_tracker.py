@@ -93,7 +93,7 @@ def refuses_a_unit_of_several_modules() -> None:
     shardgrad.fully_shard([model[0], model[2]])
     shardgrad.fully_shard(model)
     with (
-        pytest.raises(UnsupportedError, match="FSDPMemTracker over a unit of several modules"),
+        pytest.raises(UnsupportedError, match=r"FSDPMemTracker over .*, a unit of several modules, yet"),
         FSDPMemTracker(model),
     ):
         pass
