@@ -113,15 +113,14 @@ fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
 bench=("$python" -m shardgrad.cli bench --device "$device" --timeout 60)
-graphed=("$python" -m benchmarks.graphed --device "$device" --out "$out")
 kernels=("$python" -m benchmarks.kernels --device "$device" --out "$out")
 optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
 replay=("$python" -m benchmarks.replay --device "$device" --out "$out")
 alone=("${bench[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
     part tests 120 "${test[@]}" tests/gpu/test_graphed_step.py
-    part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine compute
-    part graphed-tiny 120 "${graphed[@]}" --smoke
+    part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine shardgrad-graphed \
+        --engine compute
     part kernels 60 "${kernels[@]}" --smoke
     part optimizer 60 "${optimizer[@]}" --smoke --case one_unit
     part replay 60 "${replay[@]}" --smoke
@@ -130,14 +129,15 @@ else
     # One rank: what an engine costs where nothing is sent, and what a graph takes away.
     part bench-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
         --limit-s 120 --out "$out/bench-gpt2"
-    part graphed-gpt2-1024 80 "${graphed[@]}" --preset gpt2 --tokens 1024 --limit-s 60
-    part graphed-300m-4096 75 "${graphed[@]}" --preset 300m --tokens 4096 --rounds 12 --steps 5 --limit-s 55
-    part graphed-1b-8192 90 "${graphed[@]}" --preset 1b --tokens 8192 --rounds 8 --steps 3 --limit-s 65
+    # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
+    graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
+    part bench-300m 120 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
+        "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/bench-300m"
+    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
+        "${graphs[@]}" --engine compute --out "$out/bench-1b"
     part kernels 25 "${kernels[@]}" --ops segments --rounds 10
     part optimizer 40 "${optimizer[@]}"
     part replay 30 "${replay[@]}"
-    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
-        --engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine compute --out "$out/bench-1b"
     if ((count > 1)); then
         part bench-ranks 200 "${bench[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
             --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 150 --out "$out/bench-ranks"
@@ -150,7 +150,7 @@ fi
 [[ -z $list ]] || exit 0
 
 {
-    for log in "$out"/bench-*.log "$out"/graphed-*.log; do
+    for log in "$out"/bench-*.log; do
         [[ -e $log ]] && cat "$log"
     done
     printf '\n%s\n' "parts, $device, $((SECONDS - began_s)) s in all"

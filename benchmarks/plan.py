@@ -43,7 +43,7 @@ class Extent:
 @click.option(
     "--precision", "precisions", type=click.Choice(["fp32", "bf16"]), multiple=True, default=["fp32"]
 )
-@click.option("--stage", type=click.IntRange(2, 3), default=3, show_default=True)
+@click.option("--stage", type=click.Choice(["1", "2", "3", "hfsdp"]), default="3", show_default=True)
 @click.option("--accumulate", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True)
 @click.option("--seq-len", type=click.IntRange(2), default=256, show_default=True)
@@ -54,7 +54,7 @@ def main(
     preset: str,
     worlds: Sequence[int],
     precisions: Sequence[str],
-    stage: int,
+    stage: str,
     accumulate: int,
     batch_size: int,
     seq_len: int,
@@ -64,6 +64,8 @@ def main(
     out: Path | None,
 ) -> None:
     """Compare plans with what ranks of this machine measure. --ranks and --precision may be repeated."""
+    if stage == "hfsdp" and any(ranks < 4 or ranks % 2 for ranks in worlds):
+        raise click.UsageError("--stage hfsdp needs replicas of two ranks each: use --ranks 4.")
     extent = Extent(rounds, repeats, smoke)
     override: tuple[tuple[str, int], ...] = ()
     if smoke:
@@ -115,7 +117,8 @@ def _predict(task: Task, ranks: int, measured: Sequence[dict[str, float]]) -> di
         preset=task.preset,
         override=dict(task.override),
         ranks=ranks,
-        stage=str(task.stage),
+        mesh="x".join(map(str, task.mesh_shape(ranks))),
+        stage=task.stage,
         precision="fp32" if task.precision == "fp32" else "bf16-mixed",
         batch_size=task.batch_size,
         seq_len=task.seq_len,

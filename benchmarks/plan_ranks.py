@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from benchmarks.plan_task import Task
 from shardgrad import ops
 from shardgrad.training.model import Transformer, materialise
 from shardgrad.training.presets import transformer_config
-from shardgrad.training.sharding import set_gradient_sync
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # <malloc.h>
 _MAPPED_NBYTES = 64 * 2**10
@@ -64,13 +64,14 @@ class _Program:
         self._task = task
         self._optimizer: torch.optim.Optimizer | None = None
         if sharded:
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+            shape = task.mesh_shape(dist.get_world_size())
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             policy = MixedPrecisionPolicy()
             if task.precision == "bf16":
                 policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            reshard = None if task.stage == 3 else False
+            stage: Any = task.stage if task.stage == "hfsdp" else int(task.stage)
             for unit in (*self.model.layers, self.model):
-                shardgrad.fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+                shardgrad.fully_shard(unit, mesh=mesh, mp_policy=policy, zero_stage=stage)
             self._optimizer = shardgrad.optim.AdamW(self.model.parameters(), lr=1e-3)
         else:
             self.model.to(_DTYPES[task.precision])
@@ -78,9 +79,10 @@ class _Program:
         self._tokens = torch.randint(vocabulary, (task.batch_size, task.seq_len))
 
     def step(self) -> None:
+        root: Any = self.model  # an `FSDPModule`, where there is an engine
         for number in range(self._task.accumulate):
             if self._optimizer is not None:
-                set_gradient_sync(self.model, number == self._task.accumulate - 1)
+                root.set_is_last_backward(number == self._task.accumulate - 1)
             loss: Tensor = self.model.loss(self._tokens, self._tokens)
             loss.backward()
             del loss

@@ -14,8 +14,8 @@ class Task:
         preset: of `shardgrad.training.presets`.
         override: fields of it, replaced.
         precision: `fp32`, or `bf16`: compute in bf16, reduce in fp32.
-        stage: 3, or 2.
-        accumulate: micro-batches; gradients are reduced after the last.
+        stage: of ZeRO: "1", "2", "3", or "hfsdp", for which every two ranks are a replica.
+        accumulate: micro-batches.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
     """
@@ -23,10 +23,14 @@ class Task:
     preset: str
     override: tuple[tuple[str, int], ...]
     precision: str
-    stage: int
+    stage: str
     accumulate: int
     batch_size: int
     seq_len: int
+
+    def mesh_shape(self, ranks: int) -> tuple[int, ...]:
+        """Returns the ranks along each axis, the shards' axis last."""
+        return (ranks // 2, 2) if self.stage == "hfsdp" else (ranks,)
 
     def small(self) -> Task:
         """Returns the same task on one narrow block."""

@@ -11,6 +11,8 @@ import os
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from pkgutil import resolve_name
@@ -45,6 +47,25 @@ def join(rank: int, ranks: int, meeting: Path, *, keep_heap: bool) -> None:
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}/store", rank=rank, world_size=ranks)
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """Makes this process a world of its own; on a CPU, with one thread."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(0)
+    else:
+        torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory() as meeting:
+        dist.init_process_group(backend, init_method=f"file://{meeting}/store", rank=0, world_size=1)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
 
 
 def on_ranks(function: str, ranks: int, *args: Any, keep_heap: bool, timeout_s: float = 3600.0) -> list[Any]:

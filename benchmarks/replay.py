@@ -13,9 +13,9 @@ from typing import Any
 import click
 from rich.table import Table
 
-from benchmarks.graphed import one_rank
 from benchmarks.measure import cost_on, ratios, settle, spread
 from benchmarks.options import common_options, device_option
+from benchmarks.ranks import one_rank
 from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
 

@@ -59,7 +59,6 @@ class InnerShard:
         self._runtime = runtime
         with torch.inference_mode(mode=False):
             flat = torch.empty(levels.outer.size() * chunk_numel, dtype=dtype, device=runtime.device)
-            self._parts = flat.split(chunk_numel)
         self._filled = runtime.streams.mark()
         self._filled.record(runtime.streams.current())  # whoever had this memory before is here
         # The last chunk ends in the label, as all of them do.
@@ -84,7 +83,7 @@ class InnerShard:
         gathering.launch(self._runtime, comms, self.source.chunk.dtype, name)
         with self._runtime.streams.on(stream), torch.no_grad():
             try:
-                torch._foreach_copy_(list(self._parts), gathering.chunks(stream))
+                torch.cat(gathering.chunks(stream), out=self.source.chunk)
             finally:
                 gathering.release(stream)
             self._filled.record(stream)
@@ -149,5 +148,5 @@ class OuterScatter:
         # The first step has added up the labels along with everything else.
         inner.view(size, -1)[:, -LABEL_NUMEL:].copy_(digits)
         return runtime.transport(self._levels.outer).reduce_scatter(
-            Chunks(inner, inner.chunk(size)), receive, label
+            Chunks(inner, inner.split(inner.numel() // size)), receive, label
         )

@@ -192,7 +192,7 @@ class DataParallelMesh:
                 got=f"{self.mesh}",
                 fix="init_device_mesh(device, (machines, ranks_of_each), mesh_dim_names=('outer', 'inner'))",
             )
-        return _flattened(self.mesh)
+        return _flattened(self.mesh, TwoLevels(self.mesh.get_group(0), self.mesh.get_group(1)))
 
     @property
     def gather_group(self) -> dist.ProcessGroup:
@@ -215,11 +215,14 @@ class DataParallelMesh:
                 got=str(size),
                 fix="reshard_after_forward=True, False, or such a divisor",
             )
-        return _subdivided(self.mesh, size)
+        return _subdivided(self.mesh, self.shard_group, size)
+
+
+# Keys name process groups too: in another world, which comes after this one, equal meshes have other groups.
 
 
 @lru_cache(maxsize=64)
-def _subdivided(mesh: DeviceMesh, size: int) -> DataParallelMesh:
+def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParallelMesh:
     grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
     return DataParallelMesh.of(grid["shard"])
 
@@ -237,10 +240,9 @@ def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 @lru_cache(maxsize=64)
-def _flattened(mesh: DeviceMesh) -> DataParallelMesh:
+def _flattened(mesh: DeviceMesh, levels: TwoLevels) -> DataParallelMesh:
     names = mesh.mesh_dim_names or ()
     flat = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1), mesh_dim_names=("_".join(names),))
-    levels = TwoLevels(outer=mesh.get_group(0), inner=mesh.get_group(1))
     return replace(DataParallelMesh.of(flat), levels=levels)
 
 

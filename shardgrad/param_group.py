@@ -270,6 +270,8 @@ class ParamGroup:
                 yield "whole parameters", storage
         if self._post_forward is not None:
             yield "post-forward shards", self._post_forward.chunk.untyped_storage()
+        if self._inner is not None:
+            yield "inner shards", self._inner.source.chunk.untyped_storage()
 
     # -- unshard ----------------------------------------------------------------------------------------
 

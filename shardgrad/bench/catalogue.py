@@ -90,6 +90,11 @@ CATALOGUE: Mapping[str, Entry] = {
         shards=False,
     ),
     "fsdp2-compiled": Entry("fsdp2, every block compiled", has_hsdp=True),
+    "fsdp2-graphed": Entry(
+        "fsdp2, forward and backward one plain CUDA graph, clip and optimizer eager",
+        has_hsdp=True,
+        only_cuda=True,
+    ),
     "deepspeed-1": Entry("DeepSpeed ZeRO stage 1", "deepspeed", _DEEPSPEED, shards=False),
     "deepspeed-2": Entry("DeepSpeed ZeRO stage 2", "deepspeed", _DEEPSPEED, shards=False),
     "deepspeed-3": Entry("DeepSpeed ZeRO stage 3", "deepspeed", _DEEPSPEED),

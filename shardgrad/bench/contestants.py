@@ -8,12 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
+from shardgrad.bench.batches import MicroBatch
 from shardgrad.bench.models import build_model
+from shardgrad.bench.plain_graph import captured
 from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, Program, adamw, compute_dtype
 from shardgrad.bench.task import Task
 from shardgrad.training.sharding import set_gradient_sync
@@ -46,6 +48,8 @@ def build(name: str, task: Task, device: torch.device) -> Contestant:
         return foreign.build(name, task, device)
     if name == "shardgrad-graphed":
         return _graphed(task, device)
+    if name == "fsdp2-graphed":
+        return _half_graphed(task, device)
     makers: dict[str, Callable[[], Program]] = {
         "fsdp1": lambda: _fsdp1(task, device),
         "ddp": lambda: _ddp(task, device),
@@ -135,6 +139,21 @@ def _graphed(task: Task, device: torch.device) -> Contestant:
     used = [program.forward, program.optimizer, *([program.scaler] if program.scaler else [])]
     step = shardgrad.graphed_step(*used, warmup=_WARMUP)(program.step)
     return Contestant(step, lambda: step.pool.nbytes, step.close)
+
+
+def _half_graphed(task: Task, device: torch.device) -> Contestant:
+    """What trainers do that capture: forward and backward are a graph, clip and optimizer are not."""
+    program = _sharded(task, device, _torch_fully_shard())
+    graph, forward_and_backward = captured(program.forward_and_backward)
+
+    def step(micro_batches: list[MicroBatch]) -> Tensor:
+        loss = forward_and_backward(micro_batches)
+        program.update()
+        if not graph.is_captured:  # from then on, replays write the same gradients anew
+            program.optimizer.zero_grad()
+        return loss
+
+    return Contestant(step, lambda: graph.pool_nbytes, graph.close)
 
 
 # -- torch's other engines, and none -----------------------------------------------------------------------

@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad.bench.batches import MicroBatch
 from shardgrad.bench.contestants import mesh_of
 from shardgrad.bench.models import LanguageModel, build_model
-from shardgrad.bench.plain_graph import PlainGraph
-from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, adamw, compute_dtype
+from shardgrad.bench.plain_graph import captured
+from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, Step, adamw, compute_dtype
 from shardgrad.bench.task import Task
 
 __all__ = ["build"]
@@ -140,20 +139,11 @@ class _UnitBuffers:
 
 
 def _hand_graphed(task: Task, device: torch.device) -> Contestant:
-    plain = _plain_step(task, device)
-
-    def flat(*tensors: Tensor) -> Tensor:
-        return plain([*zip(tensors[::2], tensors[1::2], strict=True)])
-
-    graph = PlainGraph(flat)
-
-    def step(micro_batches: list[MicroBatch]) -> Tensor:
-        return graph(*chain.from_iterable(micro_batches))
-
+    graph, step = captured(_plain_step(task, device))
     return Contestant(step, lambda: graph.pool_nbytes, graph.close)
 
 
-def _plain_step(task: Task, device: torch.device) -> Callable[[list[MicroBatch]], Tensor]:
+def _plain_step(task: Task, device: torch.device) -> Step:
     """A step of a plain model; below fp32, with exact weights and gradients in fp32 beside it."""
     model = build_model(task, device)
     params: list[Any] = list(model.parameters())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -80,15 +81,7 @@ def _megatron(task: Task, device: torch.device) -> Program:
         model.set_model_auto_sync(is_last)
         return nullcontext()
 
-    return Program(
-        model,
-        optimizer,
-        partial(nn.utils.clip_grad_norm_, list(model.parameters())),
-        device,
-        task.clip,
-        micro_batch=micro_batch,
-        scaler=scaler_for(task),
-    )
+    return _program(model, optimizer, task, device, micro_batch)
 
 
 def _megatron_v2(task: Task, device: torch.device) -> Program:
@@ -102,12 +95,22 @@ def _megatron_v2(task: Task, device: torch.device) -> Program:
         v2.fully_shard(part, mesh, placements, policy(torch.float32, REDUCE_DTYPE, REDUCE_DTYPE))
     optimizer = adamw(model.parameters())
     v2.fully_shard_optimizer(optimizer)
+    return _program(model, optimizer, task, device, lambda is_last: v2.microbatch(model, is_last))
+
+
+def _program(
+    model: Any,
+    optimizer: Any,
+    task: Task,
+    device: torch.device,
+    micro_batch: Callable[[bool], AbstractContextManager[Any]],
+) -> Program:
     return Program(
         model,
         optimizer,
         partial(nn.utils.clip_grad_norm_, list(model.parameters())),
         device,
         task.clip,
-        micro_batch=lambda is_last: v2.microbatch(model, is_last),
+        micro_batch=micro_batch,
         scaler=scaler_for(task),
     )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-__all__ = ["PlainGraph"]
+from shardgrad.bench.batches import MicroBatch
+from shardgrad.bench.program import Step
+
+__all__ = ["PlainGraph", "captured"]
 
 _WARMUP = 3  # eager steps before a capture, as many as `graphed_step` takes
 
@@ -82,3 +86,13 @@ class PlainGraph:
         torch.cuda.synchronize()
         self._graph = self._output = None
         self._inputs.clear()
+
+
+def captured(function: Step) -> tuple[PlainGraph, Step]:
+    """Returns a graph of a function of micro-batches, and what calls it with them."""
+    graph = PlainGraph(lambda *tensors: function([*zip(tensors[::2], tensors[1::2], strict=True)]))
+
+    def call(micro_batches: list[MicroBatch]) -> Tensor:
+        return graph(*chain.from_iterable(micro_batches))
+
+    return graph, call

@@ -53,12 +53,13 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
         most: how many to return.
     """
     depth = plan.rehearsal.blocks
-    base = estimate(shallow(plan.request, depth), plan.machine, calibration, depth)
+    as_it_is = shallow(plan.request, depth)
+    base = estimate(as_it_is, plan.machine, calibration, depth)
     found = []
     for change in _changes(plan):
         try:
-            request = plan.request.but(**change.fields)
-            after = estimate(shallow(request, depth), change.machine, calibration, depth)
+            tried = shallow(plan.request.but(**change.fields), depth) if change.fields else as_it_is
+            after = estimate(tried, change.machine, calibration, depth)
         except TrainingError:
             continue  # not with this model, or not with this mesh
         needed = int(plan.needed_nbytes + after.needed_nbytes - base.needed_nbytes)
@@ -115,10 +116,16 @@ def _changes(plan: Plan) -> Iterator[_Change]:
 
 def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Change]:
     request, per_node = plan.request, plan.machine.devices_per_node
-    if request.stage == "3":
+    if request.stage != "2":
         yield but("--stage 2", "parameters are gathered once a step, and stay", stage="2")
-    else:
+    if request.stage != "3":
         yield but("--stage 3", "parameters are there only while they are needed", stage="3")
+    if request.no_sync:
+        yield but("without --no-sync", "gradients are cut after each micro-batch", no_sync=False)
+    elif request.accumulate > 1 and request.stage == "2":
+        yield but("--stage 1", "gradients travel once a step, and are whole until then", stage="1")
+    elif request.accumulate > 1 and request.stage != "1":
+        yield but("--no-sync", "gradients travel once a step, and are whole until then", no_sync=True)
     if request.shards > per_node and request.ranks % per_node == 0:
         replicas = request.ranks // per_node
         yield but(

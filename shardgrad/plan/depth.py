@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from shardgrad.plan.cost import model_flops
 from shardgrad.plan.hardware import Machine
-from shardgrad.plan.planning import Calibration, Plan, plan_of, rehearsed
-from shardgrad.plan.rehearsal import Rehearsal
+from shardgrad.plan.planning import Calibration, Plan, plan_of
+from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.request import Request
 
 __all__ = ["Estimate", "estimate", "shallow"]
@@ -55,7 +55,7 @@ def shallow(request: Request, depth: int) -> list[Rehearsal]:
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return [rehearsed(request.but(blocks=n)) for n in sorted({min(_FEW, depth), min(_MORE, depth)})]
+    return [rehearse(request.but(blocks=n)) for n in sorted({min(_FEW, depth), min(_MORE, depth)})]
 
 
 def estimate(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
 from shardgrad.plan.request import Request
@@ -96,7 +97,7 @@ def _hugging_face(source: str, override: Mapping[str, Scalar]) -> Any:
 
 def _built(name: str, build: Callable[[], Any]) -> Any:
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoValues():
             return build()
     except TrainingError:
         raise
@@ -106,6 +107,20 @@ def _built(name: str, build: Callable[[], Any]) -> Any:
             f"{name} cannot be built on the meta device, where tensors have no values "
             f"({type(error).__name__}: {first}): leave what reads values to a later step."
         ) from error
+
+
+class _NoValues(TorchFunctionMode):
+    """Leaves out what `torch.nn.init` would fill meta tensors with: nothing, which takes it a while."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor = kwargs["tensor"] if "tensor" in kwargs else args[0]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def _own(reference: str) -> Subject:

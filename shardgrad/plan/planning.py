@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from shardgrad.plan.cost import CostModel, model_flops, scaled_to_mfu, scaled_to_time
 from shardgrad.plan.hardware import DEVICES, Machine
 from shardgrad.plan.memory import MemoryCurve, memory_of
-from shardgrad.plan.outer import over_both_axes
 from shardgrad.plan.recording import Transfer
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import Timeline, play
 
-__all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of", "rehearsed"]
+__all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -135,17 +134,7 @@ def make_plan(request: Request, machine: Machine, calibration: Calibration = Cal
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return plan_of(rehearsed(request), machine, calibration)
-
-
-def rehearsed(request: Request) -> Rehearsal:
-    """Rehearses a step, of whichever stage.
-
-    Raises:
-        UsageError, TrainingError: as `rehearse`.
-    """
-    rehearsal = rehearse(request)
-    return over_both_axes(rehearsal) if request.stage == "hfsdp" else rehearsal
+    return plan_of(rehearse(request), machine, calibration)
 
 
 def plan_of(rehearsal: Rehearsal, machine: Machine, calibration: Calibration = Calibration()) -> Plan:

@@ -61,7 +61,7 @@ class Transfer:
         stream: that it was launched on.
         name: what it moves, such as "all-gather of layers.0".
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
-        axis: of the mesh: "shard", "replicate" or "neighbours".
+        axis: of the mesh: "shard", "replicate", "both" or "neighbours".
         ranks: that take part.
         nbytes: of the whole message: what all ranks have together after a gather, or before a reduction.
         sent_nbytes: that this rank sends.

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -29,7 +29,6 @@ from shardgrad.roots import establish_context, unit_of
 from shardgrad.runtime import Runtime
 from shardgrad.streams import NoStreams, Streams
 from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.sharding import set_gradient_sync
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -119,8 +118,11 @@ class _Rehearsing:
     ) -> None:
         self._request, self._subject, self._recorder = request, subject, recorder
         self._parameters = parameters
-        self._model: nn.Module = subject.module
+        self._model: Any = subject.module  # an `FSDPModule` from the next line on
         shard_subject(subject, request, mesh)
+        for group in groups_of(self._model):
+            if group.mesh.levels is not None:
+                recorder.axes[group.mesh.shard_group.group_name] = "both"
         transports = partial(paper_transport, recorder=recorder, on_host=request.on_host)
         streams: Streams = NoStreams() if request.on_host else PaperStreams(recorder)
         self._runtime = Runtime(torch.device("cpu"), streams, transports)
@@ -163,10 +165,12 @@ class _Rehearsing:
         )
 
     def _step(self) -> None:
-        """What a training loop does; the gradients of all micro-batches but the last stay on the rank."""
+        """What a training loop does."""
         request, recorder = self._request, self._recorder
         for number in range(request.accumulate):
-            set_gradient_sync(self._model, number == request.accumulate - 1)
+            is_last = number == request.accumulate - 1
+            self._model.set_is_last_backward(is_last)
+            self._model.set_requires_gradient_sync(is_last or not request.no_sync)
             recorder.phase = "forward"
             loss = self._subject.loss(request.batch_size, request.seq_len)
             recorder.phase = "backward"

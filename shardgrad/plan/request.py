@@ -28,8 +28,7 @@ class Request:
         override: fields of the preset or of the configuration to replace.
         ranks: in the world.
         mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
-        stage: "3" gathers parameters for forward and again for backward, "2" keeps them from one to the
-            other, "hfsdp" is "3" with the replicas' share of everything cut once more.
+        stage: "1", "2", "3" or "hfsdp"; see [Note: Stages] in `stages.py` of the engine.
         reshard_to: after forward, keep parameters cut over this many neighbouring ranks.
         units: names of classes whose modules are units too, below the blocks.
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
@@ -38,7 +37,8 @@ class Request:
         activation_checkpointing: recompute each block's activations in backward.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
-        accumulate: micro-batches per step; gradients are reduced after the last.
+        accumulate: micro-batches per step.
+        no_sync: gradients of a step are summed whole on their rank, and reduced after the last micro-batch.
         optimizer: "adamw" or "sgd".
         on_host: plan for CPU ranks joined by gloo.
         blocks: plan for the last so many blocks only; None for all.
@@ -60,6 +60,7 @@ class Request:
     batch_size: int = 1
     seq_len: int = 8192
     accumulate: int = 1
+    no_sync: bool = False
     optimizer: str = "adamw"
     on_host: bool = False
     blocks: int | None = None
@@ -74,14 +75,11 @@ class Request:
             raise UsageError(
                 f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: correct one."
             )
-        if self.stage == "1":
-            raise UsageError(
-                "Stage 1 would keep whole gradients from micro-batch to micro-batch, which the engine does "
-                "not offer yet: use --stage 2, which needs less memory for the same traffic."
-            )
-        _check("--stage", self.stage, ("2", "3", "hfsdp"))
+        _check("--stage", self.stage, ("1", "2", "3", "hfsdp"))
         if self.stage == "hfsdp" and self.replicas == 1:
             raise UsageError("--stage hfsdp cuts over two axes: give a mesh with both, such as --mesh 4x16.")
+        if self.reshard_to is not None and self.stage != "3":
+            raise UsageError(f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out.")
         if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
             raise UsageError(
                 f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a divisor."

@@ -38,7 +38,8 @@ def policies_of(request: Request) -> dict[str, Any]:
     return {
         "mp_policy": mixed,
         "gradient_policy": GradientPolicy(dtype=gradient_dtype),
-        "reshard_after_forward": request.reshard_to or (False if request.stage == "2" else None),
+        "reshard_after_forward": request.reshard_to,
+        "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
     }
 
 

@@ -10,7 +10,7 @@ says: no other rank touched what this one did not, and no parameter stands still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from shardgrad.training.failure import TrainingError, UsageError
 __all__ = ["fake_tensors", "fake_world"]
 
 _MOST_RANKS = 2**20
+_MANY_PIECES = 64
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These make memory, without content.
@@ -86,6 +87,7 @@ def fake_tensors(recorder: Recorder) -> Iterator[None]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Observer(recorder))
         stack.enter_context(_watched_resizes(recorder))
+        stack.enter_context(_one_piece_for_many())
         yield
 
 
@@ -106,6 +108,25 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
         torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
 
 
+@contextmanager
+def _one_piece_for_many() -> Iterator[None]:
+    """Rank 0's piece of flat memory stands for the pieces of all ranks, of which there may be 16,384."""
+    original = torch.Tensor.split
+
+    def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
+        if tensor.ndim == 1 and not tensor.requires_grad and isinstance(size, int) and size > 0:
+            count, rest = divmod(tensor.numel(), size)
+            if count > _MANY_PIECES and not rest:
+                return (tensor.narrow(0, 0, size),) * count
+        return original(tensor, size, dim)
+
+    torch.Tensor.split = split  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        torch.Tensor.split = original  # type: ignore[method-assign]
+
+
 class _Observer(TorchDispatchMode):
     """Sees every operator. See [Note: What is real in a fake world]."""
 
@@ -121,8 +142,8 @@ class _Observer(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _prim.device.default:
-            return func(*args)
+        if func is _prim.device.default:  # half of all calls
+            return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
             return NotImplemented  # it comes again, with the local tensor
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))

@@ -17,7 +17,7 @@ from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
 from shardgrad.training.model import Transformer, materialise
 from shardgrad.training.presets import transformer_config
-from shardgrad.training.sharding import precision_policy, set_gradient_sync
+from shardgrad.training.sharding import precision_policy
 from tests.ranks import Ranks
 
 NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}
@@ -45,24 +45,28 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def train(mesh_shape: tuple[int, ...], precision: str, stage: str, accumulate: int) -> dict[str, Any]:
+def train(
+    mesh_shape: tuple[int, ...], precision: str, stage: str, accumulate: int, no_sync: bool
+) -> dict[str, Any]:
     """Takes two steps; returns what the second one sent, and what is kept after it."""
     names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     with torch.device("meta"):
-        model = Transformer(transformer_config("tiny", NARROW))
+        model: Any = Transformer(transformer_config("tiny", NARROW))
     materialise(model, model, device=torch.device("cpu"), seed=0)
     policy = precision_policy(precision)
     for unit in (*model.layers, model):
         shardgrad.fully_shard(
-            unit, mesh=mesh, mp_policy=policy, reshard_after_forward=False if stage == "2" else None
+            unit, mesh=mesh, mp_policy=policy, zero_stage=stage if stage == "hfsdp" else int(stage)
         )
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)
     tokens = torch.zeros(2, 16, dtype=torch.int64)
     for _ in range(2):
         with Log() as log:
             for number in range(accumulate):
-                set_gradient_sync(model, number == accumulate - 1)
+                is_last = number == accumulate - 1
+                model.set_is_last_backward(is_last)
+                model.set_requires_gradient_sync(is_last or not no_sync)
                 model.loss(tokens, tokens).backward()
             shardgrad.clip_grad_norm_(model.parameters(), math.inf)
             optimizer.step()
@@ -72,25 +76,28 @@ def train(mesh_shape: tuple[int, ...], precision: str, stage: str, accumulate: i
 
 
 @pytest.mark.parametrize(
-    ("ranks", "mesh", "precision", "stage", "accumulate"),
+    ("mesh", "precision", "stage", "accumulate", "no_sync"),
     [
-        (2, (2,), "fp32", "3", 1),
-        (2, (2,), "bf16-mixed", "2", 2),
-        (4, (4,), "fp32", "3", 2),
-        (4, (2, 2), "bf16-mixed", "3", 1),
+        ((2,), "fp32", "3", 1, False),
+        ((2,), "fp32", "1", 2, False),
+        ((2,), "bf16-mixed", "2", 2, False),
+        ((4,), "fp32", "3", 2, True),
+        ((2, 2), "bf16-mixed", "3", 1, False),
+        ((2, 2), "bf16-mixed", "hfsdp", 2, False),
     ],
 )
 def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
     two_ranks: Ranks,
     four_ranks: Ranks,
-    ranks: int,
     mesh: tuple[int, ...],
     precision: str,
     stage: str,
     accumulate: int,
+    no_sync: bool,
 ) -> None:
+    ranks = math.prod(mesh)
     world = two_ranks if ranks == 2 else four_ranks
-    real = world.run(train, mesh, precision, stage, accumulate)
+    real = world.run(train, mesh, precision, stage, accumulate, no_sync)
     request = Request(
         preset="tiny",
         override=NARROW,
@@ -99,6 +106,7 @@ def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
         precision=precision,
         stage=stage,
         accumulate=accumulate,
+        no_sync=no_sync,
         batch_size=2,
         seq_len=16,
         on_host=True,

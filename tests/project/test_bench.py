@@ -91,6 +91,24 @@ def test_who_is_not_installed_is_a_row(measured: tuple[Path, dict[str, Any], str
     assert "A smoke run: the numbers mean nothing." in printed
 
 
+def test_a_model_of_hugging_face_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config.write_text(json.dumps({"model_type": "llama", **shape, **heads}), encoding="utf-8")
+    engines = [f"--engine={name}" for name in ("shardgrad", "ddp", "compute", "collectives")]
+    done = run("--smoke", "--device=cpu", f"--hf={config}", f"--out={tmp_path}", *engines)
+    assert done.returncode == 0, done.stderr + done.stdout
+    record = json.loads((tmp_path / "bench.jsonl").read_text(encoding="utf-8"))
+    assert set(record["summary"]) == {"fsdp2", "shardgrad", "ddp", "compute", "collectives"}
+    assert record["disagreed"] == []
+    assert record["summary"]["shardgrad"]["loss_difference"] == 0
+    # Embedding and head, and in each block four projections, three of the feed-forward and two norms.
+    block = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32
+    assert record["environment"]["model"]["numel"] == 2 * 256 * 32 + 2 * block + 32
+
+
 def test_records_can_be_shown_again(measured: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
     folder, _, _ = measured
     done = run(f"--show={folder / 'bench.jsonl'}", f"--out={tmp_path}")
@@ -108,6 +126,26 @@ def test_an_impossible_mesh_is_a_row_for_everybody_and_a_typing_error_starts_not
     assert done.returncode == 2
     assert "did you mean 'fsdp2'" in done.stderr
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.long
+def test_of_all_engines_each_has_numbers_or_a_reason(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    from shardgrad.bench.catalogue import CATALOGUE
+
+    done = run("--smoke", "--device=cpu", "--engine=all", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    record = json.loads((tmp_path / "bench.jsonl").read_text(encoding="utf-8"))
+    assert {*record["summary"], *record["left_out"]} == set(CATALOGUE)
+    assert record["disagreed"] == []
+    for name, reason in record["left_out"].items():
+        entry = CATALOGUE[name]
+        if entry.package is not None and find_spec(entry.package) is None:
+            assert reason == f"not installed: {entry.install}"
+        elif entry.package is None:
+            assert reason == "needs a CUDA device", "torch brings everybody else along"
+        assert f"{name}: {reason[:40]}" in done.stdout
 
 
 def test_pictures_are_drawn_where_matplotlib_is(measured: tuple[Path, dict[str, Any], str]) -> None:

@@ -103,26 +103,6 @@ def test_loss_curves(tmp_path: Path) -> None:
     assert of["shardgrad, shardgrad.optim"]["largest_relative_difference"] < 1e-5
 
 
-def test_graphed(tmp_path: Path) -> None:
-    record = smoke("graphed", tmp_path, "--device", "cpu")
-    assert set(record["summary"]) == {"fsdp2", "shardgrad", "shardgrad graphed", "ddp"}
-    assert set(record["config"]["left_out"]) == {"fsdp2+compile", "fsdp2 graph", "hand-written"}
-    for of in record["summary"].values():
-        for field in ("wall_s", "host_s", "ratio_to_fsdp2"):
-            assert_spread(of[field])
-    ours = record["summary"]["shardgrad"], record["summary"]["shardgrad graphed"]
-    assert ours[0]["loss_difference"] == ours[1]["loss_difference"]
-
-
-def test_contestants_that_do_not_fit_together_are_measured_in_groups_with_the_base() -> None:
-    from benchmarks.graph_task import groups
-
-    peaks = {"fsdp2": 30, "a": 40, "b": 20, "c": 40, "d": 200}
-    assert groups(peaks, float("inf")) == [["fsdp2", "a", "b", "c", "d"]]
-    assert groups(peaks, 100) == [["fsdp2", "a", "b"], ["fsdp2", "c"], ["fsdp2", "d"]]
-    assert groups({"fsdp2": 30}, 10) == [["fsdp2"]]
-
-
 def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
     """Runs the script for GPUs; returns its status, and how each part went."""
     done = subprocess.run(
@@ -135,7 +115,7 @@ def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
         check=False,
     )
     summary = (out / "summary.txt").read_text(encoding="utf-8")
-    parts = [line.split("  ", 1) for line in summary.splitlines()[-6:]]
+    parts = [line.split("  ", 1) for line in summary.splitlines()[-5:]]
     return done.returncode, {name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts}
 
 
@@ -144,7 +124,7 @@ def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_t
     fails = 'case "$*" in *is_available*) echo cpu 0 cpu;; *"-m pytest "*) exit 1;; esac\n'
     python.write_text(f"#!/bin/sh\n{fails}")
     python.chmod(0o755)
-    rest = ("bench-tiny", "graphed-tiny", "kernels", "optimizer", "replay")
+    rest = ("bench-tiny", "kernels", "optimizer", "replay")
     assert run_script(python, out) == (1, {"tests": "failed", **dict.fromkeys(rest, "ok")})
     python.write_text(f"#!/bin/sh\n{fails.replace('exit 1', 'exit 0')}")
     assert run_script(python, out) == (0, {"tests": "ok", **dict.fromkeys(rest, "done before")})

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,20 +72,39 @@ def browse(page: str, folder: Path, script: str, *, width: int = 1200) -> Any:
         "const out = document.createElement('pre'); out.id = 'probe';"
         "out.textContent = JSON.stringify(answer); document.body.append(out); }, 50));</script>"
     )
+    done = open_in_browser(
+        page.replace("</body>", probe + "</body>"),
+        folder,
+        "--dump-dom",
+        "--virtual-time-budget=3000",
+        f"--window-size={width},800",
+    )
+    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
+    assert found is not None, done.stderr[-2000:] + done.stdout[-2000:]
+    return json.loads(html.unescape(found[1]))
+
+
+def picture_s(page: str, folder: Path) -> float:
+    """Seconds from the start of a browser until it has drawn a page, and left."""
+    picture = folder / "page.png"
+    picture.unlink(missing_ok=True)
+    began_s = time.perf_counter()
+    open_in_browser(page, folder, f"--screenshot={picture}", "--window-size=390,844")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    return time.perf_counter() - began_s
+
+
+def open_in_browser(page: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     path = folder / "page.html"
-    path.write_text(page.replace("</body>", probe + "</body>"), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},800"]
-    profile = f"--user-data-dir={folder / 'profile'}"
-    done = subprocess.run(
-        [str(BROWSER), *options, profile, "--virtual-time-budget=3000", path.as_uri()],
+    path.write_text(page, encoding="utf-8")
+    always = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    return subprocess.run(
+        [str(BROWSER), *always, *options, path.as_uri()],
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
         check=False,
     )
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:] + done.stdout[-2000:]
-    return json.loads(html.unescape(found[1]))
 
 
 @needs_browser
@@ -146,14 +166,14 @@ def test_hovering_names_the_span_under_the_pointer(tmp_path: Path) -> None:
 
 
 @needs_browser
-@pytest.mark.parametrize("width", [360, 1200])
+@pytest.mark.parametrize("width", [360, 390, 1200])
 def test_a_phone_shows_it_without_scrolling_sideways_and_in_letters_that_can_be_read(
     tmp_path: Path, width: int
 ) -> None:
     # In a frame, since a browser's window has a least width.
     page = render([make_record(), make_record(task=Task(precision="bf16"))])
     text = json.dumps(page).replace("<", "\\u003c")
-    frame = f'<!doctype html><body><iframe width="{width}" height="800"></iframe></body>'
+    frame = f'<!doctype html><body><iframe width="{width}" height="844"></iframe></body>'
     script = f"""
         const frame = document.querySelector('iframe');
         frame.contentDocument.open(); frame.contentDocument.write({text});
@@ -198,12 +218,14 @@ def test_whatever_records_say_stays_text(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_large_report_opens_in_less_than_two_seconds(tmp_path: Path) -> None:
+    """Until there is a picture of it, beyond what a browser takes to start and to show an empty page."""
     page = render([make_record(2000) for _ in range(3)])
-    script = "return performance.getEntriesByType('navigation')[0].loadEventEnd"
-    took_ms = min(browse(page, tmp_path, script) for _ in range(3))
-    if took_ms >= 2000 and os.getloadavg()[0] > (os.cpu_count() or 1):
-        pytest.skip(f"the machine is busy, so {took_ms:.0f} ms say nothing about the page")
-    assert took_ms < 2000
+    took_s = min(picture_s(page, tmp_path) for _ in range(3)) - min(
+        picture_s("<!doctype html>", tmp_path) for _ in range(3)
+    )
+    if took_s >= 2 and os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip(f"the machine is busy, so {took_s:.1f} s say nothing about the page")
+    assert took_s < 2
 
 
 def test_the_report_asks_for_nothing_from_elsewhere() -> None:

@@ -20,9 +20,9 @@ from shardgrad.plan.cost import CostModel, Place, compute_s, model_flops, scaled
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine, machine_of
 from shardgrad.plan.memory import memory_of
-from shardgrad.plan.planning import Calibration, Plan, plan_of, rehearsed
+from shardgrad.plan.planning import Calibration, Plan, plan_of
 from shardgrad.plan.recording import Event, Kernel, Marked, Transfer, Waited
-from shardgrad.plan.rehearsal import Rehearsal
+from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import play
 from shardgrad.training.failure import UsageError
@@ -37,7 +37,7 @@ TINY = Request(preset="tiny", ranks=16, seq_len=64)
 
 @cache
 def rehearsal_of(**changes: object) -> Rehearsal:
-    return rehearsed(TINY.but(**changes))
+    return rehearse(TINY.but(**changes))
 
 
 def plan_for(machine: Machine = H100, **changes: object) -> Plan:
@@ -103,6 +103,32 @@ def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() ->
     assert counts["3"]["all-gather"] == 2 * units - 2
 
 
+def reductions(**changes: object) -> int:
+    counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, **changes)))
+    return counts["reduce-scatter"]
+
+
+def test_stages_2_and_3_reduce_after_each_micro_batch_and_stage_1_after_the_last() -> None:
+    units = rehearsal_of().units
+    assert [reductions(stage=stage) for stage in "123"] == [units, 2 * units, 2 * units]
+    assert reductions(no_sync=True) == units
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole() -> None:
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
+    for changes in ({"stage": "1"}, {"no_sync": True}):
+        assert rehearsal_of(accumulate=2, **changes).resting["unreduced gradients"] >= numel * 4
+    assert "unreduced gradients" not in rehearsal_of(accumulate=2, stage="2").resting
+
+
+def test_whole_parameters_are_gathered_once_in_a_step_of_stages_1_and_2() -> None:
+    units = rehearsal_of().units
+    for stage in "12":
+        counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, stage=stage)))
+        assert counts["all-gather"] == units
+
+
 def test_a_reduction_travels_in_its_own_dtype() -> None:
     def reduced(reduce_dtype: str) -> int:
         moved = transfers(rehearsal_of(reduce_dtype=reduce_dtype))
@@ -121,12 +147,27 @@ def test_replicas_exchange_a_shard_of_gradients_and_nothing_else() -> None:
 
 def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
     hsdp, hfsdp, fsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp"), rehearsal_of()
-    assert hfsdp.resting["optimizer state"] == hsdp.resting["optimizer state"] // 4
-    assert hfsdp.resting["optimizer state"] == pytest.approx(fsdp.resting["optimizer state"], rel=0.05)
+    for owner in ("parameters", "gradients", "optimizer state"):
+        assert hfsdp.resting[owner] == fsdp.resting[owner] < hsdp.resting[owner] / 3
+    assert hfsdp.resting["inner shards"] == pytest.approx(hsdp.resting["parameters"] / 2, rel=0.05)  # bf16
     outer = [t for t in transfers(hfsdp) if t.axis == "replicate"]
     assert Counter(t.kind for t in outer) == {"all-gather": 3, "reduce-scatter": 3}
-    inner = [t for t in transfers(hfsdp) if t.axis == "shard"]
-    assert inner == [t for t in transfers(hsdp) if t.axis == "shard"]
+    assert {t.ranks for t in outer} == {4}
+
+
+def test_hfsdp_sends_inside_a_replica_what_hsdp_does() -> None:
+    hsdp, hfsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp")
+    kinds = ("all-gather", "reduce-scatter")
+    inner = [[t for t in transfers(one) if t.axis == "shard" and t.kind in kinds] for one in (hsdp, hfsdp)]
+    assert [t.name for t in inner[0]] == [t.name for t in inner[1]]
+    for one, other in zip(*inner, strict=True):
+        assert one.nbytes == pytest.approx(other.nbytes, rel=0.05)
+
+
+def test_a_plan_says_the_same_again_in_the_same_process() -> None:
+    """Process groups of a world that has ended are nobody's."""
+    for changes in ({"mesh": "4x4", "stage": "hfsdp"}, {"reshard_to": 4}):
+        assert rehearse(TINY.but(**changes)).events == rehearsal_of(**changes).events
 
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.long)])
@@ -248,14 +289,14 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     request = TINY.but(override={"layers": 8}, seq_len=512, batch_size=4)
     graphed = machine_of("h100", is_graphed=True)
-    deep = plan_of(rehearsed(request), graphed)
+    deep = plan_of(rehearse(request), graphed)
     guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
     assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
 
 
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
-    plan = plan_of(rehearsed(TINY.but(batch_size=8, override={"layers": 1})), H100)
+    plan = plan_of(rehearse(TINY.but(batch_size=8, override={"layers": 1})), H100)
     room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
     cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=room / 2**30))
     assert not cramped.fits
@@ -341,10 +382,10 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--preset", "7b"], "There is no preset '7b'"),
         (["--mesh", "3x4", "--ranks", "8"], "has room for 12 ranks, not 8"),
         (["--mesh", "2x2x2"], "is not a mesh"),
-        (["--stage", "1"], "Stage 1"),
         (["--stage", "hfsdp"], "--mesh 4x16"),
         (["--stage", "4"], "--stage can be"),
         (["--reshard-to", "3"], "does not divide the 8 shards"),
+        (["--reshard-to", "4", "--stage", "2"], "goes with --stage 3"),
         (["--precision", "fp8"], "--precision can be fp32, bf16-mixed, bf16"),
         (["--device", "h10"], "did you mean 'h100'"),
         (["--network", "carrier-pigeon"], "--network carrier-pigeon is not known here"),
