@@ -111,7 +111,7 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
 @contextmanager
 def _one_piece_for_many() -> Iterator[None]:
     """Rank 0's piece of flat memory stands for the pieces of all ranks, of which there may be 16,384."""
-    original = torch.Tensor.split
+    original: Callable[..., Sequence[torch.Tensor]] = torch.Tensor.split
 
     def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
         if tensor.ndim == 1 and not tensor.requires_grad and isinstance(size, int) and size > 0:
@@ -120,7 +120,7 @@ def _one_piece_for_many() -> Iterator[None]:
                 return (tensor.narrow(0, 0, size),) * count
         return original(tensor, size, dim)
 
-    torch.Tensor.split = split  # type: ignore[method-assign,assignment]
+    torch.Tensor.split = split  # type: ignore[method-assign]
     try:
         yield
     finally:
