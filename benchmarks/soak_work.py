@@ -73,28 +73,16 @@ def repeated(work: Callable[[], object], times: int, looks: int) -> list[dict[st
 
 def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[dict[str, Any]]:
     """Trains a preset, with everything that the training program does in a step, and its lookout."""
-    import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
 
+    from benchmarks.trainer import make_step
     from shardgrad.lookout import Lookout
-    from shardgrad.training.checkpoint import TrainState
     from shardgrad.training.config import TrainConfig
-    from shardgrad.training.corpus import Sampler
-    from shardgrad.training.optimizer import build_optimizer, build_schedule
-    from shardgrad.training.parallel import Place
-    from shardgrad.training.sharding import build_model
-    from shardgrad.training.step import TrainStep
 
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    place = Place(rank, ranks, torch.device(device), dist.new_group(backend="gloo"))
-    lookout = Lookout(dist.distributed_c10d._get_default_store(), rank, ranks).start()
-    model = build_model(config, init_device_mesh(place.device.type, (ranks,)), place.device)
-    optimizer = build_optimizer(model, config)
-    state = TrainState(model, optimizer, build_schedule(optimizer, config))
-    text = torch.randint(256, (10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    step = TrainStep(state, Sampler(text, config.seq_len, seed=0), config, place)
+    store = dist.distributed_c10d._get_default_store()
+    lookout = Lookout(store, dist.get_rank(), dist.get_world_size()).start()
+    step, place = make_step(config, device)
 
     def work() -> None:
         float(step().loss)

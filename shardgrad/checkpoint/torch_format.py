@@ -126,10 +126,11 @@ class TorchSource(Source):
             raise _refused(folder, "a list of contents", f"{type(error).__name__}: {error}") from error
 
     def check(self, name: str, box: Box) -> None:
-        """Compares the archives that hold a part of the box with their checksums."""
-        for piece in self.tensors[name].pieces:
+        """Compares the archives that hold a part of the box with their checksums, and reads them."""
+        entry = self.tensors[name]
+        for piece in entry.pieces:
             if box.meets(piece.box) is not None:
-                self._archive(name, piece, tests=True)
+                self._tensor(name, entry, piece, tests=True)  # torch's reader is stricter than checksums
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
         """Copies from whole pieces."""
@@ -137,7 +138,7 @@ class TorchSource(Source):
         for piece in entry.pieces:
             common = box.meets(piece.box)
             if common is not None:
-                data = self._tensor(name, entry, piece)
+                data = self._tensor(name, entry, piece, tests=False)
                 target = into.detach()[common.seen_from(box).slices()]
                 target.copy_(data[common.seen_from(piece.box).slices()])
 
@@ -167,7 +168,7 @@ class TorchSource(Source):
 
     def _values(self, name: str, key: str) -> dict[str, Value]:
         file, start, nbytes = self._pieces[key, None]
-        value = self._load(name, io.BytesIO(self._read(file, start, nbytes)))
+        value = self._load(name, self._opened(name, self._read(file, start, nbytes), tests=True))
         found: dict[str, Value] = {}
         for leaf, kept in flatten({"v": value}).items():
             if isinstance(kept, torch.Tensor):
@@ -175,8 +176,8 @@ class TorchSource(Source):
             found[name + leaf[1:]] = kept
         return found
 
-    def _tensor(self, name: str, entry: Entry, piece: Piece) -> torch.Tensor:
-        data = self._load(name, self._archive(name, piece, tests=False))
+    def _tensor(self, name: str, entry: Entry, piece: Piece, *, tests: bool) -> torch.Tensor:
+        data = self._load(name, self._archive(name, piece, tests=tests))
         got = f"{data.dtype} {tuple(data.shape)}" if isinstance(data, torch.Tensor) else str(type(data))
         expected = f"{entry.dtype} {piece.box.shape}"
         if not isinstance(data, torch.Tensor) or got != expected:
@@ -192,13 +193,17 @@ class TorchSource(Source):
             ) from error
 
     def _archive(self, name: str, piece: Piece, *, tests: bool) -> io.BytesIO:
-        """Returns the archive of a piece after a look at its own list: stored as it is, and no larger."""
+        """Returns the archive of a piece, which is no larger than the piece needs."""
         file, start, nbytes = self._pieces[name, piece.box.offset]
         entry = self.tensors[name]
         limit = entry.nbytes(piece.box) + _SCRIPT_OVERHEAD_NBYTES
         if nbytes > limit:
             raise _refused(self.folder, f"at most {limit} bytes", f"{nbytes} bytes", where=name)
-        stream = io.BytesIO(self._read(file, start, nbytes))
+        return self._opened(name, self._read(file, start, nbytes), tests=tests)
+
+    def _opened(self, name: str, text: bytearray, *, tests: bool) -> io.BytesIO:
+        """Returns an archive after a look at its own list, and a comparison of checksums if it `tests`."""
+        stream = io.BytesIO(text)
         try:
             with zipfile.ZipFile(stream) as archive:
                 kinds = {member.compress_type for member in archive.infolist()}

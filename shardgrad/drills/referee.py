@@ -26,6 +26,7 @@ _ROUNDING = 1e-4  # relative, of losses on other ranks: sums of fp32 in another 
 _STOPPED = (130, -signal.SIGKILL)
 _DRAWS = 4  # until a spot comes by: which ranks write which files is theirs to decide
 _PREFIX = "shardgrad train: "
+_HOME = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,10 @@ class Referee:
             seed,
             program.ranks,
             _place(outcome.trace),
-            _sentence(outcome.words),
+            self._shortened(_sentence(outcome.words)),
             round(outcome.took_s, 3),
             resumed_on,
-            tuple(problems),
+            tuple(map(self._shortened, problems)),
         )
 
     def _hold_tampering(self, kind: Tampering, seed: int, draw: random.Random, run: Path) -> Verdict:
@@ -117,10 +118,10 @@ class Referee:
             seed,
             program.ranks,
             "between two runs",
-            _sentence(outcome.words),
+            self._shortened(_sentence(outcome.words)),
             round(outcome.took_s, 3),
             program.ranks if outcome.succeeded else 0,
-            tuple(problems),
+            tuple(map(self._shortened, problems)),
         )
 
     def _cut_short(self, program: Program, run: Path) -> None:
@@ -145,6 +146,10 @@ class Referee:
                 raise RuntimeError(f"the program does not even run undisturbed: {outcome.words}")
             self._undisturbed[program] = folder
         return self._undisturbed[program]
+
+    def _shortened(self, words: str) -> str:
+        """With paths as they are seen from the drill's folder, and from where the package lies."""
+        return words.replace(f"{self._folder}/", "").replace(f"{_HOME}/", "")
 
     @staticmethod
     def _other_world(program: Program, draw: random.Random) -> int:

@@ -217,3 +217,11 @@ def test_soak(tmp_path: Path) -> None:
     (of,) = record["summary"].values()
     assert {"resident_nbytes", "tensors", "objects", "descriptors", "threads", "is_flat"} <= set(of)
     assert of["descriptors"] == of["threads"] == of["tensors"] == 0
+
+
+def test_journal(tmp_path: Path) -> None:
+    summary = smoke("journal", tmp_path)["summary"]
+    assert_spread(summary["step_cpu_s"])
+    for mode in ("journal", "default"):
+        assert_spread(summary["ratio_to_without"][mode])
+    assert 0 < summary["parts_of_step"] < 0.1

@@ -1,0 +1,37 @@
+"""The training program's step on a rank of a benchmark, without its command line."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardgrad.training.config import TrainConfig
+    from shardgrad.training.parallel import Place
+    from shardgrad.training.step import TrainStep
+
+
+def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, Place]:
+    """Returns a step of the training program on random text, and this rank's place.
+
+    Args:
+        config: of the run.
+        device: where this rank computes.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from shardgrad.training.checkpoint import TrainState
+    from shardgrad.training.corpus import Sampler
+    from shardgrad.training.optimizer import build_optimizer, build_schedule
+    from shardgrad.training.parallel import Place
+    from shardgrad.training.sharding import build_model
+    from shardgrad.training.step import TrainStep
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    place = Place(rank, ranks, torch.device(device), dist.new_group(backend="gloo"))
+    model = build_model(config, init_device_mesh(place.device.type, (ranks,)), place.device)
+    optimizer = build_optimizer(model, config)
+    state = TrainState(model, optimizer, build_schedule(optimizer, config))
+    text = torch.randint(256, (10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    return TrainStep(state, Sampler(text, config.seq_len, seed=0), config, place), place
