@@ -18,7 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+    unset_fake_temporarily,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,8 +40,6 @@ _MANY_PIECES = 64
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These make memory, without content.
 _NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
-# A view that its schema does not own up to.
-_NO_KERNEL |= {"_unsafe_view"}
 # These touch as much of their first operand as they return.
 _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
 # The first operand of these is not read.
@@ -154,10 +157,12 @@ class _Observer(TorchDispatchMode):
                 return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._answer()
+        if _is_view(func) and isinstance(args[0], FakeTensor):
+            return _view(func, args, kwargs, args[0])
         result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self._transfer(func, args)
-        elif not _is_view(func):
+        else:
             outputs = list(_tensors((result,)))
             for tensor in outputs:
                 if isinstance(tensor, FakeTensor):
@@ -243,9 +248,20 @@ def _nbytes(tensor: torch.Tensor) -> int:
     return numel * tensor.itemsize
 
 
+def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], base: FakeTensor) -> Any:
+    """Looks at fake memory in another way: as the mode would, without what other operators need of it."""
+    with in_kernel_invocation_manager(base.fake_mode):
+        views = func(*args, **kwargs)
+    if isinstance(views, torch.Tensor):
+        return FakeTensor(base.fake_mode, views, base.fake_device)
+    return [FakeTensor(base.fake_mode, view, base.fake_device) for view in views]
+
+
 @cache
 def _is_view(func: OpOverload) -> bool:
     """True if an operator does nothing but look at memory in another way."""
+    if func is _aten._unsafe_view.default:  # which its schema does not own up to
+        return True
     returns = func._schema.returns
     views = [each.alias_info is not None and not each.alias_info.is_write for each in returns]
     return bool(views) and all(views)

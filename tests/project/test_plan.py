@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 from tests.project.test_benchmarks import assert_spread, smoke
 
@@ -30,6 +35,33 @@ def test_the_benchmark_compares_memory_and_time(tmp_path: Path) -> None:
     assert len(record["samples"]["rounds"]) == record["config"]["rounds"]
     # A few MiB, beside which what a process takes for itself is not small.
     assert 0.3 < summary["memory_predicted_over_measured"] < 1.5
+
+
+LARGEST = {
+    "70b": ["--preset=70b", "--ranks=16384"],
+    "moe": ["--preset=moe-670b", "--ranks=1024", "--seq-len=4096", "--unit=ExpertGroup"],
+    "wide moe": ["--preset=moe-670b", "--ranks=16384", "--seq-len=4096", "--unit=ExpertGroup"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_plans_take_a_minute_of_one_core_and_less_than_4_gib(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardgrad.cli", "plan", "--json", "--activation-checkpointing"]
+    with (tmp_path / "plan.json").open("wb") as out:
+        process = subprocess.Popen([*command, *LARGEST[name]], cwd=ROOT, stdout=out)
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0
+    plan = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert plan["memory"]["peak_nbytes"] > 2**30
+    assert plan["advice"] is not None
+    assert used.ru_maxrss * 1024 < 4 * 2**30
+    # Of the processor, not of the clock; even so, others on the same cores slow it down by half.
+    if used.ru_utime >= 60 and os.getloadavg()[0] > (os.cpu_count() or 1):
+        pytest.skip(f"the machine is busy, so {used.ru_utime:.0f} s say nothing about the planner")
+    assert used.ru_utime < 60
 
 
 def test_the_page_on_scaling_says_what_the_planner_says() -> None:
