@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad.context
-import shardgrad.param_group
 import shardgrad.reduction
 import shardgrad.roots
 import shardgrad.scheduler
+import shardgrad.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.arrivals import Arrivals
 from shardgrad.buffers import Slot, SlotRing
@@ -51,7 +51,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
     monkeypatch.setattr(shardgrad.scheduler, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.reduction, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.param_group, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.unsharded, "ops", recording_ops)
 
     scatter = ExchangeTransport.reduce_scatter
 
