@@ -42,7 +42,7 @@ def holdings(step: int, step_s: float) -> Holdings:
     from shardgrad.training.parallel import memory_nbytes
 
     gc.collect()
-    # Which pages the heap keeps free depends on the order of a million allocations: it would hide a small leak.
+    # Which free pages the heap keeps depends on the order of all allocations: it would hide a small leak.
     ctypes.CDLL(None).malloc_trim(0)
     objects = gc.get_objects()
     tensors = sum(issubclass(type(each), torch.Tensor) for each in objects)
