@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import gc
 import os
@@ -17,7 +18,7 @@ class Holdings:
 
     Attributes:
         step: how many there have been.
-        resident_nbytes: memory.
+        resident_nbytes: memory, without what the C library keeps for the next allocations.
         tensors: alive, as the garbage collector knows them.
         objects: of Python, tracked by the garbage collector.
         descriptors: of open files, sockets and pipes.
@@ -41,6 +42,8 @@ def holdings(step: int, step_s: float) -> Holdings:
     from shardgrad.training.parallel import memory_nbytes
 
     gc.collect()
+    # Which free pages the heap keeps depends on the order of all allocations: it would hide a small leak.
+    ctypes.CDLL(None).malloc_trim(0)
     objects = gc.get_objects()
     tensors = sum(issubclass(type(each), torch.Tensor) for each in objects)
     count = len(objects)
