@@ -112,7 +112,7 @@ def test_without_a_compiler_the_build_succeeds_and_says_so_in_one_sentence(sourc
     assert not stale.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_the_library_builds_in_a_path_with_spaces_and_again_when_a_header_changes(sources: Path) -> None:
     done = build(sources)

@@ -27,6 +27,7 @@ def scaling() -> ModuleType:
     return module
 
 
+@pytest.mark.long
 def test_the_benchmark_compares_memory_and_time(tmp_path: Path) -> None:
     record = smoke("plan", tmp_path, "--preset", "tiny")
     summary = record["summary"]
