@@ -51,9 +51,9 @@ def plan(**options: Any) -> None:
     """Predict memory, traffic and time of one training step, and say what to change.
 
     The engine itself runs, on tensors without memory among ranks that do not exist, so that any number of
-    ranks (16,384 and more) and any size of model can be planned on one CPU in seconds. Sizes are of rank 0,
-    which holds no less than the others. How it is done, and how far it can be trusted:
-    docs/explanation/scaling.md.
+    ranks (16,384 and more) and any size of model can be planned on one CPU, in seconds, or in minutes for
+    the largest. Sizes are of rank 0, which holds no less than the others. How it is done, and how far it can
+    be trusted: docs/explanation/scaling.md.
     """
     try:
         _plan(**options)
