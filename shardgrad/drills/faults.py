@@ -55,8 +55,8 @@ class Fault:
         """A program and a plan of this kind."""
         program, spot = random.choice(self.programs), random.choice(self.spots)
         # The first rank makes a checkpoint's folder, index and name; the others touch a file of their own.
-        is_leads = isinstance(spot, FileSpot) and spot.operation > 1
-        rank = 0 if is_leads else random.randrange(program.ranks)
+        is_of_the_first = isinstance(spot, FileSpot) and spot.operation > 1
+        rank = 0 if is_of_the_first else random.randrange(program.ranks)
         return program, Plan(self.deed, rank, random.choice(self.steps), spot, self.seconds)
 
 

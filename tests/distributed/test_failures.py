@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,20 +22,7 @@ from tests.parity.programs import (
     tower,
 )
 from tests.ranks import Ranks
-
-
-class Trap(Exception):
-    """Raised on purpose."""
-
-
-class _TrapInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise Trap("backward")
+from tests.traps import Trap, TrapInBackward
 
 
 class TrappedBlock(Block):
@@ -46,7 +32,7 @@ class TrappedBlock(Block):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.armed == "backward":
-            x = _TrapInBackward.apply(x)
+            x = TrapInBackward.apply(x)
         x = super().forward(x)
         if self.armed == "forward":
             raise Trap("forward")

@@ -19,23 +19,10 @@ from shardgrad.journal import journal
 from tests.simulated.device import NAME
 from tests.simulated.graphed import Setup, batch, build, loss_of
 from tests.simulated.virtual_ranks import VirtualRanks
+from tests.traps import Trap, TrapInBackward
 
 STEPS, LIMIT_S = 6, 20
 Probe = Callable[[], object]
-
-
-class Trap(Exception):
-    """Raised on purpose."""
-
-
-class _TrapInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: object, grad: Tensor) -> Tensor:
-        raise Trap
 
 
 def groups_of(model: nn.Module) -> list:
@@ -56,7 +43,7 @@ def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
             raise error
         loss = loss_of(model, x)
         if how == "backward" and fails:
-            loss = _TrapInBackward.apply(loss)
+            loss = TrapInBackward.apply(loss)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,27 @@
+"""The thread that answers for a rank ends when it is told to, and not in the middle of a look."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from shardgrad.lookout import Lookout
+
+
+def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that comes back from the store while the interpreter ends would abort the process."""
+    is_looking = threading.Event()
+
+    def slow_round(lookout: Lookout, store: dist.Store) -> tuple[int, int, bool]:
+        is_looking.set()
+        time.sleep(4 * lookout.period_s)
+        return 0, 0, False
+
+    monkeypatch.setattr(Lookout, "_round", slow_round)
+    lookout = Lookout(dist.HashStore(), 0, 1).start()
+    assert is_looking.wait(10)
+    lookout.close()
+    assert lookout.closed
