@@ -80,6 +80,11 @@ class Arrivals:
             self._home = stream
 
     @property
+    def streams(self) -> tuple[Stream, ...]:
+        """All that gradients have arrived on since the last pack, the home stream first."""
+        return (self._home, *self._foreign)
+
+    @property
     def count(self) -> int:
         """Parameters whose gradient has arrived."""
         return self._count

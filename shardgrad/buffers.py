@@ -9,6 +9,9 @@ slot itself carries the order, so nobody waits for a whole stream:
   its last;
 * the reader waits for *every* `ready` mark, whichever streams they are on, and leaves `free`.
 
+What is read along with a slot and is not in it, such as a gradient that is sent from where it is, is lent to
+the slot: it is kept alive until the slot is free, and its streams wait for that before they use it again.
+
 A second writer on another stream is one more entry in `ready`, not a special case; a parameter larger than
 every slot so far makes a slot larger and goes the same way.
 """
@@ -65,6 +68,8 @@ class Slot:
         self._ready: dict[Stream, Mark] = {}
         self._writers: list[Stream] = []
         self._free = streams.mark()
+        self._lent: list[torch.Tensor] = []
+        self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
 
     @property
@@ -120,6 +125,7 @@ class Slot:
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free; call it before the first write."""
+        self.return_lent()
         self._free.wait(stream)
 
     def finish_writing(self, stream: Stream) -> None:
@@ -135,6 +141,22 @@ class Slot:
         """Makes `stream` wait for everyone who has written since the slot was last released."""
         for writer in self._writers:
             self._ready[writer].wait(stream)
+
+    def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
+        """Keeps alive what is read along with the content.
+
+        Args:
+            tensors: read until the slot is released.
+            streams: on which their memory may be used again.
+        """
+        self._lent, self._lenders = list(tensors), tuple(streams)
+
+    def return_lent(self) -> None:
+        """Lets go of what was lent, once its streams wait for the release; only after it."""
+        if self._lent:
+            for stream in self._lenders:
+                self._free.wait(stream)
+            self._lent.clear()
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last use of the content."""
@@ -222,6 +244,8 @@ class SlotRing:
         """Starts the turns over, so that every step lends the same slot to the same group."""
         if all(slot.holder is None for slot in self._made):
             self._turns = list(self._made)
+            for slot in self._made:
+                slot.return_lent()
 
 
 class Recurring(Protocol):

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from .buffers import Chunks
 from .errors import CollectiveError, DesyncError, unsupported
 from .journal import Entry, Line, journal
-from .labels import LABEL_NUMEL, Label, words_for
+from .labels import Label, words_for
 
 __all__ = [
     "ExchangeTransport",
@@ -81,9 +81,16 @@ class Transport(ABC):
 
         Args:
             chunk: this rank's, 1-D, ending in the label; must stay unchanged until the flight was waited for.
-            staging: `gather_chunks` chunks like it.
+            staging: `gather_chunks` chunks like it; see `missing`.
             label: what every rank is expected to send.
         """
+
+    def missing(self, places: Chunks) -> Chunks:
+        """Returns which of places for everybody's chunk an `all_gather` fills: `gather_chunks` of them.
+
+        If that is not all, the others are for who calls to fill.
+        """
+        return places
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
@@ -91,12 +98,13 @@ class Transport(ABC):
 
         Args:
             send: `size` chunks, the k-th for rank k, each ending in the label.
-            receive: room for `receive_chunks` more.
+            receive: room for `receive_chunks` more; or one chunk where none is needed, which then gets the
+                sum, and `send` is only read.
             label: what every rank is expected to send.
 
         Returns:
             A flight whose chunks add up to the sum over ranks; possibly already added up into one chunk
-            that lies inside `send`.
+            that lies inside `send`, or in `receive`.
         """
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
@@ -170,7 +178,7 @@ class _Exchange(_Waiting):
         chunks = super().wait()
         expected = list(self._label.digits)
         for source, chunk in enumerate(chunks):
-            digits = _end(chunk).tolist()
+            digits = _end(chunk, self._label).tolist()
             if digits != expected:
                 journal.waits_in = self._line, self._entry
                 members = dist.get_process_group_ranks(self._group)
@@ -190,8 +198,10 @@ _FIX = (
 )
 
 
-def _end(chunk: torch.Tensor) -> torch.Tensor:
-    return chunk.narrow(0, chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
+def _end(chunk: torch.Tensor, label: Label) -> torch.Tensor:
+    """Returns where a chunk has the label; nothing if it carries none."""
+    length = len(label.digits)
+    return chunk.narrow(0, chunk.numel() - length, length)
 
 
 def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
@@ -230,8 +240,8 @@ class StreamTransport(Transport):
         return _Arrived(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
-        """See `Transport.reduce_scatter`. In place: the sum lands in this rank's chunk of `send`."""
-        own = send.parts[self.rank]
+        """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
+        own = receive.parts[0] if receive.parts else send.parts[self.rank]
         self._line.begin(label.what, own)
         checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
@@ -250,12 +260,19 @@ class ExchangeTransport(Transport):
         self.stream_ordered = self.size == 1
         self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
 
+    def missing(self, places: Chunks) -> Chunks:
+        """See `Transport.missing`: between two ranks, what the other has."""
+        if self.size != 2:
+            return places
+        other = places.parts[1 - self.rank]
+        return Chunks(other, (other,))
+
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
         """See `Transport.all_gather`."""
         if self.size == 1:
             return _Arrived([chunk])
         entry = self._line.begin(label.what, chunk)
-        self._forget_labels(staging.parts)
+        self._forget_labels(staging.parts, label)
         if self.size == 2:
             return self._swap(chunk, chunk, staging.parts[0], label, entry)
         work = checked(
@@ -270,7 +287,7 @@ class ExchangeTransport(Transport):
         if self.size == 1:
             return _Arrived([send.parts[0]])
         entry = self._line.begin(label.what, send.parts[0])
-        self._forget_labels(receive.parts)
+        self._forget_labels(receive.parts, label)
         if self.size == 2:
             return self._swap(
                 send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label, entry
@@ -300,10 +317,11 @@ class ExchangeTransport(Transport):
         return _Exchange(work, chunks, label, entry, self._line, self.group)
 
     @staticmethod
-    def _forget_labels(chunks: Sequence[torch.Tensor]) -> None:
+    def _forget_labels(chunks: Sequence[torch.Tensor], label: Label) -> None:
         """Wipes labels of earlier messages, so that a message too short to have one is not taken for them."""
-        for chunk in chunks:
-            _end(chunk).fill_(-1)
+        if label.digits:
+            for chunk in chunks:
+                _end(chunk, label).fill_(-1)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

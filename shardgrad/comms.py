@@ -61,6 +61,16 @@ class Comms:
         self.hook_stream: Stream = None
         self.only_sums = False
 
+    @property
+    def gathers_plainly(self) -> bool:
+        """True if all-gathers are the transport's, from and into any memory."""
+        return self.all_gather is None and self.memory is Memory.DEFAULT
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """True if reduce-scatters are the transport's, from and into any memory."""
+        return self.reduce_scatter is None and self.memory is Memory.DEFAULT
+
     def for_gather(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
         """Returns the way of all-gathers over `group`."""
         if self.all_gather is not None and group.size() > 1:

@@ -1,4 +1,4 @@
-"""An all-gather under way: from a rank's chunk to everybody's, ready to be copied out."""
+"""An all-gather under way: from a rank's chunk to everybody's, to be copied out, or in place already."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from .buffers import Slot
-from .collectives import Flight
+from .collectives import Flight, Transport
 from .comms import Comms
+from .direct import DirectGather
 from .labels import LABEL_NUMEL, Label
 from .runtime import Runtime
 from .streams import Mark, Stream
@@ -29,6 +30,7 @@ class Source:
         label: of the message.
         ready: where the chunk was last filled; None if the program or an optimizer does that.
         departed: recorded once the chunk has been read, if it lives on the host; else None.
+        direct: gathers of their own that follow, into memory that the gather stream may write.
     """
 
     chunk: torch.Tensor
@@ -36,6 +38,7 @@ class Source:
     label: Label
     ready: Mark | None = None
     departed: Mark | None = None
+    direct: tuple[DirectGather, ...] = ()
 
     def write_label(self) -> None:
         """Puts the label at the end of the chunk, if it is not there yet."""
@@ -55,7 +58,12 @@ class Gathering:
         self._source = source
         self._finish = finish
         self._slot: Slot
-        self._flight: Flight
+        self._flights: list[Flight]
+
+    @property
+    def is_direct(self) -> bool:
+        """True if there are direct parameters, which are not among the chunks."""
+        return bool(self._source.direct)
 
     def complete(self) -> None:
         """See `Holder`."""
@@ -98,7 +106,8 @@ class Gathering:
                 chunk = sent.copy_(chunk, non_blocking=True)
             if source.departed is not None:
                 source.departed.record(stream)
-            self._flight = transport.all_gather(chunk, staging, source.label)
+            self._flights = [transport.all_gather(chunk, staging, source.label)]
+            self._flights += [_gather_directly(each, transport) for each in source.direct]
             slot.finish_writing(stream)
 
     def chunks(self, stream: Stream) -> list[torch.Tensor]:
@@ -107,10 +116,19 @@ class Gathering:
         Raises:
             CollectiveError: it failed.
         """
-        chunks = self._flight.wait()
+        chunks, *_ = [flight.wait() for flight in self._flights]
         self._slot.start_reading(stream)
         return chunks
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
+
+
+def _gather_directly(each: DirectGather, transport: Transport) -> Flight:
+    """Starts the all-gather of a direct parameter, on the current stream."""
+    piece, places = each.piece, each.places
+    own = places.parts[transport.rank]
+    if piece.dtype != own.dtype or transport.gather_chunks < transport.size:
+        piece = own.copy_(piece)
+    return transport.all_gather(piece, transport.missing(places), each.label)

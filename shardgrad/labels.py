@@ -6,6 +6,8 @@ If one rank skipped a unit, the bytes of another unit of the same size would arr
 nothing would be wrong but the numbers. Every chunk therefore ends in the label of what it is, and is
 refused if it is not what was expected. Labels are three digits to the base 128, which every floating-point
 dtype in use holds exactly.
+
+A direct parameter has no room for a label; its message follows one that has one.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Label:
     Attributes:
         what: for example "all-gather of layers.3".
         code: the same on every rank.
-        digits: the code as numbers below 128, least significant first.
+        digits: the code as numbers below 128, least significant first; none if the message carries none.
     """
 
     what: str
@@ -38,6 +40,11 @@ class Label:
         """Makes a label, and remembers its words for `words_for`."""
         _words[code] = what
         return cls(what, code, tuple(float(code // _BASE**i % _BASE) for i in range(LABEL_NUMEL)))
+
+    @classmethod
+    def unseen(cls, what: str) -> Label:
+        """Makes the label of a message that carries none."""
+        return cls(what, -1, ())
 
 
 def words_for(digits: list[float]) -> str:

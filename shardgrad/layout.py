@@ -15,6 +15,9 @@ aligned (NCCL falls off its fast path otherwise, nccl#413).
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
 `scheduler.py`), and ends in the chunk's label ([Note: Labels] in `labels.py`).
 
+Parameters that travel by themselves ([Note: Direct parameters] in `direct.py`) come first in a chunk, so that
+what is left to be packed into one message is the end of it, and a layout of its own.
+
 In the flat unsharded buffer parameters lie whole, one after the other, aligned the same way.
 """
 
@@ -22,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -97,7 +100,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`."""
+    """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`.
+
+    Attributes:
+        world_size: ranks, each with a chunk.
+        alignment: elements.
+        pieces: of all parameters, in the order given.
+        tail_offset: elements before the tail.
+        chunk_numel: of one rank's chunk, the tail included.
+        unsharded_numel: of the flat unsharded buffer.
+        direct: indices of the parameters that travel by themselves; their pieces come first in a chunk.
+    """
 
     world_size: int
     alignment: int
@@ -105,6 +118,7 @@ class ShardLayout:
     tail_offset: int
     chunk_numel: int
     unsharded_numel: int
+    direct: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -115,8 +129,9 @@ class ShardLayout:
         alignment: int,
         with_flags: bool,
         dims: Sequence[int] | None = None,
+        direct: Sequence[bool] = (),
     ) -> ShardLayout:
-        """Packs parameters in the order given.
+        """Packs parameters, direct ones first, else in the order given.
 
         Args:
             shapes: global shapes, each with at least one dimension.
@@ -124,16 +139,21 @@ class ShardLayout:
             alignment: elements; see `alignment_numel`.
             with_flags: reserve one element per parameter behind the pieces.
             dims: along which each is cut; None for dim 0. A dim other than 0 has to divide evenly.
+            direct: whether each travels by itself; nothing if none does.
         """
         pieces = []
-        shard_offset = unsharded_offset = 0
+        unsharded_offset = 0
         for shape, dim in zip(map(tuple, shapes), dims or [0] * len(shapes), strict=True):
             shard_rows = -(-shape[dim] // world_size)
             shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
             span = _round_up(shard_numel, alignment)
-            pieces.append(Piece(shape, shard_rows, shard_numel, span, shard_offset, unsharded_offset, dim))
-            shard_offset += span
+            pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
             unsharded_offset += _round_up(math.prod(shape), alignment)
+        first = [i for i, travels_alone in enumerate(direct) if travels_alone]
+        shard_offset = 0
+        for i in dict.fromkeys((*first, *range(len(pieces)))):
+            pieces[i] = replace(pieces[i], shard_offset=shard_offset)
+            shard_offset += pieces[i].span
         tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
         return cls(
             world_size,
@@ -142,6 +162,32 @@ class ShardLayout:
             tail_offset=shard_offset,
             chunk_numel=shard_offset + tail_numel,
             unsharded_numel=unsharded_offset,
+            direct=tuple(first),
+        )
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """Indices of the parameters that are not direct."""
+        return tuple(sorted({*range(len(self.pieces))}.difference(self.direct)))
+
+    @cached_property
+    def packed_offset(self) -> int:
+        """Elements of a chunk before the first parameter that is not direct."""
+        return sum(self.pieces[i].span for i in self.direct)
+
+    @cached_property
+    def packed(self) -> ShardLayout:
+        """The layout of the other parameters and the tail: of chunks without their first `packed_offset`."""
+        if not self.direct:
+            return self
+        skipped = self.packed_offset
+        rest = (self.pieces[i] for i in self.others)
+        return replace(
+            self,
+            pieces=tuple(replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest),
+            tail_offset=self.tail_offset - skipped,
+            chunk_numel=self.chunk_numel - skipped,
+            direct=(),
         )
 
     @cached_property

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 
 import torch
@@ -26,6 +27,7 @@ from .buffers import Recurring
 from .carried import from_bytes, is_carried, stored_shape
 from .comms import Comms
 from .cuts import Cut
+from .direct import travels_directly
 from .faces import in_own_storage
 from .gathering import Gathering, Source
 from .gradient_shard import GradientShard
@@ -180,7 +182,15 @@ class ParamGroup:
             alignment=self.alignment,
             with_flags=with_flags,
             dims=[p.cut.dim for p in params],
+            direct=[self._travels_directly(p.cut) for p in params],
         )
+
+    def _travels_directly(self, cut: Cut) -> bool:
+        """Whether a parameter is direct; see [Note: Direct parameters] in `direct.py`."""
+        if not self.is_flat or self._carries or self.home.is_away or self.mesh.levels is not None:
+            return False
+        size, dtype = self.mesh.shard_size, self.gather_dtype
+        return travels_directly(cut.shape, cut.dim, size, alignment=self.alignment, dtype=dtype)
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
@@ -291,11 +301,11 @@ class ParamGroup:
         if self._kept:
             self._kept_is_wanted = True
             return
+        self._runtime = runtime
         source = self._source(runtime)
         self._noted_version = self._version
         gathering = Gathering(source, self.wait_for_unshard)
         gathering.launch(runtime, self.comms, self.wire_dtype, self.name)
-        self._runtime = runtime
         self._gathering = gathering
 
     @property
@@ -319,13 +329,20 @@ class ParamGroup:
             source.write_label()  # once; the host waits
             self._labelled = self.shard
         if levels is None:
-            return source
+            return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
         if self._inner is None:
             n = self.layout.chunk_numel
             self._inner = InnerShard(levels, n, self.gather_dtype, self._gather_label, runtime)
         if self._inner.version != self._version:
             self._inner.fill(source, self.comms, self.name, self._version)
         return self._inner.source
+
+    def _with_direct(self, source: Source) -> Source:
+        """Takes the direct parameters out of the chunk, to be gathered into their places."""
+        whole, skipped = self._unsharded_params(), self.layout.packed_offset
+        whole.lend(self._runtime.streams.gather)
+        rest = source.chunk.narrow(0, skipped, self.layout.chunk_numel - skipped)
+        return replace(source, chunk=rest, direct=whole.direct)
 
     def wait_for_unshard(self) -> None:
         """Ends the all-gather: parameters are whole and registered afterwards.
@@ -349,6 +366,8 @@ class ParamGroup:
         stream = self._runtime.streams.current()
         cut = self._post_forward if self.state is ShardState.SHARDED_POST_FORWARD else None
         layout = self.layout if cut is None else cut.layout
+        if gathering.is_direct:
+            layout = layout.packed
         with span("all_gather_copy_out", self.name):
             try:
                 chunks = gathering.chunks(stream)
@@ -369,11 +388,17 @@ class ParamGroup:
 
     def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         """Puts whole parameters together from the chunks of all ranks, on the current stream."""
+        self._unsharded_params().fill(chunks, layout)
+
+    def _unsharded_params(self) -> UnshardedParams:
+        """Returns the whole parameters' memory and faces, made at the first call."""
         if not isinstance(self._unsharded, UnshardedParams):
             streams, device = self._runtime.streams, self.mesh.device
-            self._unsharded = UnshardedParams(self.params, self.layout, self.gather_dtype, device, streams)
+            self._unsharded = UnshardedParams(
+                self.params, self.layout, self.shard, self.gather_dtype, device, streams
+            )
             self.on_new_unsharded()
-        self._unsharded.fill(chunks, layout)
+        return self._unsharded
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather nobody will use; waits until its memory is ours again."""
@@ -383,6 +408,8 @@ class ParamGroup:
             # The gather has read the shard, which the program may write next.
             gathering.chunks(self._runtime.streams.current())
             gathering.release(self._runtime.streams.gather)
+            if gathering.is_direct:
+                self._unsharded_params().free()
 
     def let_host_write(self) -> None:
         """Makes the host wait until its memory has been read, if the shard lives there."""

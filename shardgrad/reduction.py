@@ -7,22 +7,46 @@ Which of the steps there are is fixed by the group's mesh and settings, never by
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from . import ops
 from .buffers import Chunks, Slot
 from .collectives import Flight
 from .hybrid import OuterScatter
+from .labels import Label
 from .param_group import ParamGroup
 from .runtime import Runtime
 from .streams import Stream
+from .summands import Summands
 
-__all__ = ["OVERFLOWING", "PartialSum", "Reduction"]
+__all__ = ["OVERFLOWING", "Message", "PartialSum", "Reduction"]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 OVERFLOWING = (torch.float16,)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One reduce-scatter of a reduction.
+
+    Attributes:
+        begin: first element in a chunk of what is sent.
+        send: to each rank.
+        receive: room, as the transport needs it.
+        label: of the message.
+    """
+
+    begin: int
+    send: Chunks
+    receive: Chunks
+    label: Label
+
+    @property
+    def numel(self) -> int:
+        """Elements of a chunk that are sent."""
+        return self.send.parts[0].numel()
 
 
 class PartialSum:
@@ -37,15 +61,16 @@ class PartialSum:
         self.tensor: torch.Tensor | None = None
         self.is_live = False
 
-    def chunks(self) -> list[torch.Tensor]:
-        """Returns what is to be added: one tensor, or none."""
-        return [self.tensor] if self.is_live and self.tensor is not None else []
+    @property
+    def live(self) -> torch.Tensor | None:
+        """What is to be added, if anything is."""
+        return self.tensor if self.is_live else None
 
-    def keep(self, chunks: list[torch.Tensor], like: torch.Tensor) -> None:
-        """Becomes the sum of chunks, itself among them if it is live."""
+    def keep(self, summands: Summands, like: torch.Tensor) -> None:
+        """Becomes the sum of summands, itself among them if it is live."""
         if self.tensor is None:
             self.tensor = torch.empty_like(like)
-        ops.sum_chunks(chunks, self.tensor)
+        summands.add_up(self.tensor)
         self.is_live = True
 
 
@@ -67,12 +92,13 @@ class Reduction:
         own: this rank's chunk of the first step, and room for its sum.
         outer: what the second step of two levels receives goes there; None with one level.
         landing: room for the average, if the gradient shard lives on the host.
-        flight: of the step that is under way.
+        flights: of the step that is under way, each behind the first element and the number of elements that
+            it brings of a chunk.
     """
 
     touched: tuple[bool, ...]
     own: torch.Tensor
-    flight: Flight
+    flights: Sequence[tuple[int, int, Flight]]
 
     def __init__(
         self,
@@ -96,7 +122,7 @@ class Reduction:
         self._landed = False
         self._crossing = False
         self._completed = False
-        self._chunks: list[torch.Tensor] = []
+        self._summands = Summands([])
         self.slots: list[Slot] = []
         self.outer: Chunks | None = None
         self.landing: torch.Tensor | None = None
@@ -110,55 +136,61 @@ class Reduction:
             return
         self._landed = True
         replicas = self._group.mesh.replicate_group
-        self._chunks = self.flight.wait()
+        self._arrive()
         if replicas is None and self._outer is None:
             return
-        self._chunks += self._partial.chunks()
+        if self._partial.live is not None:
+            self._summands = self._summands.plus(self._partial.live)
         if not self._crosses:
-            self._partial.keep(self._chunks, like=self.own)
-            self._chunks = []
+            self._partial.keep(self._summands, like=self.own)
+            self._summands = Summands([])
             return
-        ops.sum_chunks(self._chunks, self.own)
+        self._summands.add_up(self.own)
         self._partial.is_live = False
         self._crossing = True
         if self._outer is not None and self.outer is not None:
-            self.flight = self._outer.launch(self.own, self.outer, self._group.reduce_label, self._runtime)
+            flight = self._outer.launch(self.own, self.outer, self._group.reduce_label, self._runtime)
+            self.flights = [(0, self._outer.own_part(self.own).numel(), flight)]
         elif replicas is not None:
             transport = self._runtime.transport(replicas)
-            self.flight = transport.all_reduce(self.own, what=f"all-reduce of {self._group.name}")
+            flight = transport.all_reduce(self.own, what=f"all-reduce of {self._group.name}")
+            self.flights = [(0, self.own.numel(), flight)]
+
+    def _arrive(self) -> None:
+        self._summands = Summands([(begin, numel, flight.wait()) for begin, numel, flight in self.flights])
 
     def _finish(self) -> None:
         """Writes the average into the gradient shard and binds it."""
         if self._crossing:
-            self._chunks = self.flight.wait()
-        if not self._chunks:
+            self._arrive()
+        if not self._summands:
             return  # the second step is deferred: the gradients stay None
-        chunks, divisor = self._chunks, self._divisor
+        summands, divisor = self._summands, self._divisor
         if self._group.comms.hook is not None:
-            chunks, divisor = self._through_hook()
+            summands, divisor = self._through_hook()
         gradients, landing = self._group.gradients(), self.landing
         accumulate = gradients.prepare()
         if landing is not None and accumulate:
             landing.copy_(gradients.flat, non_blocking=True)
         out = gradients.flat if landing is None else landing
-        ops.sum_chunks(chunks, out, divisor=divisor, accumulate=accumulate)
+        summands.add_up(out, divisor=divisor, accumulate=accumulate)
         if landing is not None:
             gradients.bring(landing, self._runtime.streams)
         gradients.bind(self.touched)
         self._bound(self.touched)
 
-    def _through_hook(self) -> tuple[list[torch.Tensor], float]:
+    def _through_hook(self) -> tuple[Summands, float]:
         """Shows the result to the program's all-reduce hook, as FSDP2 does.
 
         It sees the average, unless the average is taken last: in float16, or if only sums are allowed.
 
         Returns:
-            The chunks to go on with, and what their sum is still to be divided by.
+            The summands to go on with, and what their sum is still to be divided by.
         """
         comms, streams = self._group.comms, self._runtime.streams
         last = comms.only_sums or self._group.reduce_dtype in OVERFLOWING
         out = self.own if self._outer is None else self._outer.own_part(self.own)
-        ops.sum_chunks(self._chunks, out, divisor=1.0 if last else self._divisor)
+        self._summands.add_up(out, divisor=1.0 if last else self._divisor)
         current = streams.current()
         place = comms.hook_stream or current
         self._done.record(current)
@@ -168,7 +200,7 @@ class Reduction:
             comms.hook(out.narrow(0, 0, self._tail_offset))
         self._done.record(place)
         self._done.wait(current)
-        return [out], self._divisor if last else 1.0
+        return Summands([(0, out.numel(), [out])]), self._divisor if last else 1.0
 
     @property
     def _tail_offset(self) -> int:
@@ -199,7 +231,7 @@ class Reduction:
             return
         self._completed = True
         try:
-            self.flight.wait()
+            self._arrive()
         finally:
             self._release(self._runtime.streams.reduce)
 

@@ -22,16 +22,15 @@ from typing import Any
 
 import torch
 
-from . import ops
 from .arrivals import Arrivals
 from .buffers import Chunks, Slot
-from .crosswise import pack_crosswise
+from .comms import Route
 from .errors import ParticipationError
 from .hybrid import OuterScatter
-from .labels import LABEL_NUMEL
-from .layout import ShardLayout
+from .labels import Label
+from .packing import Packer
 from .param_group import ParamGroup
-from .reduction import OVERFLOWING, PartialSum, Reduction
+from .reduction import OVERFLOWING, Message, PartialSum, Reduction
 from .runtime import Runtime
 from .trace import span
 
@@ -62,13 +61,13 @@ class GroupReducer:
         self.last_touched: tuple[bool, ...] = ()
         self.bound_in_this_backward = False
         self.arrivals = Arrivals()
-        self._tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
         self._accumulator: Slot | None = None
         self._accumulating = False
         self.deferred = False
         self._partial = PartialSum()
         levels = group.mesh.levels
         self._outer = None if levels is None else OuterScatter(levels)
+        self._packer = Packer(group, self.arrivals, self._outer)
         self.scheduler: ReductionScheduler
         group.on_new_unsharded = self.attach
         self.forget()
@@ -88,17 +87,17 @@ class GroupReducer:
         found: dict[str, torch.Tensor] = {}
         if self._accumulator is not None and self._accumulating:
             found["sum of unreduced gradients"] = self._accumulator_chunks()[1].whole
-        for partial in self._partial.chunks():
-            found["partial sum of gradients"] = partial
+        if self._partial.live is not None:
+            found["partial sum of gradients"] = self._partial.live
         return found
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what reductions keep from step to step, with its owner."""
         if self._accumulator is not None:
             yield "unreduced gradients", self._accumulator.storage
-        for partial in self._partial.chunks():
-            yield "unreduced gradients", partial.untyped_storage()
-        for tail in self._tails.values():
+        if self._partial.live is not None:
+            yield "unreduced gradients", self._partial.live.untyped_storage()
+        for tail in self._packer.tails.values():
             yield "tails", tail.untyped_storage()
 
     def forget(self) -> None:
@@ -112,9 +111,10 @@ class GroupReducer:
     def attach(self) -> None:
         """Starts over with the group's trainable parameters and hooks those that are new."""
         self.forget()
-        self._tails.clear()
-        self.arrivals.expect(self.group.trainable(), MethodType(GroupReducer._arrive, self))
-        self._nothing = torch.empty(0, dtype=self.group.gather_dtype, device=self.group.mesh.device)
+        self._packer.start_over()
+        trainable = self.group.trainable()
+        self.arrivals.expect(trainable, MethodType(GroupReducer._arrive, self))
+        self._direct_labels = [Label.unseen(f"reduce-scatter of {p.name}") for p in trainable]
 
     def _arrive(self, unsharded: torch.Tensor) -> None:
         """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
@@ -149,66 +149,24 @@ class GroupReducer:
             before *= 2
         return before, factor / before
 
-    def _pack(self, slot: Slot, target: torch.Tensor, *, accumulate: bool) -> None:
-        """Writes what has arrived, and the tail, into the chunks of all ranks, and lets it go.
-
-        Streams: the home stream, after the slot is free and after every producer; see `arrivals.py`.
-        """
+    def _pack(
+        self, slot: Slot, target: torch.Tensor, *, accumulate: bool, directly: bool = False
+    ) -> list[torch.Tensor]:
+        """Packs what has arrived, and lets it go; see `Packer.pack`."""
         arrivals, streams = self.arrivals, self.scheduler.runtime.streams
-        slot.start_writing(arrivals.home)
-        arrivals.wait_for_producers()
-        arrived = arrivals.gradients
-        if self.group.holds_dtensors:
-            with streams.on(arrivals.home), torch.no_grad():
-                arrived = self.group.local_gradients(arrived)
-        grads = [self._nothing if g is None else g.contiguous() for g in arrived]
-        layout, divisor = self._layout, self._factors[0]
-        table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
-        straight = [*straight, self._tail(labelled=not accumulate)]
-        if self._outer is not None:  # which takes no crosswise parameters
-            straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
-        with streams.on(arrivals.home), torch.no_grad():
-            if layout.crosswise:
-                pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
-            ops.pack(
-                straight,
-                target,
-                table,
-                chunk_numel=chunk_numel,
-                divisor=divisor,
-                accumulate=accumulate,
-            )
-        slot.finish_writing(arrivals.home)
+        alone = self._packer.pack(
+            slot,
+            target,
+            streams=streams,
+            directly=directly,
+            divisor=self._factors[0],
+            accumulate=accumulate,
+        )
         self._touched = [
             old or g is not None for old, g in zip(self._touched, arrivals.gradients, strict=True)
         ]
         arrivals.let_go(streams)
-
-    def _tail(self, *, labelled: bool) -> torch.Tensor:
-        """Returns this rank's flags and the label, once for each rank's chunk, in float32.
-
-        See [Note: Touched flags] and [Note: Labels]. A tail that is added to one that has the label already
-        brings none.
-        """
-        label = self.group.reduce_label.digits if labelled else (0.0,) * LABEL_NUMEL
-        flags = tuple(grad is not None for grad in self.arrivals.gradients)
-        tail = self._tails.get((flags, label))
-        if tail is None:
-            chunk = torch.zeros(self._layout.tail_numel, dtype=torch.float32)
-            chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
-            # The pack divides what it writes, and a label must arrive as it is.
-            chunk[-LABEL_NUMEL:] = torch.tensor(label) * self._factors[0]
-            tail = chunk.repeat(self.group.mesh.shard_size).to(self.group.mesh.device)
-            self._tails[flags, label] = tail
-        return tail
-
-    @property
-    def _layout(self) -> ShardLayout:
-        layout = self.group.gradient_layout
-        if layout is None:
-            raise RuntimeError(f"unit {self.group.name} was never unsharded")
-        return layout
+        return alone
 
     def accumulate(self) -> None:
         """Adds the waiting gradients to this rank's unsharded sum, without communication."""
@@ -221,7 +179,8 @@ class GroupReducer:
             self._accumulating = True
 
     def _accumulator_chunks(self) -> tuple[Slot, Chunks]:
-        dtype, n, count = self.group.reduce_dtype, self._layout.chunk_numel, self.group.mesh.shard_size
+        n, count = self._packer.layout.chunk_numel, self.group.mesh.shard_size
+        dtype = self.group.reduce_dtype
         if self._accumulator is None:
             self._accumulator = Slot(self.scheduler.runtime.streams, self.group.mesh.device)
         self._accumulator.reserve(count * n * dtype.itemsize)
@@ -236,23 +195,56 @@ class GroupReducer:
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, runtime = self.group, self.scheduler.runtime
-        transport, ring = group.comms.for_reduce(runtime, group.mesh.gather_group)
-        chunk_numel, dtype = self._layout.chunk_numel, group.reduce_dtype
+        route = group.comms.for_reduce(runtime, group.mesh.gather_group)
+        ticket = self._ticket(runtime)
+        messages = (
+            self._messages_directly(ticket, route) if self._goes_directly else [self._message(ticket, route)]
+        )
+        ticket.touched = tuple(self._touched)
+        reduce_stream = runtime.streams.reduce
+        with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
+            for used in ticket.slots:
+                used.start_reading(reduce_stream)
+            ticket.flights = [
+                (each.begin, each.numel, route.transport.reduce_scatter(each.send, each.receive, each.label))
+                for each in messages
+            ]
+            if route.transport.stream_ordered:
+                ticket.complete()
+        self._touched = [False] * len(self._touched)
+        self.deferred = False
+        return ticket
+
+    @property
+    def _goes_directly(self) -> bool:
+        """Whether direct parameters travel by themselves this time; the same on every rank."""
+        group = self.group
+        as_they_are = group.reduce_dtype == group.gather_dtype and self._factors[0] == 1
+        return (
+            bool(self._packer.layout.direct)
+            and as_they_are
+            and not self.deferred
+            and group.comms.reduces_plainly
+        )
+
+    def _message(self, ticket: Reduction, route: Route) -> Message:
+        """Packs everything into one message."""
+        group, (transport, ring) = self.group, route
+        chunk_numel, dtype = self._packer.layout.chunk_numel, group.reduce_dtype
         # Over two levels the first step leaves as much as the outer ranks of one inner rank hold together.
         n = chunk_numel * group.mesh.shard_size // transport.size
-        ticket = self._ticket(runtime)
         accumulated = self._accumulating
         if accumulated:
             self.accumulate()
             self._accumulating = False
         sent = 0 if accumulated else transport.size  # the accumulator is sent from where it is
-        outer = 0 if self._outer is None else self._outer.receive_chunks(runtime)
+        outer = 0 if self._outer is None else self._outer.receive_chunks(self.scheduler.runtime)
         landing = group.gradient_dtype.itemsize if group.home.is_away else 0
         taken = (sent + transport.receive_chunks) * n + outer * chunk_numel
         slot = ring.acquire(taken * dtype.itemsize + landing * chunk_numel, ticket)
         ticket.slots = [slot]
         if accumulated:
-            slot.start_writing(runtime.streams.reduce)
+            slot.start_writing(self.scheduler.runtime.streams.reduce)
             send_slot = self._accumulator_chunks()[0]
             send = send_slot.chunks(dtype, transport.size, n)
             send_slot.holder = ticket
@@ -266,18 +258,34 @@ class GroupReducer:
         if landing:
             room = slot.chunks(group.gradient_dtype, 1, chunk_numel, behind=taken * dtype.itemsize)
             ticket.landing = room.whole
-        ticket.touched = tuple(self._touched)
-        reduce_stream = runtime.streams.reduce
-        with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
-            for used in ticket.slots:
-                used.start_reading(reduce_stream)
-            ticket.own = send.parts[transport.rank]
-            ticket.flight = transport.reduce_scatter(send, receive, group.reduce_label)
-            if transport.stream_ordered:
-                ticket.complete()
-        self._touched = [False] * len(self._touched)
-        self.deferred = False
-        return ticket
+        ticket.own = send.parts[transport.rank]
+        return Message(0, send, receive, group.reduce_label)
+
+    def _messages_directly(self, ticket: Reduction, route: Route) -> list[Message]:
+        """Packs the parameters that are not direct; the gradients of the others are sent from where they are.
+
+        The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
+        """
+        layout, dtype, (transport, ring) = self._packer.layout, self.group.reduce_dtype, route
+        n, packed_numel, received = layout.chunk_numel, layout.packed.chunk_numel, transport.receive_chunks
+        sent = transport.size * packed_numel
+        slot = ring.acquire((sent + (1 + received) * n) * dtype.itemsize, ticket)
+        ticket.slots = [slot]
+        packed = slot.chunks(dtype, transport.size, packed_numel)
+        gradients = self._pack(slot, packed.whole, accumulate=False, directly=True)
+        ticket.own = slot.chunks(dtype, 1, n, skip=sent).whole
+
+        def message(begin: int, numel: int, send: Chunks, label: Label) -> Message:
+            # A transport that needs no room of its own adds up in this rank's chunk, and only reads.
+            skip = sent + begin if not received else sent + n + received * begin
+            return Message(begin, send, slot.chunks(dtype, received or 1, numel, skip=skip), label)
+
+        messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_label)]
+        for i, gradient in zip(layout.direct, gradients, strict=True):
+            piece, numel = layout.pieces[i], layout.pieces[i].shard_numel
+            send = Chunks(gradient, gradient.split(numel))
+            messages.append(message(piece.shard_offset, numel, send, self._direct_labels[i]))
+        return messages
 
     def _ticket(self, runtime: Runtime) -> Reduction:
         return Reduction(

@@ -13,12 +13,14 @@ import torch
 from torch import nn
 
 from . import ops
-from .buffers import RecurringBuffer
+from .buffers import Chunks, RecurringBuffer
 from .carried import from_bytes, is_carried, unpack_bytes
 from .crosswise import unpack_crosswise
-from .layout import ShardLayout
+from .direct import DirectGather
+from .labels import Label
+from .layout import Piece, ShardLayout
 from .managed_param import ManagedParam, mark_whole
-from .streams import Streams
+from .streams import Stream, Streams
 
 __all__ = ["UnshardedParams"]
 
@@ -28,21 +30,28 @@ class UnshardedParams:
 
     Args:
         params: in order; theirs is the dtype of the faces.
-        layout: where each is in the buffer.
+        layout: where each is in the buffer, and in the shard.
+        shard: this rank's.
         dtype: of the buffer; bytes if the parameters are only carried.
         device: of compute.
         streams: of the root.
+
+    Attributes:
+        direct: the gathers of the layout's direct parameters, from this rank's shard into the buffer.
     """
 
     def __init__(
         self,
         params: Sequence[ManagedParam],
         layout: ShardLayout,
+        shard: torch.Tensor,
         dtype: torch.dtype,
         device: torch.device,
         streams: Streams,
     ) -> None:
         self._buffer = RecurringBuffer(layout.unsharded_numel, dtype, device, streams)
+        self._streams = streams
+        self._ready = streams.mark()
         self._unpack = unpack_bytes if is_carried(params[0].sharded.dtype) else ops.unpack
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
@@ -51,13 +60,34 @@ class UnshardedParams:
                 whole = p.cut.unsharded_face(from_bytes(view, p.sharded.dtype).data)
                 p.unsharded = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
                 mark_whole(p)
+            self.direct = tuple(
+                self._gather_of(params[i].name, layout.pieces[i], shard) for i in layout.direct
+            )
+
+    def _gather_of(self, name: str, piece: Piece, shard: torch.Tensor) -> DirectGather:
+        whole = self._buffer.tensor.narrow(0, piece.unsharded_offset, piece.numel)
+        return DirectGather(
+            shard.narrow(0, piece.shard_offset, piece.shard_numel),
+            Chunks(whole, whole.split(piece.shard_numel)),
+            Label.unseen(f"all-gather of {name}"),
+        )
+
+    def lend(self, stream: Stream) -> None:
+        """Brings the memory back, for `stream` to write into the places of direct parameters.
+
+        Streams: it is allocated for the current one, which `stream` waits for.
+        """
+        self._buffer.allocate()
+        self._ready.record(self._streams.current())
+        self._ready.wait(stream)
 
     def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         """Puts the parameters together from the chunks of all ranks.
 
         Args:
             chunks: in rank order.
-            layout: of the chunks, of which there may be fewer; places in the buffer do not depend on it.
+            layout: of the chunks, of which there may be fewer, and which may lack direct parameters that are
+                there already; places in the buffer do not depend on it.
 
         Streams: on the current one, which the memory is allocated for.
         """

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardgrad import direct
 from shardgrad.layout import ALIGNMENT_NBYTES
 from tests.parity.programs import FSDP2, SHARDGRAD, Engine, stack
 from tests.ranks import Ranks
@@ -34,6 +36,8 @@ class Copies(TorchDispatchMode):
             self.written[GATHER_OUT] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
             self.written[REDUCE_IN] += nbytes(args[1])
+        elif name == "aten::copy_":  # a direct parameter's own piece, into its place
+            self.written[GATHER_IN] += nbytes(args[0])
         elif name == "fsdp::all_gather_copy_in":
             self.written[GATHER_IN] += sum(map(nbytes, args[0]))
         elif name == "fsdp::split_with_sizes_copy":
@@ -71,3 +75,22 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
     tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)  # flags and label, one line for each rank and unit
     assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]
     assert ours.total() <= theirs.total()
+
+
+def of_direct_weights(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
+    with patch.object(direct, "DIRECT_NBYTES", 2**12):
+        return both(sizes)
+
+
+def test_a_direct_parameter_is_copied_neither_out_of_an_all_gather_nor_into_a_reduce_scatter(
+    two_ranks: Ranks,
+) -> None:
+    sizes = (128, 256, 192, 64)
+    ours, theirs = two_ranks.run(of_direct_weights, sizes)[0]
+    biases = sum(sizes[1:]) * torch.float32.itemsize
+    lines = (
+        4 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    )  # the tail and what fills up a bias, for each rank and unit
+    assert ours[REDUCE_IN] <= biases + lines
+    assert ours[GATHER_OUT] <= 2 * biases + lines  # in forward and in backward
+    assert ours[GATHER_IN] <= theirs[GATHER_IN]

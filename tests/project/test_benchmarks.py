@@ -56,6 +56,14 @@ def test_collectives(tmp_path: Path) -> None:
             assert_spread(by_transport["exchange"]["wall_ratio_to_gloo"])
 
 
+def test_direct(tmp_path: Path) -> None:
+    record = smoke("direct", tmp_path)
+    assert list(record["summary"]) == [str(nbytes) for nbytes in record["config"]["piece_nbytes"]]
+    for by_way in record["summary"].values():
+        for of in ("packed", "direct", "ratio"):
+            assert_spread(by_way[of])
+
+
 def test_kernels(tmp_path: Path) -> None:
     record = smoke("kernels", tmp_path)
     names = {"copy", "reference"}

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardgrad.direct import DIRECT_NBYTES, travels_directly
 from shardgrad.labels import LABEL_NUMEL
 from shardgrad.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
 
@@ -73,6 +74,54 @@ def test_views_alias_the_buffer_they_come_from(shapes: list[tuple[int, ...]], wo
     for view in layout.unsharded_views(flat):
         view.fill_(1)
     assert flat.sum() == sum(piece.numel for piece in layout.pieces)
+
+
+@given(SHAPES, WORLD_SIZES, st.lists(st.booleans(), min_size=6, max_size=6))
+def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
+    shapes: list[tuple[int, ...]], world_size: int, chosen: list[bool]
+) -> None:
+    direct = chosen[: len(shapes)]
+    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, direct=direct)
+    ends = {i: piece.shard_offset + piece.span for i, piece in enumerate(layout.pieces)}
+    assert all(ends[i] <= layout.packed_offset for i in layout.direct)
+    chunk = torch.arange(layout.chunk_numel)
+    rest = layout.packed.local_views(chunk[layout.packed_offset :], 0)
+    everything = layout.local_views(chunk, 0)
+    for i, view in zip(layout.others, rest, strict=True):
+        assert torch.equal(view, everything[i])
+        assert layout.packed.pieces[layout.others.index(i)].unsharded_offset == (
+            layout.pieces[i].unsharded_offset
+        )
+    assert layout.packed.chunk_numel == len(chunk) - layout.packed_offset
+    assert layout.packed.tail_numel == layout.tail_numel
+    plain = layout_of(shapes, world_size, with_flags=True)
+    assert layout.chunk_numel == plain.chunk_numel
+    assert sorted([*layout.direct, *layout.others]) == list(range(len(shapes)))
+
+
+@given(st.integers(1, 9), st.integers(0, 3), WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
+def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
+    rows: int, uneven: int, world_size: int, dtype: torch.dtype
+) -> None:
+    shape = (rows * world_size + uneven, DIRECT_NBYTES)
+    is_direct = travels_directly(shape, 0, world_size, alignment=64, dtype=dtype)
+    assert is_direct == (world_size > 1 and shape[0] % world_size == 0)
+    (piece,) = ShardLayout.of([shape], world_size, alignment=64, with_flags=False).pieces
+    if is_direct:
+        assert piece.span * world_size == piece.numel
+        assert piece.shard_numel * dtype.itemsize % ALIGNMENT_NBYTES == 0
+
+
+def test_small_uneven_and_crosswise_parameters_are_not_direct() -> None:
+    def is_direct(shape: tuple[int, ...], dim: int = 0) -> bool:
+        return travels_directly(shape, dim, 2, alignment=32, dtype=torch.float32)
+
+    elements = DIRECT_NBYTES // torch.float32.itemsize
+    assert is_direct((2, elements))
+    assert not is_direct((2, elements - 32))
+    assert not is_direct((3, elements))
+    assert not is_direct((2, 2 * elements), dim=1)
+    assert not is_direct((2, elements + 1))  # the other rank's part would not be aligned
 
 
 def test_the_tail_is_packed_like_one_more_parameter() -> None:

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad.context
-import shardgrad.reduction
+import shardgrad.packing
 import shardgrad.roots
 import shardgrad.scheduler
+import shardgrad.summands
 import shardgrad.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.arrivals import Arrivals
@@ -49,8 +50,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
         ops.sum_chunks(chunks, out, **kwargs)
 
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
-    monkeypatch.setattr(shardgrad.scheduler, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.reduction, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.packing, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.summands, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.unsharded, "ops", recording_ops)
 
     scatter = ExchangeTransport.reduce_scatter

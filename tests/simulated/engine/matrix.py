@@ -138,6 +138,24 @@ CASES: dict[str, Scenario] = {
         _case(ranks=2, low_precision=True, large=0, steps=6),
         {2: {"skipped": (1,)}, 3: {"skipped": (2,)}, 4: {"skipped": (1,)}},
     ),
+    "direct parameters in one stream": _in_one_stream(ranks=2, direct=True),
+    "direct parameters on all streams": _case(ranks=2, direct=True),
+    "direct parameters, hooks on a side stream": _one_side(Model(ranks=2, direct=True), hooks=1),
+    "direct parameters, branches on two streams": _one_side(Model(ranks=2, direct=True), branches=(1, 2)),
+    "direct parameters, cast on the way": _case(ranks=2, direct=True, low_precision=True),
+    "direct parameters, replicas": _case(ranks=4, replicas=2, direct=True),
+    "direct parameters, resharded to two of four ranks": _case(ranks=4, reshard=2, direct=True),
+    "direct parameters, reductions overlap": _case(ranks=2, direct=True, micro_batches=3, overlapped=True),
+    "direct parameters, reduced at the end": _case(ranks=2, direct=True, micro_batches=2, deferred="reduce"),
+    "direct parameters, gathered ahead and dropped": _case(
+        ranks=2, direct=True, backward_prefetch=((0, (2,)),), reshard=True
+    ),
+    "direct parameters, units not run": _with(
+        _case(ranks=2, direct=True, steps=6), {1: {"skipped": (1,)}, 3: {"skipped": (1,)}}
+    ),
+    "direct parameters, recomputed by reentry": _case(
+        ranks=2, direct=True, checkpoint="reentrant", reshard=True
+    ),
     "clipped": _case(clip="shardgrad", optimizer_of="shardgrad", optimizer="AdamW"),
     "clipped by torch": _case(clip="torch"),
     "clipped, two ranks": _case(ranks=2, clip="shardgrad", optimizer_of="shardgrad"),

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
+from shardgrad import direct
 from tests.simulated import device
 from tests.simulated.engine.scenarios import LARGE, SIDE_STREAMS, WIDTH, Model, Places, Plan, Scenario
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
@@ -100,7 +102,7 @@ class Layer(nn.Module):
     def __init__(self, model: Model, index: int) -> None:
         super().__init__()
         self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(model.branches))
-        if model.large == index:
+        if model.direct or model.large == index:
             self.branches[-1] = nn.Sequential(nn.Linear(WIDTH, LARGE), nn.Linear(LARGE, WIDTH))
         if model.frozen:
             self.branches[0].requires_grad_(False)
@@ -423,7 +425,8 @@ def run(scenario: Scenario) -> Outcome:
     started = time.monotonic()
     ranks = scenario.model.ranks
     device.restart_schedule()
-    with device.checked(raises=False) as found:
+    least = 1 if scenario.model.direct else direct.DIRECT_NBYTES
+    with patch.object(direct, "DIRECT_NBYTES", least), device.checked(raises=False) as found:
         by_rank = VirtualRanks(ranks).run(_train, scenario)
     digests = by_rank[0][1] or [device.schedule_digest(ranks)]
     losses = torch.tensor([losses for losses, _ in by_rank]).permute(1, 2, 0)

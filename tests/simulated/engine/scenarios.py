@@ -81,6 +81,7 @@ class Model:
         unused: every unit has a parameter that nobody uses.
         frozen: the first branch of every unit does not train.
         large: index of a unit that is larger than all others, or None.
+        direct: every unit is as large, and what can travels by itself, however small it is.
         checkpoint: "", "reentrant" or "saved" (without reentry): units are recomputed in backward.
         forward_prefetch: (unit, units gathered ahead in its forward).
         backward_prefetch: the same for backward.
@@ -111,6 +112,7 @@ class Model:
     unused: bool = False
     frozen: bool = False
     large: int | None = None
+    direct: bool = False
     checkpoint: str = ""
     forward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
     backward_prefetch: tuple[tuple[int, tuple[int, ...]], ...] = ()
@@ -181,6 +183,7 @@ def _some_model(pick: Pick, ranks: int) -> Model:
         unused=pick((False, False, True)),
         frozen=pick((False, False, True)),
         large=pick((None, *range(depth))),
+        direct=ranks > 1 and pick((False, False, True)),
         checkpoint=checkpoint,
         forward_prefetch=pick(ahead) if pick((False, True)) else (),
         backward_prefetch=pick(ahead) if pick((False, True)) else (),
