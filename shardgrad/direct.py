@@ -30,7 +30,7 @@ __all__ = ["DIRECT_NBYTES", "DirectGather", "travels_directly"]
 
 # Bytes of a rank's piece on the wire, from which on a message of its own costs less than the copies that it
 # saves. Measured: docs/design/direct_parameters.md.
-DIRECT_NBYTES = 2**20
+DIRECT_NBYTES = 2 * 2**20
 
 
 def travels_directly(

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from .buffers import RecurringBuffer
+from .departure import Departure
 from .errors import ExtensionError, unsupported
 from .gathering import Source
 from .home import Home
@@ -200,11 +201,9 @@ class ExtensionGroup(ParamGroup):
                 for place, tensor in zip(inputs, tensors, strict=True):
                     into = self.shard.narrow(0, place.offset, place.nbytes)
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
-        source = Source(self.shard, self.mesh.shard_group, self._gather_label)
-        if self._labelled is not self.shard:
-            source.write_label()
-            self._labelled = self.shard
-        return source
+        if self._departure is None:
+            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_label, runtime)
+        return self._departure.source(self.comms, self.name, self._version)
 
     def _ask(self, p: ManagedParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)

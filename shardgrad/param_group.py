@@ -27,12 +27,13 @@ from .buffers import Recurring
 from .carried import from_bytes, is_carried, stored_shape
 from .comms import Comms
 from .cuts import Cut
+from .departure import Departure
 from .direct import travels_directly
 from .faces import in_own_storage
 from .gathering import Gathering, Source
 from .gradient_shard import GradientShard
 from .home import Home
-from .hybrid import InnerShard, in_rank_order
+from .hybrid import in_rank_order
 from .labels import Label
 from .layout import ShardLayout, alignment_numel
 from .managed_param import ManagedParam, Owner, local_of, mark_sharded
@@ -103,7 +104,6 @@ class ParamGroup:
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: Gathering | None = None
         self._whole: Mark | None = None
-        self._departed: Mark | None = None
         self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
         self._kept = self._kept_is_wanted = False
         self.comms = Comms()
@@ -125,7 +125,7 @@ class ParamGroup:
         self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
         self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
         self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
-        self._labelled: torch.Tensor | None = None  # the shard, once it ends in its label
+        self._departure: Departure | None = None
         self._post_forward: PostForwardShard | None = None
 
     # -- facts ------------------------------------------------------------------------------------------
@@ -200,9 +200,8 @@ class ParamGroup:
     def _forget_derived(self) -> None:
         """Drops what is made on demand from layout, dtypes and trainability."""
         self._unsharded: Recurring | None = None
-        self._inner: InnerShard | None = None
+        self._departure = None
         self._post_forward = None
-        self._labelled = None
         self._trainable: tuple[bool, ...] | None = None
         self.gradient_layout: ShardLayout | None = None
         self._gradient_shard: GradientShard | None = None
@@ -280,8 +279,9 @@ class ParamGroup:
                 yield "whole parameters", storage
         if self._post_forward is not None:
             yield "post-forward shards", self._post_forward.chunk.untyped_storage()
-        if self._inner is not None:
-            yield "inner shards", self._inner.source.chunk.untyped_storage()
+        if self._departure is not None:
+            for storage in self._departure.storages():
+                yield "inner shards", storage
 
     # -- unshard ----------------------------------------------------------------------------------------
 
@@ -320,22 +320,12 @@ class ParamGroup:
             if cut is None:
                 raise RuntimeError("the post-forward shard is gone")
             return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
-        if self.home.is_away:
-            self._departed = self._departed or runtime.streams.mark()
-        levels = self.mesh.levels
-        group = self.mesh.shard_group if levels is None else levels.outer
-        source = Source(self.shard, group, self._gather_label, departed=self._departed)
-        if self._labelled is not self.shard:
-            source.write_label()  # once; the host waits
-            self._labelled = self.shard
-        if levels is None:
-            return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
-        if self._inner is None:
-            n = self.layout.chunk_numel
-            self._inner = InnerShard(levels, n, self.gather_dtype, self._gather_label, runtime)
-        if self._inner.version != self._version:
-            self._inner.fill(source, self.comms, self.name, self._version)
-        return self._inner.source
+        if self._departure is None:
+            self._departure = Departure(
+                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_label, runtime
+            )
+        source = self._departure.source(self.comms, self.name, self._version)
+        return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
 
     def _with_direct(self, source: Source) -> Source:
         """Takes the direct parameters out of the chunk, to be gathered into their places."""
@@ -413,8 +403,8 @@ class ParamGroup:
 
     def let_host_write(self) -> None:
         """Makes the host wait until its memory has been read, if the shard lives there."""
-        if self._departed is not None:
-            self._departed.wait_on_host()
+        if self._departure is not None:
+            self._departure.let_host_write()
 
     # -- reshard ----------------------------------------------------------------------------------------
 
@@ -428,8 +418,8 @@ class ParamGroup:
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
         self.cancel_unshard()
-        if for_good and self._inner is not None:
-            self._inner.version = None
+        if for_good and self._departure is not None:
+            self._departure.forget()
         keeps = self.stage.keeps_whole and not for_good
         if self.state is ShardState.SHARDED and (keeps or not self._kept):
             return
