@@ -10,7 +10,7 @@ says: no other rank touched what this one did not, and no parameter stands still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
+from shardgrad.plan.repeats import Seen, Work, key_of
 from shardgrad.training.failure import TrainingError, UsageError
 
 __all__ = ["fake_tensors", "fake_world"]
@@ -87,8 +88,8 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 def fake_tensors(recorder: Recorder) -> Iterator[None]:
     """Makes every new tensor a fake one, and writes down what is done with it."""
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Observer(recorder))
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Observer(recorder, mode))
         stack.enter_context(_watched_resizes(recorder))
         stack.enter_context(_one_piece_for_many())
         yield
@@ -133,9 +134,10 @@ def _one_piece_for_many() -> Iterator[None]:
 class _Observer(TorchDispatchMode):
     """Sees every operator. See [Note: What is real in a fake world]."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self._recorder, self._mode = recorder, mode
+        self._seen: dict[Hashable, Seen] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -159,16 +161,25 @@ class _Observer(TorchDispatchMode):
             return self._answer()
         if _is_view(func) and isinstance(args[0], FakeTensor):
             return _view(func, args, kwargs, args[0])
-        result = func(*args, **kwargs)
         if func.namespace == "c10d":
+            result = func(*args, **kwargs)
             self._transfer(func, args)
+            return result
+        key = key_of(func, args, kwargs)
+        seen = self._seen.get(key) if key is not None else None
+        if seen is not None:
+            result, work = seen.again(self._mode, inputs), seen.work
         else:
-            outputs = list(_tensors((result,)))
-            for tensor in outputs:
-                if isinstance(tensor, FakeTensor):
-                    self._recorder.saw(tensor)
-            if func._overloadpacket.__name__ not in _NO_KERNEL:
-                self._kernel(func, args, kwargs, inputs, outputs, result)
+            result = func(*args, **kwargs)
+            work = _work(func, args, kwargs, inputs, result)
+            seen = Seen.of(result, inputs, work)
+            if key is not None and seen is not None:
+                self._seen[key] = seen
+        for tensor in _tensors((result,)):
+            if isinstance(tensor, FakeTensor):
+                self._recorder.saw(tensor)
+        if work is not None:
+            self._launched(func, work)
         return result
 
     def _answer(self) -> int:
@@ -180,28 +191,20 @@ class _Observer(TorchDispatchMode):
             )
         return 0
 
-    def _kernel(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        result: Any,
-    ) -> None:
-        name = func._overloadpacket.__name__
+    def _launched(self, func: OpOverload, work: Work) -> None:
         recorder = self._recorder
-        written = sum(map(_nbytes, outputs))
-        if name in _UPDATES:
-            written = sum(map(_nbytes, _tensors(args[i] for i in _UPDATES[name])))
-        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
-        if name in _LOOK_UPS:
-            nbytes += written
-        flops, palm_flops = _flops(func, args, kwargs, result)
-        dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
         is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
         recorder.events.append(
-            Kernel(recorder.stream, name, recorder.phase, is_engine, flops, palm_flops, dtype, nbytes)
+            Kernel(
+                recorder.stream,
+                func._overloadpacket.__name__,
+                recorder.phase,
+                is_engine,
+                work.flops,
+                work.palm_flops,
+                work.dtype,
+                work.nbytes,
+            )
         )
 
     def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -225,6 +228,27 @@ class _Observer(TorchDispatchMode):
         recorder.events.append(Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited))
         if is_awaited:
             recorder.events.append(Waited(len(recorder.events) - 1, None))
+
+
+def _work(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: list[torch.Tensor],
+    result: Any,
+) -> Work | None:
+    """Returns what an operator asks of the device; None if it only makes memory."""
+    name = func._overloadpacket.__name__
+    if name in _NO_KERNEL:
+        return None
+    updated = (args[i] for i in _UPDATES[name]) if name in _UPDATES else (result,)
+    written = sum(map(_nbytes, _tensors(updated)))
+    nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
+    if name in _LOOK_UPS:
+        nbytes += written
+    flops, palm_flops = _flops(func, args, kwargs, result)
+    dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+    return Work(flops, palm_flops, dtype, nbytes)
 
 
 def _is_group(arg: Any) -> bool:
