@@ -28,6 +28,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
+_NUMBERS = (int, float)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,9 @@ def key_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if torch.Tag.inplace_view in func.tags:
         return None
     key: list[Hashable] = [func, torch.get_default_dtype()]
+    if not func._schema.returns:  # then no number, of which a seed is one, decides on a shape
+        args = [arg for arg in args if type(arg) not in _NUMBERS]
+        kwargs = {name: arg for name, arg in kwargs.items() if type(arg) not in _NUMBERS}
     if not _describe(args, key) or (kwargs and not _describe([*kwargs, *kwargs.values()], key)):
         return None
     return tuple(key)

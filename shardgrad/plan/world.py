@@ -162,9 +162,9 @@ class _Observer(TorchDispatchMode):
         if _is_view(func) and isinstance(args[0], FakeTensor):
             return _view(func, args, kwargs, args[0])
         if func.namespace == "c10d":
-            result = func(*args, **kwargs)
             self._transfer(func, args)
-            return result
+            with in_kernel_invocation_manager(self._mode):
+                return func(*args, **kwargs)
         key = key_of(func, args, kwargs)
         seen = self._seen.get(key) if key is not None else None
         if seen is not None:
