@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,10 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
-    unset_fake_temporarily,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -134,10 +134,12 @@ def _one_piece_for_many() -> Iterator[None]:
 class _Observer(TorchDispatchMode):
     """Sees every operator. See [Note: What is real in a fake world]."""
 
+    # Kept from one rehearsal to the next: those of a plan's advice are much alike.
+    _seen: ClassVar[dict[Hashable, Seen]] = {}
+
     def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recorder, self._mode = recorder, mode
-        self._seen: dict[Hashable, Seen] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -151,16 +153,16 @@ class _Observer(TorchDispatchMode):
             return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
             return NotImplemented  # it comes again, with the local tensor
+        if _is_view(func) and isinstance(args[0], FakeTensor):
+            return _view(func, args, kwargs, args[0])
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
         if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             if func is _aten.lift_fresh.default:
                 return args[0]
-            with unset_fake_temporarily():
+            with no_dispatch():
                 return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._answer()
-        if _is_view(func) and isinstance(args[0], FakeTensor):
-            return _view(func, args, kwargs, args[0])
         if func.namespace == "c10d":
             self._transfer(func, args)
             with in_kernel_invocation_manager(self._mode):
