@@ -52,11 +52,12 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
         calibration: as it was made with.
         most: how many to return.
     """
+    changes = [change for change in _changes(plan) if not _is_hopeless(plan, change)]
     depth = plan.rehearsal.blocks
     as_it_is = shallow(plan.request, depth)
     base = estimate(as_it_is, plan.machine, calibration, depth)
     found = []
-    for change in _changes(plan):
+    for change in changes:
         try:
             tried = shallow(plan.request.but(**change.fields), depth) if change.fields else as_it_is
             after = estimate(tried, change.machine, calibration, depth)
@@ -75,7 +76,22 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
     return sorted(smaller, key=lambda a: (not a.fits, -a.tokens_per_s if a.fits else a.needed_nbytes))[:most]
 
 
+def _is_hopeless(plan: Plan, change: _Change) -> bool:
+    """Whether the weights and what the optimizer keeps alone are more than the device has.
+
+    Gradients, activations and whole layers come on top, so that nobody need rehearse it to know.
+    """
+    after, numel = plan.request.but(**change.fields), plan.rehearsal.parameters
+    weight_nbytes = 2 if after.precision == "bf16" else 4
+    states = 2 if after.optimizer == "adamw" else 1
+    of_shards = weight_nbytes * (1 + states) / (after.ranks if after.stage == "hfsdp" else after.shards)
+    computed_nbytes = 4 if after.precision == "fp32" else 2
+    of_whole = computed_nbytes if after.stage in ("1", "2") else 0
+    return numel * (of_shards + of_whole) > change.machine.device.memory_nbytes
+
+
 def _changes(plan: Plan) -> Iterator[_Change]:
+    """Yields what could be changed; where the plan does not fit, only what takes memory away."""
     request, machine = plan.request, plan.machine
 
     def but(option: str, why: str, **fields: object) -> _Change:
@@ -87,7 +103,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             "activations of one block at a time, for a third more compute",
             activation_checkpointing=True,
         )
-    else:
+    elif plan.fits:
         yield but(
             "without --activation-checkpointing", "nothing is computed twice", activation_checkpointing=False
         )
@@ -99,11 +115,12 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             batch_size=size,
             accumulate=count,
         )
-    yield but(
-        f"--batch-size {request.batch_size * 2}",
-        "more work for the same traffic; the global batch doubles",
-        batch_size=request.batch_size * 2,
-    )
+    if plan.fits:
+        yield but(
+            f"--batch-size {request.batch_size * 2}",
+            "more work for the same traffic; the global batch doubles",
+            batch_size=request.batch_size * 2,
+        )
     yield from _sharding_changes(plan, but)
     if request.precision == "fp32":
         yield but("--precision bf16-mixed", "tensor cores, and half the traffic", precision="bf16-mixed")
@@ -116,15 +133,15 @@ def _changes(plan: Plan) -> Iterator[_Change]:
 
 def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Change]:
     request, per_node = plan.request, plan.machine.devices_per_node
-    if request.stage != "2":
+    if request.stage != "2" and (plan.fits or request.stage == "1"):
         yield but("--stage 2", "parameters are gathered once a step, and stay", stage="2")
     if request.stage != "3":
         yield but("--stage 3", "parameters are there only while they are needed", stage="3")
     if request.no_sync:
         yield but("without --no-sync", "gradients are cut after each micro-batch", no_sync=False)
-    elif request.accumulate > 1 and request.stage == "2":
+    elif plan.fits and request.accumulate > 1 and request.stage == "2":
         yield but("--stage 1", "gradients travel once a step, and are whole until then", stage="1")
-    elif request.accumulate > 1 and request.stage != "1":
+    elif plan.fits and request.accumulate > 1 and request.stage != "1":
         yield but("--no-sync", "gradients travel once a step, and are whole until then", no_sync=True)
     if request.shards > per_node and request.ranks % per_node == 0:
         replicas = request.ranks // per_node

@@ -3,6 +3,9 @@
 The blocks of a model are alike: each adds the same memory, the same traffic and, once communication and
 compute have found their rhythm, the same time. So two rehearsals with a few blocks, and a straight line
 through both, tell what many blocks take, in a fraction of the time.
+
+Both are odd, or both even, as the deep model is: units take turns on two stagings, and which of the two the
+largest ones meet in depends on how many blocks lie between them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from shardgrad.plan.request import Request
 
 __all__ = ["Estimate", "estimate", "shallow"]
 
-_FEW, _MORE = 3, 5
+_FEWEST, _APART = 3, 2
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Estimate:
 
 
 def shallow(request: Request, depth: int) -> list[Rehearsal]:
-    """Rehearses with three and with five blocks, or with as many as there are.
+    """Rehearses with three and with five blocks, with four and six, or with as many as there are.
 
     Args:
         request: of the deep model.
@@ -55,7 +58,12 @@ def shallow(request: Request, depth: int) -> list[Rehearsal]:
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return [rehearse(request.but(blocks=n)) for n in sorted({min(_FEW, depth), min(_MORE, depth)})]
+    return [rehearse(request.but(blocks=n)) for n in _depths(depth)]
+
+
+def _depths(depth: int) -> list[int]:
+    few = _FEWEST + (depth - _FEWEST) % 2
+    return sorted({min(few, depth), min(few + _APART, depth)})
 
 
 def estimate(
@@ -71,12 +79,13 @@ def estimate(
     """
     calibration = dataclasses.replace(calibration, compute_s=None)
     plans = [plan_of(rehearsal, machine, calibration) for rehearsal in rehearsals]
+    depths = _depths(depth)
 
     def at_depth(value: Callable[[Plan], float]) -> float:
         few, more = value(plans[0]), value(plans[-1])
-        if len(plans) == 1:
+        if len(depths) == 1:
             return few
-        return few + (more - few) / (min(_MORE, depth) - _FEW) * (depth - _FEW)
+        return few + (more - few) / (depths[-1] - depths[0]) * (depth - depths[0])
 
     request = rehearsals[0].request
     step_s = at_depth(lambda plan: plan.timeline.step_s)

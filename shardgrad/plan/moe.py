@@ -67,19 +67,25 @@ MOE_PRESETS = {
 
 
 class ExpertGroup(nn.Module):
-    """Some of a block's experts, as batched matrices: SwiGLU each."""
+    """Some of a block's experts, SwiGLU each: their matrices one below the other.
+
+    Parameters are cut by rows, and there are more ranks than experts: of `[experts, width, hidden]` most
+    ranks would hold padding.
+    """
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
-        count, width, hidden = config.experts // config.groups, config.dense.width, config.expert_hidden
-        self.gate = nn.Parameter(torch.empty(count, width, hidden))
-        self.up = nn.Parameter(torch.empty(count, width, hidden))
-        self.down = nn.Parameter(torch.empty(count, hidden, width))
+        self.count = count = config.experts // config.groups
+        width, hidden = config.dense.width, config.expert_hidden
+        self.gate = nn.Parameter(torch.empty(count * width, hidden))
+        self.up = nn.Parameter(torch.empty(count * width, hidden))
+        self.down = nn.Parameter(torch.empty(count * hidden, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """`[experts, capacity, width]` to the same."""
-        inner = functional.silu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
-        return torch.bmm(inner, self.down)
+        gate, up, down = (rows.unflatten(0, (self.count, -1)) for rows in (self.gate, self.up, self.down))
+        inner = functional.silu(torch.bmm(tokens, gate)) * torch.bmm(tokens, up)
+        return torch.bmm(inner, down)
 
 
 class Experts(nn.Module):

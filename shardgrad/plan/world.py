@@ -10,10 +10,10 @@ says: no other rank touched what this one did not, and no parameter stands still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -22,14 +22,15 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
-    unset_fake_temporarily,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
+from shardgrad.plan.repeats import Seen, Work, key_of
 from shardgrad.training.failure import TrainingError, UsageError
 
 __all__ = ["fake_tensors", "fake_world"]
@@ -87,8 +88,8 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 def fake_tensors(recorder: Recorder) -> Iterator[None]:
     """Makes every new tensor a fake one, and writes down what is done with it."""
     with ExitStack() as stack:
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Observer(recorder))
+        mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Observer(recorder, mode))
         stack.enter_context(_watched_resizes(recorder))
         stack.enter_context(_one_piece_for_many())
         yield
@@ -133,9 +134,12 @@ def _one_piece_for_many() -> Iterator[None]:
 class _Observer(TorchDispatchMode):
     """Sees every operator. See [Note: What is real in a fake world]."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    # Kept from one rehearsal to the next: those of a plan's advice are much alike.
+    _seen: ClassVar[dict[Hashable, Seen]] = {}
+
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
+        self._recorder, self._mode = recorder, mode
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -149,26 +153,35 @@ class _Observer(TorchDispatchMode):
             return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
             return NotImplemented  # it comes again, with the local tensor
+        if _is_view(func) and isinstance(args[0], FakeTensor):
+            return _view(func, args, kwargs, args[0])
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
         if inputs and not any(isinstance(tensor, FakeTensor) for tensor in inputs):
             if func is _aten.lift_fresh.default:
                 return args[0]
-            with unset_fake_temporarily():
+            with no_dispatch():
                 return func(*args, **kwargs)
         if func is _aten._local_scalar_dense.default:
             return self._answer()
-        if _is_view(func) and isinstance(args[0], FakeTensor):
-            return _view(func, args, kwargs, args[0])
-        result = func(*args, **kwargs)
         if func.namespace == "c10d":
             self._transfer(func, args)
+            with in_kernel_invocation_manager(self._mode):
+                return func(*args, **kwargs)
+        key = key_of(func, args, kwargs)
+        seen = self._seen.get(key) if key is not None else None
+        if seen is not None:
+            result, work = seen.again(self._mode, inputs), seen.work
         else:
-            outputs = list(_tensors((result,)))
-            for tensor in outputs:
-                if isinstance(tensor, FakeTensor):
-                    self._recorder.saw(tensor)
-            if func._overloadpacket.__name__ not in _NO_KERNEL:
-                self._kernel(func, args, kwargs, inputs, outputs, result)
+            result = func(*args, **kwargs)
+            work = _work(func, args, kwargs, inputs, result)
+            seen = Seen.of(result, inputs, work)
+            if key is not None and seen is not None:
+                self._seen[key] = seen
+        for tensor in _tensors((result,)):
+            if isinstance(tensor, FakeTensor):
+                self._recorder.saw(tensor)
+        if work is not None:
+            self._launched(func, work)
         return result
 
     def _answer(self) -> int:
@@ -180,28 +193,20 @@ class _Observer(TorchDispatchMode):
             )
         return 0
 
-    def _kernel(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[torch.Tensor],
-        outputs: list[torch.Tensor],
-        result: Any,
-    ) -> None:
-        name = func._overloadpacket.__name__
+    def _launched(self, func: OpOverload, work: Work) -> None:
         recorder = self._recorder
-        written = sum(map(_nbytes, outputs))
-        if name in _UPDATES:
-            written = sum(map(_nbytes, _tensors(args[i] for i in _UPDATES[name])))
-        nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
-        if name in _LOOK_UPS:
-            nbytes += written
-        flops, palm_flops = _flops(func, args, kwargs, result)
-        dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
         is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
         recorder.events.append(
-            Kernel(recorder.stream, name, recorder.phase, is_engine, flops, palm_flops, dtype, nbytes)
+            Kernel(
+                recorder.stream,
+                func._overloadpacket.__name__,
+                recorder.phase,
+                is_engine,
+                work.flops,
+                work.palm_flops,
+                work.dtype,
+                work.nbytes,
+            )
         )
 
     def _transfer(self, func: OpOverload, args: tuple[Any, ...]) -> None:
@@ -225,6 +230,27 @@ class _Observer(TorchDispatchMode):
         recorder.events.append(Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited))
         if is_awaited:
             recorder.events.append(Waited(len(recorder.events) - 1, None))
+
+
+def _work(
+    func: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    inputs: list[torch.Tensor],
+    result: Any,
+) -> Work | None:
+    """Returns what an operator asks of the device; None if it only makes memory."""
+    name = func._overloadpacket.__name__
+    if name in _NO_KERNEL:
+        return None
+    updated = (args[i] for i in _UPDATES[name]) if name in _UPDATES else (result,)
+    written = sum(map(_nbytes, _tensors(updated)))
+    nbytes = sum(map(_nbytes, inputs[1:] if name in _UNREAD else inputs)) + written
+    if name in _LOOK_UPS:
+        nbytes += written
+    flops, palm_flops = _flops(func, args, kwargs, result)
+    dtype = _SHORT.get(inputs[0].dtype, "fp32") if inputs else "fp32"
+    return Work(flops, palm_flops, dtype, nbytes)
 
 
 def _is_group(arg: Any) -> bool:

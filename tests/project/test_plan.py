@@ -44,8 +44,9 @@ LARGEST = {
     "moe": [*MOE, "--ranks=1024"],
     "wide moe": [*MOE, "--ranks=16384"],
 }
-# Seconds of one core. A minute is the goal, and missed by the mixture, with its thousands of parameters.
-LIMITS_S = {"70b": 60, "moe": 240, "wide moe": 240}
+# Seconds of one core. A minute is the goal; that the mixture, with its thousands of parameters, meets it has
+# not been seen: on cores shared with other work it took 71 to 90 s.
+LIMITS_S = {"70b": 60, "moe": 90, "wide moe": 180}
 
 
 @pytest.mark.long

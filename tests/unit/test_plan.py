@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.cli import main
-from shardgrad.plan.advice import advise
+from shardgrad.plan.advice import _changes, _is_hopeless, advise
 from shardgrad.plan.cost import CostModel, Place, compute_s, model_flops, scaled_to_mfu
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine, machine_of
@@ -23,6 +23,7 @@ from shardgrad.plan.memory import memory_of
 from shardgrad.plan.planning import Calibration, Plan, plan_of
 from shardgrad.plan.recording import Event, Kernel, Marked, Transfer, Waited
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
+from shardgrad.plan.repeats import key_of
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import play
 from shardgrad.training.failure import UsageError
@@ -293,6 +294,65 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
     assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+
+
+def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
+    """The embedding and the head are the largest units; whether they share one is a matter of parity."""
+    for layers in (8, 9):
+        request = TINY.but(override={"layers": layers}, accumulate=2)
+        deep = plan_of(rehearse(request), H100)
+        guess = estimate(shallow(request, layers), H100, Calibration(), depth=layers)
+        assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
+        assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+
+
+def test_what_was_seen_before_is_written_down_as_it_was_the_first_time() -> None:
+    first, again = rehearse(TINY.but(seq_len=96)), rehearse(TINY.but(seq_len=96))
+    assert first.events == again.events
+    assert [change.nbytes for change in first.changes] == [change.nbytes for change in again.changes]
+    assert first.resting == again.resting
+
+
+def test_an_operator_is_told_from_one_with_other_shapes_or_numbers() -> None:
+    add, resize = torch.ops.aten.add.Tensor, torch.ops.aten.resize_.default
+    small, large = torch.empty(2), torch.empty(3)
+    assert key_of(add, (small, small), {}) == key_of(add, (small, small.clone()), {})
+    calls = [
+        (small, large),
+        (small, 1),
+        (small, 1.0),
+        (small, True),
+        (small.double(), 1),
+        (small[None].mT, 1),
+    ]
+    assert len({key_of(add, call, {}) for call in calls}) == len(calls)
+    assert key_of(add, (small, 1), {"alpha": 2}) != key_of(add, (small, 1), {})
+    assert key_of(resize, (small, [4]), {}) is None  # its operand is another one afterwards
+
+
+def test_advice_rehearses_nothing_whose_states_alone_are_too_large() -> None:
+    plan = plan_for(batch_size=2)
+    states = 12 * plan.rehearsal.parameters / 2**30
+    roomy = plan_of(plan.rehearsal, machine_of("h100", devices_per_node=2))
+    tight = dataclasses.replace(
+        roomy, machine=machine_of("h100", devices_per_node=2, memory_gib=0.4 * states)
+    )
+    assert any("--mesh 8x2" in change.option for change in _changes(roomy))
+    for change in _changes(tight):
+        assert _is_hopeless(tight, change) == (change.fields.get("mesh") == "8x2"), change.option
+
+
+def test_experts_leave_no_rank_without_rows() -> None:
+    request = Request(
+        preset="moe-670b",
+        ranks=1024,
+        seq_len=64,
+        blocks=1,
+        units=("ExpertGroup",),
+        activation_checkpointing=True,
+    )
+    waste = rehearse(request).waste
+    assert waste.uneven_nbytes < 0.01 * waste.total_nbytes
 
 
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:

@@ -1,0 +1,159 @@
+"""Operators that ran before on operands of the same shapes: what they return and what they cost is known.
+
+A model does in every block what it did in the one before, and working out once more what shape a product
+has is most of what a rehearsal would do. A fake result depends on shapes, strides, dtypes and numbers, and
+never on what lies in memory, so an operator that was seen with all of them the same is not asked again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+
+__all__ = ["Seen", "Work", "key_of"]
+
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_NUMBERS = (int, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an operator asks of the device, whenever it is launched; the attributes are those of `Kernel`."""
+
+    flops: float
+    palm_flops: float
+    dtype: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _New:
+    """A result with memory of its own."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    """A result that is an operand, by its place among them."""
+
+    place: int
+
+
+def key_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
+    """Returns what the result of a call depends on; None where that is more than shapes and numbers."""
+    if torch.Tag.inplace_view in func.tags:
+        return None
+    key: list[Hashable] = [func, torch.get_default_dtype()]
+    if not func._schema.returns:  # then no number, of which a seed is one, decides on a shape
+        args = [arg for arg in args if type(arg) not in _NUMBERS]
+        kwargs = {name: arg for name, arg in kwargs.items() if type(arg) not in _NUMBERS}
+    if not _describe(args, key) or (kwargs and not _describe([*kwargs, *kwargs.values()], key)):
+        return None
+    return tuple(key)
+
+
+def _describe(values: Sequence[Any], key: list[Hashable]) -> bool:
+    """Appends what tells values apart; returns False if one is of a kind that is not known here."""
+    key.append(len(values))
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is not torch.strided:
+                return False
+            is_fake = isinstance(value, FakeTensor)
+            if is_fake and value.constant is not None:
+                return False
+            device = value.fake_device if is_fake else value.device
+            key += (value.shape, value.stride(), value.dtype, device, is_fake)
+        elif isinstance(value, list | tuple):
+            if not _describe(value, key):
+                return False
+        elif isinstance(value, _PLAIN):
+            key += (type(value), value)  # 1, 1.0 and True are equal
+        else:
+            return False
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A call that may come again.
+
+    Attributes:
+        pattern: of the result: a `_New` or an `_Operand` in the place of every tensor.
+        work: of the device; None if there is none.
+    """
+
+    pattern: Any
+    work: Work | None
+
+    @classmethod
+    def of(cls, result: Any, operands: Sequence[torch.Tensor], work: Work | None) -> Seen | None:
+        """Looks at a call's result; returns None if it shares memory with its operands in part.
+
+        Args:
+            result: of the call.
+            operands: its tensors, in order.
+            work: that it was.
+        """
+        try:
+            return cls(_pattern_of(result, operands), work)
+        except _UnrepeatableError:
+            return None
+
+    def again(self, mode: FakeTensorMode, operands: Sequence[torch.Tensor]) -> Any:
+        """Returns what the same call returns now."""
+        return _made(self.pattern, mode, operands)
+
+
+class _UnrepeatableError(Exception):
+    """A result that no pattern tells."""
+
+
+def _pattern_of(result: Any, operands: Sequence[torch.Tensor]) -> Any:
+    if isinstance(result, list | tuple):
+        return type(result)(_pattern_of(each, operands) for each in result)
+    if result is None or isinstance(result, int):
+        return result
+    for place, operand in enumerate(operands):
+        if result is operand:
+            return _Operand(place)
+    # Memory of its own is as large as what the tensor shows of it.
+    if isinstance(result, FakeTensor) and result.constant is None and result.layout is torch.strided:
+        span = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
+        nbytes = (span + 1) * result.itemsize if result.numel() else 0
+        storage = result.untyped_storage()
+        shared = any(storage._cdata == operand.untyped_storage()._cdata for operand in operands)
+        if not shared and result.storage_offset() == 0 and storage.nbytes() == nbytes:
+            return _New(result.shape, result.stride(), result.dtype, result.fake_device)
+    raise _UnrepeatableError
+
+
+def _made(pattern: Any, mode: FakeTensorMode, operands: Sequence[torch.Tensor]) -> Any:
+    if isinstance(pattern, _New):
+        with in_kernel_invocation_manager(mode):
+            empty = torch.empty_strided(pattern.shape, pattern.stride, dtype=pattern.dtype, device="meta")
+        return FakeTensor(mode, empty, pattern.device)
+    if isinstance(pattern, _Operand):
+        return operands[pattern.place]
+    if isinstance(pattern, list | tuple):
+        return type(pattern)(_made(each, mode, operands) for each in pattern)
+    return pattern
