@@ -78,16 +78,17 @@ def _describe(values: Sequence[Any], key: list[Hashable]) -> bool:
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided:
                 return False
-            is_fake = isinstance(value, FakeTensor)
-            if is_fake and value.constant is not None:
-                return False
-            device = value.fake_device if is_fake else value.device
-            key += (value.shape, value.stride(), value.dtype, device, is_fake)
+            device = value.device
+            if isinstance(value, FakeTensor):
+                if value.constant is not None:
+                    return False
+                device = value.fake_device
+            key += (value.shape, value.stride(), value.dtype, device, isinstance(value, FakeTensor))
         elif isinstance(value, list | tuple):
             if not _describe(value, key):
                 return False
         elif isinstance(value, _PLAIN):
-            key += (type(value), value)  # 1, 1.0 and True are equal
+            key.append((type(value), value))  # 1, 1.0 and True are equal
         else:
             return False
     return True
