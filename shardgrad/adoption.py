@@ -8,6 +8,7 @@ become its views.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
 from operator import attrgetter, getitem, is_
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .errors import ForeignParameterError, MetaParameterError
-from .managed_param import ManagedParam, local_of
+from .errors import ExtensionError, ForeignParameterError, MetaParameterError
+from .managed_param import ManagedParam, is_extension, local_of
 
 if TYPE_CHECKING:
     from .param_group import ParamGroup
@@ -29,7 +30,8 @@ _LOCAL = attrgetter("_local_tensor")
 class Registration:
     """What modules register for sharded parameters, as the engine left it.
 
-    It is compared at every forward and every replay, for every parameter, so without a loop of Python's.
+    That is, the same objects over the same memory, and no tensor extensions in flat groups. It is compared
+    at every forward and every replay, for every parameter, so without a loop of Python's.
 
     Args:
         params: while they are sharded.
@@ -40,7 +42,10 @@ class Registration:
         self._attributes: list[str] = []
         self._faces: list[nn.Parameter] = []
         self._locals: list[torch.Tensor | None] = []
+        self._pieces: list[torch.Tensor | None] = []  # of flat shards
         for p in params:
+            if p.group.is_flat:
+                self._pieces.append(p.expected_local)
             for module, attribute in p.owners:
                 self._registers.append(module._parameters)
                 self._attributes.append(attribute)
@@ -50,8 +55,10 @@ class Registration:
     def holds(self) -> bool:
         """Returns whether modules register just these parameters, with their memory where it was."""
         registered = map(getitem, self._registers, self._attributes)
-        return all(map(is_, registered, self._faces)) and all(
-            map(is_, map(_LOCAL, self._faces), self._locals)
+        return (
+            all(map(is_, registered, self._faces))
+            and all(map(is_, map(_LOCAL, self._faces), self._locals))
+            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
         )
 
 
@@ -61,9 +68,11 @@ def adopt(group: ParamGroup) -> bool:
     Called after `module._apply`, after `load_state_dict`, and before each outermost forward.
 
     Returns:
-        True if anything was taken over. False also while part of the group is still on the meta device.
+        True if anything was taken over. False also while part of the group is still on the meta device, and
+        before a first forward that has to give tensor extensions a group of their own.
 
     Raises:
+        ExtensionError: a parameter became a tensor extension after the first forward.
         ForeignParameterError: a replacement is not sharded the same way, or dtypes became mixed; nothing
             has been changed then.
     """
@@ -74,6 +83,9 @@ def adopt(group: ParamGroup) -> bool:
         group.registration = registration
         return False
     shown = [_shown(p, group) for p in group.params]
+    if group.is_flat and any(map(is_extension, shown)):
+        _refuse_late_extensions(shown, group)
+        return False
     if any(param.device.type == "meta" for param in shown):
         return False  # half-loaded; `require_data` names the rest if a forward comes too early
     _validate(shown, group)
@@ -115,6 +127,19 @@ def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
         )
     return shown  # type: ignore[return-value]
+
+
+def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> None:
+    if not group.is_in_use:
+        return
+    names = [p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)]
+    raise ExtensionError(
+        f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",
+        expected="both methods on the local tensor before the first forward of the root, or neither",
+        got="a parameter that already travels in a flat shard",
+        where=f"unit {group.name}",
+        fix="put the methods there after to_empty() or loading, and before the model first runs",
+    )
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:

@@ -46,7 +46,8 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
         for group in unit.groups:
             if mesh not in (None, group.mesh):
                 continue
-            lines.append(f"group of {unit.name}: {group.gradient_policy}, {group.stage}")
+            kind = "group" if group.is_flat else "group of tensor extensions"
+            lines.append(f"{kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}, "
                 f"{p.cut.placements}"

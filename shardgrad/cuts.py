@@ -144,9 +144,14 @@ def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> 
     return Cut(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
 
 
-@lru_cache(maxsize=256)
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:
     """Returns one mesh with the axes of all, the same object each time."""
+    return _joined_once(meshes, tuple(group for mesh in meshes for group in mesh.get_all_groups()))
+
+
+# Groups are part of the key: in another world, which comes after this one, equal meshes have other groups.
+@lru_cache(maxsize=256)
+def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...]) -> DeviceMesh:
     try:
         joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     except (AssertionError, RuntimeError, TypeError) as error:

@@ -15,6 +15,7 @@ Source: the protocol is torch's, see `FSDPParam` in torch/distributed/fsdp/_full
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -32,20 +33,14 @@ from .gathering import Source
 from .home import Home
 from .labels import LABEL_NUMEL
 from .layout import ALIGNMENT_NBYTES, ShardLayout
-from .managed_param import ManagedParam, local_of, mark_sharded, mark_whole
+from .managed_param import ManagedParam, is_extension, local_of, mark_sharded, mark_whole
 from .param_group import ParamGroup
 from .runtime import Runtime
 
-__all__ = ["ExtensionGroup", "is_extension", "require_extension"]
+__all__ = ["ExtensionGroup", "apart", "newly_extended", "require_extension"]
 
 # Of a chunk of bytes. int8 and not uint8: an exchange marks labels that have not arrived with -1.
 _BYTE = torch.int8
-
-
-def is_extension(param: torch.Tensor) -> bool:
-    """Returns whether a parameter, or the local tensor of one that is a DTensor, follows the protocol."""
-    local = local_of(param) if isinstance(param, DTensor) else param
-    return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 
 
 def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any, home: Home) -> None:
@@ -75,6 +70,37 @@ def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
             instead="a unit of its own without offload_policy",
         )
+
+
+def newly_extended(group: ParamGroup) -> list[ManagedParam]:
+    """Returns the parameters of a flat group that have become extensions since `fully_shard`.
+
+    A program may have put the two methods on a local tensor, or loaded one that has them. None of a group
+    that is in use: `adoption.py` refuses those.
+
+    Raises:
+        ExtensionError, UnsupportedError: as `fully_shard` does.
+    """
+    if not group.is_flat or group.is_in_use:
+        return []
+    faces = {p: face for p in group.params for face in p.registered() if is_extension(face)}
+    reshard = True if group.post_forward_mesh is None else group.post_forward_mesh.shard_size
+    for p, face in faces.items():
+        require_extension(face, p.name, reshard, group.home)
+        if group.mesh.levels is not None:
+            raise unsupported(
+                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,', instead="zero_stage=3"
+            )
+    return list(faces)
+
+
+def apart(group: ParamGroup, leaving: Collection[ManagedParam]) -> list[ParamGroup]:
+    """Returns a group without some of its parameters, if any are left, and an extension group of those."""
+    if not leaving:
+        return [group]
+    staying = group.without(leaving)
+    extended = ExtensionGroup.out_of(group, list(leaving))
+    return [extended] if staying is None else [staying, extended]
 
 
 @dataclass
@@ -131,6 +157,26 @@ class ExtensionGroup(ParamGroup):
         return _BYTE
 
     # -- building ---------------------------------------------------------------------------------------
+
+    @classmethod
+    def out_of(cls, group: ParamGroup, params: Sequence[ManagedParam]) -> ExtensionGroup:
+        """Returns a group of parameters that were cut for a flat one; see `apart`.
+
+        Their local tensors stay the objects they are, which may carry the methods, in memory of their own.
+        """
+        self = cls.__new__(cls)
+        self.__dict__.update(group.__dict__)
+        self.comms = copy.copy(group.comms)
+        self.registration = None
+        self.params = list(params)
+        self.holds_dtensors = any(p.cut.came_as_dtensor for p in params)
+        self._set_dtypes(group.dtype)
+        for p in params:
+            p.group = self
+            if p.expected_local is not None:
+                p.expected_local.data = p.expected_local.clone()
+        self._allocate(on_meta=group.shard.device.type == "meta")
+        return self
 
     def _build(self, wholes: Sequence[torch.Tensor]) -> None:
         self._allocate(on_meta=wholes[0].device.type == "meta")

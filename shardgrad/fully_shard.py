@@ -16,10 +16,10 @@ from .bypass import guard_owner
 from .capturable_optimizers import refuse_uncapturable_steps
 from .carried import is_float8
 from .errors import OptionError, UnsupportedParameterError, unsupported
-from .extensions import ExtensionGroup, is_extension, require_extension
+from .extensions import ExtensionGroup, require_extension
 from .first_step import watch_first_steps
 from .home import Home
-from .managed_param import CLAIM, mark_sharded
+from .managed_param import CLAIM, is_extension, mark_sharded
 from .mesh import DataParallelMesh, default_mesh
 from .module import swap_class
 from .optimizer_steps import notice_optimizer_steps

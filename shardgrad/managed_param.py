@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from .faces import in_own_storage
 
@@ -22,6 +23,7 @@ __all__ = [
     "ManagedParam",
     "Owner",
     "Snapshot",
+    "is_extension",
     "is_replaced",
     "is_sharded_by_us",
     "is_whole",
@@ -78,6 +80,11 @@ class ManagedParam:
         """Makes the sharded face show `local`, a view of the shard."""
         self.expected_local = in_own_storage(local)
         self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
+
+    def registered(self) -> list[nn.Parameter]:
+        """Returns what the owning modules show: `sharded`, unless a program has replaced it."""
+        faces = (module._parameters[attribute] for module, attribute in self.owners)
+        return [face for face in faces if face is not None]
 
     def register(self, face: nn.Parameter) -> None:
         """Makes `face` what the owning modules show."""
@@ -143,6 +150,15 @@ def is_replaced(param: torch.Tensor) -> bool:
 def is_whole(param: torch.Tensor) -> bool:
     """Returns whether a parameter is an unsharded face, which comes and goes with its unit's forward."""
     return _WHOLE in param.__dict__
+
+
+def is_extension(param: torch.Tensor) -> bool:
+    """Returns whether a parameter, or the local tensor of one that is a DTensor, says itself what travels.
+
+    What that means is in `extensions.py`.
+    """
+    local = local_of(param) if isinstance(param, DTensor) else param
+    return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 
 
 def local_of(param: torch.Tensor) -> torch.Tensor:

@@ -70,7 +70,7 @@ class ParamGroup:
         stage: what is kept whole on every rank.
 
     Attributes:
-        name: of the unit, for errors and traces.
+        name: of the unit, for errors and traces; empty until ranks have agreed on the model.
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they are only carried), at home.
         is_flat: True if the sharded faces are views of `shard`.
@@ -129,6 +129,11 @@ class ParamGroup:
         self._post_forward: PostForwardShard | None = None
 
     # -- facts ------------------------------------------------------------------------------------------
+
+    @property
+    def is_in_use(self) -> bool:
+        """True once ranks have agreed on it: which parameters it has is fixed from then on."""
+        return bool(self.name)
 
     @property
     def _carries(self) -> bool:
@@ -509,7 +514,7 @@ class ParamGroup:
         self._gradient_shard = None
 
     def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
-        """Returns the group of the parameters that stay when others move to a common ancestor.
+        """Returns the group of the parameters that stay when others move to another one.
 
         Only while building: the group has never been unsharded. None if nothing stays.
         """

@@ -13,6 +13,7 @@ from torch import nn
 from .agreement import require_agreement
 from .context import RootContext
 from .errors import RootError, TiedParameterError
+from .extensions import apart, newly_extended
 from .runtime import Runtime
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     Raises:
         RootError: the unit has several modules, so none is the root.
         TiedParameterError: units share a parameter and no unit contains both.
+        ExtensionError, UnsupportedError: a parameter has become a tensor extension, and cannot be one.
         RankDisagreementError: ranks built different models.
     """
     if len(unit.modules) > 1 and any(units_under(module)[1:] for module in unit.modules):
@@ -68,6 +70,7 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
     _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
+    _part_extensions(units)
     require_agreement(units)
     context = RootContext(units, runtime or Runtime(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
@@ -92,6 +95,14 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
                 module, attribute = p.owners[0]
                 prefix = names.get(module, "")
                 p.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _part_extensions(units: list[Unit]) -> None:
+    """Gives parameters that have become tensor extensions since `fully_shard` groups of their own."""
+    leaving = {group: newly_extended(group) for unit in units for group in unit.groups}
+    for unit in units:
+        if any(leaving[group] for group in unit.groups):
+            unit.set_groups([part for group in unit.groups for part in apart(group, leaving[group])])
 
 
 def _refuse_unresolved_ties(units: list[Unit]) -> None:

@@ -82,6 +82,10 @@ class GroupReducer:
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = state
         self.deferred, self._accumulating, self._partial.is_live, *self._touched = waiting
 
+    def follow(self, other: GroupReducer) -> None:
+        """Takes over what a program has set, which is the same for all groups of a unit."""
+        self.requires_sync, self.requires_all_reduce, self.divide_factor = _SETTINGS(other)
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}

@@ -113,9 +113,11 @@ class Unit:
         ]
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Replaces the unit's groups; only while building."""
+        """Replaces the unit's groups, which are for what the program has set so far; only while building."""
         self.groups = list(groups)
-        self.reducers = [GroupReducer(group) for group in groups]
+        earlier, self.reducers = self.reducers, [GroupReducer(group) for group in groups]
+        for reducer in self.reducers if earlier else ():
+            reducer.follow(earlier[0])
         self._group_of = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
 
     def set_reshard_after_forward(self, flag: bool) -> None:

@@ -87,6 +87,42 @@ class _Part:
         return self.source.read(self.original(name))
 
 
+def _flat_names(part: _Part) -> dict[str, str]:
+    """Returns the name of every tensor by the one that formats with dots in their names have for it.
+
+    Raises:
+        CheckpointError: two tensors would have one name.
+    """
+    names: dict[str, str] = {}
+    for name in part.tensors:
+        flat = ".".join(split(name))
+        if flat in names:
+            raise _clash(part, f"{printable(names[flat])} and {printable(name)}", "have one name")
+        names[flat] = name
+    return names
+
+
+def _refuse_nesting(part: _Part) -> None:
+    """Refuses an entry in the place of a table of others, which no state has."""
+    entries = {*part.tensors, *part.values}
+    for name in entries:
+        path = name.split("/")
+        for length in range(1, len(path)):
+            outer = "/".join(path[:length])
+            if outer in entries:
+                raise _clash(part, f"{printable(outer)} and {printable(name)}", "lie inside each other")
+
+
+def _clash(part: _Part, which: str, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"{which} in the checkpoint {how} in that format",
+        expected="names that differ when dots stand between their parts, none of them above another",
+        got=which,
+        where=printable(part.source.folder),
+        fix='to="shardgrad", which keeps them apart; or a part of the checkpoint',
+    )
+
+
 def _to_shardgrad(part: _Part, target: Path) -> None:
     publication = Publication(target)
     publication.begin()
@@ -143,14 +179,14 @@ class _LazyPlanner(DefaultSavePlanner):
 
 
 def _to_torch(part: _Part, target: Path) -> None:
+    names = _flat_names(part)
+    _refuse_nesting(part)
     publication = Publication(target)
     publication.begin()
     state: dict[str, Any] = {}
-    names: dict[str, str] = {}
     with torch.device("meta"):
         for name, entry in part.tensors.items():
             _put(state, name, torch.empty(entry.shape, dtype=entry.dtype))
-            names[".".join(split(name))] = name
     for name, value in part.values.items():
         _put(state, name, value)
     try:
@@ -189,7 +225,7 @@ def _with_lists(node: Any) -> Any:
 
 
 def _to_safetensors(part: _Part, target: Path) -> None:
-    names = {".".join(split(name)): name for name in part.tensors}
+    names = _flat_names(part)
     entries = {flat: part.tensors[name] for flat, name in names.items()}
     sizes = {flat: entry.nbytes(Box.whole(entry.shape)) for flat, entry in entries.items()}
     write_safetensors(sizes, lambda flat: part.read(names[flat]), target, peers=Peers())

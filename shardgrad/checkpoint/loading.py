@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.plan import Holding, holdings
@@ -86,6 +87,7 @@ def load(
     wanted, values = peers.together("state", lambda: holdings(state))
     source = peers.together("opening", lambda: open_checkpoint(folder))
     with source:
+        _refuse_different(peers, source)
         fit = peers.together("fit", lambda: _fit(source, wanted, values, optional))
         _refuse_left_over(peers, source, {*wanted, *values}, optional)
         if verify:
@@ -93,10 +95,7 @@ def load(
                 "verification", lambda: [source.check(name, held.box) for name, held in fit.tensors.items()]
             )
         with torch.no_grad():
-            peers.together(
-                "reading",
-                lambda: [source.fill(name, held.box, held.local) for name, held in fit.tensors.items()],
-            )
+            peers.together("reading", lambda: _fill(source, fit.tensors))
     loaded: _State = rebuild(state, fit.values)
     return loaded
 
@@ -135,6 +134,28 @@ def _oddity(source: Source, name: str, held: Holding) -> str | None:
     if _kind(entry.dtype) != _kind(held.local.dtype):
         return f"{printable(name)} has {entry.dtype} for {held.local.dtype}"
     return None
+
+
+def _refuse_different(peers: Peers, source: Source) -> None:
+    """Refuses to put a state together from several checkpoints: a machine may see an older file or folder."""
+    opened = peers.all_gather("identity", (source.identity, printable(source.folder)))
+    others = [(rank, where) for rank, (identity, where) in enumerate(opened) if identity != opened[0][0]]
+    if others:
+        rank, where = others[0]
+        raise CheckpointError(
+            "ranks would load different checkpoints",
+            expected=f"the one that the first rank has opened, {opened[0][1]}",
+            got=f"another one on rank {rank} of those that load",
+            where=where,
+            fix="a disk that all ranks see alike; try again if it was written a moment ago",
+        )
+
+
+def _fill(source: Source, tensors: Mapping[str, Holding]) -> None:
+    for name, held in tensors.items():
+        source.fill(name, held.box, held.local)
+        # Whoever keeps a copy of it must notice; a DTensor counts its versions apart from its local tensor.
+        increment_version(held.tensor)
 
 
 def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Sequence[str]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ class Holding:
         shape: of the whole.
         box: where the piece lies in it.
         local: the piece; memory of the model or optimizer, not a copy.
+        tensor: the one that the state holds.
     """
 
     shape: tuple[int, ...]
     box: Box
     local: torch.Tensor
+    tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Part:
         copies = {}
         for name, held in self.tensors.items():
             copy = torch.empty(held.local.shape, dtype=held.local.dtype)
-            copies[name] = replace(held, local=copy.copy_(held.local.detach()))
+            copies[name] = Holding(held.shape, held.box, copy.copy_(held.local.detach()), copy)
         return Part(copies, self.values)
 
 
@@ -111,13 +113,13 @@ def _holding(name: str, tensor: torch.Tensor) -> Holding:
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         _refuse_unusual(name, tensor)
-        return Holding(shape, Box.whole(shape), tensor)
+        return Holding(shape, Box.whole(shape), tensor, tensor)
     if any(isinstance(placement, Partial) for placement in tensor.placements):
         raise _unusual(name, "partial sums, which no rank holds the total of")
     local = tensor.to_local()
     _refuse_unusual(name, local)
     size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Holding(shape, Box(tuple(offset), tuple(size)), local)
+    return Holding(shape, Box(tuple(offset), tuple(size)), local, tensor)
 
 
 def _refuse_unusual(name: str, local: torch.Tensor) -> None:

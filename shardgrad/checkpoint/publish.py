@@ -5,6 +5,7 @@ At every instant, whatever is interrupted, there is the old folder, or the new o
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shardgrad.errors import CheckpointSaveError
 __all__ = ["REPLACED", "Publication", "discard", "recover"]
 
 _ASIDE = ".tmp"
+_under_way: set[Path] = set()  # asides of this process; those of one that died are left over
 REPLACED = ".replaced"  # what the old folder is called while the new one takes its name
 
 
@@ -30,17 +32,27 @@ class Publication:
     """
 
     def __init__(self, final: Path) -> None:
-        self._final = final
-        self.aside = final.with_name(final.name + _ASIDE)
+        # "." has no name to put another beside, and `resolve` would follow links.
+        self._final = Path(os.path.abspath(final))
+        self.aside = self._final.with_name(self._final.name + _ASIDE)
+        self._has_begun = False
 
     def begin(self) -> None:
         """Makes an empty folder aside.
 
         Raises:
-            CheckpointSaveError: something that is no checkpoint has the final name.
+            CheckpointSaveError: something that is no checkpoint has the final name, or a save of this process
+                into it is under way.
             OSError: it cannot be made.
         """
         final = self._final
+        if self.aside in _under_way:
+            raise CheckpointSaveError(
+                f"a save into {printable(final)} is still under way",
+                expected="one save into a folder at a time",
+                got="another, which would write over what the first one completes",
+                fix="wait() for the asynchronous save first, or choose another name",
+            )
         if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
             raise CheckpointSaveError(
                 f"{printable(final)} is no checkpoint, and would be replaced by one",
@@ -48,14 +60,16 @@ class Publication:
                 got="a folder with other files" if final.is_dir() else "a file",
                 fix="choose another name, or remove what is there",
             )
-        self.abandon()
+        shutil.rmtree(self.aside, ignore_errors=True)
         self.aside.mkdir(parents=True)
+        self._has_begun = True
+        _under_way.add(self.aside)
 
     def finish(self, index: str) -> None:
         """Writes the index and the marker, and gives the folder its name. The parts are on the disk already.
 
         Raises:
-            OSError: the old folder, if there was one, still has the name, or `recover` gives it back.
+            OSError: the old folder, if there was one, still has the name.
         """
         write_synced(self.aside / INDEX, index)
         sync(self.aside)
@@ -72,26 +86,39 @@ class Publication:
             sync(path)
         sync(self.aside)
         replaced = self._final.with_name(self._final.name + REPLACED)
-        if self._final.exists():
+        is_replacement = self._final.exists()
+        if is_replacement:
             shutil.rmtree(replaced, ignore_errors=True)
             self._final.rename(replaced)
-        self.aside.rename(self._final)
+        try:
+            self.aside.rename(self._final)
+        except OSError:
+            if is_replacement:
+                replaced.rename(self._final)
+            raise
+        self._end()
         sync(self._final.parent)
         shutil.rmtree(replaced, ignore_errors=True)
 
     def abandon(self) -> None:
-        """Removes what was written aside."""
-        shutil.rmtree(self.aside, ignore_errors=True)
+        """Removes what was written aside since `begin`; nothing after `rename`."""
+        if self._has_begun:
+            self._end()
+            shutil.rmtree(self.aside, ignore_errors=True)
+
+    def _end(self) -> None:
+        self._has_begun = False
+        _under_way.discard(self.aside)
 
 
 def recover(folder: Path) -> None:
     """Puts right what an interruption left behind in a folder of checkpoints, and removes unfinished ones."""
     for replaced in folder.glob("*" + REPLACED):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
-        if final.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
+        if not final.exists():
             replaced.rename(final)
+        elif is_complete(final) or not is_complete(replaced):  # else it is the only one that is whole
+            shutil.rmtree(replaced, ignore_errors=True)
     for leftover in folder.glob("*" + _ASIDE):
         shutil.rmtree(leftover, ignore_errors=True)
 

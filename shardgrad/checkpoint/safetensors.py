@@ -86,7 +86,7 @@ def write_safetensors(
             # Agreed upon for each file: a rank that stopped alone would leave the others in a gather.
             peers.together("writing", partial(save_file, content, path) if content else _nothing)
         peers.together("publication", lambda: _finish(publication, files, sizes) if peers.leads else None)
-    except Exception:
+    except BaseException:
         if peers.leads:
             publication.abandon()
         raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
@@ -12,13 +13,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from shardgrad.checkpoint.boxes import tile
 from shardgrad.checkpoint.files import DataFile, blocks_of
 from shardgrad.checkpoint.index import Entry, Index, Piece
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.plan import Part, my_part
 from shardgrad.checkpoint.publish import Publication
+from shardgrad.checkpoint.text import listed, printable
 from shardgrad.checkpoint.tree import Value, flatten
-from shardgrad.errors import CheckpointSaveError, ShardgradError
+from shardgrad.errors import CheckpointSaveError
 
 __all__ = ["Saving", "save", "save_async"]
 
@@ -45,7 +48,8 @@ def save(
 
     Raises:
         CheckpointError: the state holds something that is no data; on every rank.
-        CheckpointSaveError: a rank could not write; on every rank. What was there before is untouched.
+        CheckpointSaveError: a rank could not write, or the ranks do not have all of a tensor between them; on
+            every rank. What was there before is untouched.
 
     Streams: reads tensors on the current stream, and waits for it.
     """
@@ -75,7 +79,8 @@ def save_async(
         The save under way.
 
     Raises:
-        CheckpointError, CheckpointSaveError: before the copy; what happens after it is raised by `wait`.
+        CheckpointError, CheckpointSaveError: until the copy is made, on every rank; what happens after it is
+            raised by `wait`.
     """
     peers = Peers(group, aside=group is not None)
     if group is None and peers.count > 1:
@@ -86,7 +91,7 @@ def save_async(
             fix="make a group once, and pass it to every save_async",
         )
     write = _Write(Path(folder), peers, then)
-    return Saving(write, write.plan(state).copied())
+    return Saving(write, write.copied(write.plan(state)))
 
 
 class Saving:
@@ -142,17 +147,28 @@ class _Write:
             "choice of writers", [{name: writers[name] for name in names} for names in plain]
         )
         part = peers.together("plan", lambda: my_part(leaves, mine, peers.rank))
-        peers.together("new folder", self._publication.begin if peers.leads else _nothing)
+        with self._abandoned_on_failure():
+            peers.together("new folder", self._publication.begin if peers.leads else _nothing)
         return part
+
+    def copied(self, part: Part) -> Part:
+        """Returns copies of what this rank writes. A collective, which raises on all ranks or none."""
+        with self._abandoned_on_failure():
+            return self.peers.together("copy", part.copied)
 
     def __call__(self, part: Part) -> None:
         """Writes and publishes. A collective, which raises on all ranks or none."""
         peers = self.peers
-        try:
+        with self._abandoned_on_failure():
             parts = peers.gather("index", peers.together("writing", lambda: self._write(part)))
             peers.together("publication", (lambda: self._publish(parts)) if peers.leads else _nothing)
-        except ShardgradError:
-            if peers.leads:
+
+    @contextmanager
+    def _abandoned_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            if self.peers.leads:
                 self._publication.abandon()
             raise
 
@@ -171,7 +187,10 @@ class _Write:
         return _Written(file, data.nbytes, pieces, part.values)
 
     def _publish(self, parts: Sequence[_Written]) -> None:
-        self._publication.finish(_merge(parts).to_json())
+        index = _merge(parts)
+        for name, nbytes in index.files.items():
+            _require_file(self._publication.aside / name, nbytes)
+        self._publication.finish(index.to_json())
         if self._then is not None:
             self._then()
 
@@ -188,6 +207,19 @@ class _Written:
 
 def _nothing() -> None:
     """What the other ranks do while the first one works."""
+
+
+def _require_file(path: Path, nbytes: int) -> None:
+    """Refuses to complete what the first rank does not see as the others have written it."""
+    found = path.stat().st_size if path.is_file() else None
+    if found != nbytes:
+        raise CheckpointSaveError(
+            f"the first rank does not find {path.name} as it was written",
+            expected=f"a file of {nbytes} bytes",
+            got="no file" if found is None else f"{found} bytes",
+            where=printable(path),
+            fix="a folder on a disk that all ranks see",
+        )
 
 
 def _merge(parts: Sequence[_Written]) -> Index:
@@ -207,5 +239,15 @@ def _merge(parts: Sequence[_Written]) -> Index:
                     fix="give each its own name",
                 )
             tensors[name] = replace(before, pieces=(*before.pieces, *mine.pieces))
+    for name, entry in tensors.items():
+        if not tile([piece.box for piece in entry.pieces], entry.shape):
+            raise CheckpointSaveError(
+                "what the ranks that save hold of a tensor does not make up the whole",
+                expected=f"every element of {entry.shape} once",
+                got=listed([f"{piece.box.shape} at {piece.box.offset}" for piece in entry.pieces])
+                or "nothing",
+                where=printable(name),
+                fix="save with all ranks of its mesh, and give tensors of different meshes their own names",
+            )
     files = {part.file: part.nbytes for part in parts if part.tensors}
     return Index(dict(sorted(tensors.items())), dict(sorted(values.items())), files)

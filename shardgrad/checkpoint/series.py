@@ -47,9 +47,10 @@ class Series:
         It is not there if an interruption came between the publication of a checkpoint and its naming.
         """
         try:
-            name = (self._folder / _POINTER).read_text(encoding="ascii").strip()
+            text = (self._folder / _POINTER).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
-            name = ""
+            text = ""
+        name = Path(text).name  # whoever edits it may write the path of the folder, or a slash behind it
         named = _whole(self._folder / name) if _STEP.fullmatch(name) else None
         return named or next(reversed(self.complete()), None)
 

@@ -35,9 +35,11 @@ class Source(ABC):
         tensors: by name.
         values: what is no tensor, by name.
         origin: who wrote checkpoints of this kind.
+        identity: differs between any two checkpoints.
     """
 
     origin: ClassVar[str]
+    identity: str
     folder: Path
     tensors: Mapping[str, Entry]
     values: Mapping[str, Value]
@@ -100,7 +102,7 @@ class NativeSource(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        index = _read_index(folder)
+        self.identity, index = _read_index(folder)
         self.tensors, self.values = index.tensors, index.values
         self._sizes = index.files
         self._open: dict[str, int] = {}
@@ -182,7 +184,7 @@ def is_complete(folder: Path) -> bool:
     return (folder / COMPLETE).is_file() and (folder / INDEX).is_file()
 
 
-def _read_index(folder: Path) -> Index:
+def _read_index(folder: Path) -> tuple[str, Index]:
     marker, text = (_content(folder / name) for name in (COMPLETE, INDEX))
     if marker.decode("ascii", "replace") != marker_of(text):
         raise CheckpointError(
@@ -192,7 +194,7 @@ def _read_index(folder: Path) -> Index:
             where=printable(folder),
             fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
         )
-    return Index.from_json(text)
+    return marker_of(text).strip(), Index.from_json(text)
 
 
 def _content(path: Path) -> bytes:

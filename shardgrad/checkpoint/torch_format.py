@@ -6,6 +6,7 @@ Here the pickle may name only the classes such a list is made of, and archives a
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -116,7 +117,7 @@ class TorchSource(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self.folder = folder
-        metadata = _read_metadata(folder)
+        self.identity, metadata = _read_metadata(folder)
         try:
             self._pieces = _located(folder, metadata)
             self.tensors, self.values = self._contents(metadata)
@@ -259,7 +260,7 @@ def _sizes(raw: Any) -> tuple[int, ...]:
     return sizes
 
 
-def _read_metadata(folder: Path) -> _Record:
+def _read_metadata(folder: Path) -> tuple[str, _Record]:
     descriptor = open_plain(folder / METADATA)
     path = folder / METADATA
     try:
@@ -274,7 +275,7 @@ def _read_metadata(folder: Path) -> _Record:
     if type(metadata).__name__ != "Metadata":
         raise _refused(folder, "a list of contents", type(metadata).__name__)
     record: _Record = metadata
-    return record
+    return hashlib.sha256(text).hexdigest(), record  # torch numbers its saves in there
 
 
 def _refused(folder: Path, expected: str, got: str, where: str | None = None) -> CheckpointError:

@@ -220,14 +220,24 @@ class ShardedSegment(Segment):
                     )
             self._snapshot = Snapshot(self.params)
             self._generation = self._group.generation
-        if not self._snapshot.still_holds:
+        if self._snapshot.still_holds:
+            return
+        if any(managed.group is not self._group for managed in self._members):
             raise OptimizerParameterError(
-                f"the data of a parameter among {', '.join(self.names)} was replaced",
-                expected="the piece of the shard that the engine gathers from",
-                got="a tensor of its own, which the next forward would not see",
-                where=f"unit {self._group.name}",
-                fix="change parameters in place: param.copy_(new) under torch.no_grad()",
+                f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
+                "optimizer was built",
+                expected="the shard that the optimizer was built over",
+                got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
+                where=f"unit {self._members[0].group.name}",
+                fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
             )
+        raise OptimizerParameterError(
+            f"the data of a parameter among {', '.join(self.names)} was replaced",
+            expected="the piece of the shard that the engine gathers from",
+            got="a tensor of its own, which the next forward would not see",
+            where=f"unit {self._group.name}",
+            fix="change parameters in place: param.copy_(new) under torch.no_grad()",
+        )
 
     def _tabulate(self, shard: GradientShard) -> None:
         """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""

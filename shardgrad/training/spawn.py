@@ -46,7 +46,8 @@ def spawn(order: Order, ranks: int) -> Report:
             reports = watch.until_all_ended()
         finally:
             for number, handler in former.items():
-                signal.signal(number, handler)
+                # Asked to stop, it has one more thing to say, which another request must not cut off.
+                signal.signal(number, signal.SIG_IGN if watch.is_stopping else handler)
             for child in children:
                 child.process.kill()
                 child.process.join()
@@ -119,6 +120,11 @@ class _Watch:
         self._children = children
         self._asked_s: float | None = None
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether somebody has asked the ranks to stop."""
+        return self._asked_s is not None
+
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass on the first request; on a later one, end the ranks."""
         now_s = time.monotonic()
@@ -140,7 +146,7 @@ class _Watch:
             wait([child.process.sentinel for child in running], timeout=0.5)
             for child in [child for child in running if not child.process.is_alive()]:
                 running.remove(child)
-                reports.append(child.report(self._order, is_stopping=self._asked_s is not None))
+                reports.append(child.report(self._order, is_stopping=self.is_stopping))
             if deadline_s is None and any(report.exit_status not in _GOOD_ENDS for report in reports):
                 deadline_s = time.monotonic() + _GRACE_S
         return reports

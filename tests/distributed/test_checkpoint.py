@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import shardgrad
 from shardgrad import checkpoint
+from shardgrad.checkpoint.plan import Part
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from tests.parity.programs import (
     FSDP2,
@@ -179,6 +182,106 @@ def test_what_is_wrong_on_one_rank_is_refused_by_all_in_the_same_words(
     ours, theirs = two_ranks.run(all_ranks_refuse_alike, str(tmp_path / "c"))
     assert ours == theirs
     assert all("rank 1" in words for words in ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def kept_copies_follow_a_load(folder: str, **options: Any) -> None:
+    """Some stages keep whole parameters, or a second cut of them, from step to step."""
+    if options.get("zero_stage") == "hfsdp":
+        options["mesh"] = hsdp_mesh(1, 2)
+    model = shardgrad.fully_shard(nn.Sequential(nn.Linear(8, 8)), **options)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, 8)
+    saved = model(x).detach().clone()
+    checkpoint.save({"model": model.state_dict()}, folder)
+    model(x).sum().backward()
+    optim.step()
+    with torch.no_grad():
+        assert not torch.equal(model(x), saved)
+    checkpoint.load({"model": model.state_dict()}, folder)
+    assert torch.equal(model(x), saved)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, "hfsdp"])
+def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
+    two_ranks: Ranks, tmp_path: Path, stage: int | str
+) -> None:
+    two_ranks.run(kept_copies_follow_a_load, str(tmp_path / "c"), zero_stage=stage)
+
+
+def nothing_unloadable_replaces_a_checkpoint(folder: str) -> list[str]:
+    """Tries to save what would not load, over a checkpoint that does; returns what every rank was told."""
+    rank, told = dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"x": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])}
+    checkpoint.save(state, folder)
+    alone = dist.new_group([0])
+    own = [DeviceMesh("cpu", [number]) for number in range(2)][rank]
+
+    def refused(work: Any) -> None:
+        with pytest.raises(CheckpointSaveError) as caught:
+            work()
+        told.append(str(caught.value))
+
+    # Each rank has the whole of an "x", on a mesh of its own.
+    refused(lambda: checkpoint.save({"x": distribute_tensor(torch.zeros(10), own, [Shard(0)])}, folder))
+    # The disk that rank 1 sees is not that of rank 0, but was when rank 0 was here and died.
+    local = Path(folder + ".local" if rank else folder)
+    local.with_name(local.name + ".tmp").mkdir(exist_ok=True)
+    dist.barrier()
+    refused(lambda: checkpoint.save(state, local))
+    # A half of "x" is not with the ranks that save.
+    if rank == 0:
+        with pytest.raises(CheckpointSaveError, match="does not make up"):
+            checkpoint.save(state, folder, group=alone)
+    dist.barrier()
+    state["x"].to_local().zero_()
+    checkpoint.load(state, folder)
+    assert torch.equal(state["x"].full_tensor(), torch.arange(10.0))
+    return told
+
+
+def test_a_checkpoint_that_would_not_load_is_never_completed(two_ranks: Ranks, tmp_path: Path) -> None:
+    ours, theirs = two_ranks.run(nothing_unloadable_replaces_a_checkpoint, str(tmp_path / "c"))
+    assert ours == theirs
+    assert "does not make up" in ours[0]
+    assert "rank_00001.bin" in ours[1]
+
+
+def ranks_open_one_checkpoint(folder: str) -> None:
+    """As on a network disk, where one machine still sees the list of files of a while ago."""
+    state = {"x": torch.zeros(3), "step": 0}
+    for step in range(2):
+        checkpoint.save({"x": torch.full((3,), float(step)), "step": step}, f"{folder}/{step}")
+    with pytest.raises(CheckpointError, match="ranks would load different checkpoints"):
+        checkpoint.load(state, f"{folder}/{dist.get_rank()}")
+    assert not state["x"].any()
+
+
+def test_ranks_that_see_different_checkpoints_load_none(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(ranks_open_one_checkpoint, str(tmp_path))
+
+
+def a_copy_that_fails_on_one_rank_fails_on_all(folder: str) -> str:
+    group = dist.new_group(backend="gloo")
+
+    def fail(self: Part) -> Part:
+        raise MemoryError("no room for the copy")
+
+    with patch.object(Part, "copied", fail if dist.get_rank() else Part.copied):
+        began_s = time.monotonic()
+        with pytest.raises(CheckpointSaveError, match="no room for the copy") as caught:
+            checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+    assert time.monotonic() - began_s < 10
+    checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+    return str(caught.value)
+
+
+def test_an_asynchronous_save_without_room_for_its_copy_fails_on_all_ranks_at_once(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for words in two_ranks.run(a_copy_that_fails_on_one_rank_fails_on_all, str(tmp_path / "c")):
+        assert "rank 1" in words
     assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 

@@ -187,6 +187,45 @@ def test_a_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new(
     assert found == {1, 2}
 
 
+def test_a_folder_that_cannot_take_its_name_leaves_the_old_one_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(small(1), tmp_path / "c")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "c.tmp":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(CheckpointSaveError, match="No space left"):
+            checkpoint.save(small(2), tmp_path / "c")
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_replaced_nothing_whole_is_not_taken_for_a_replacement(tmp_path: Path) -> None:
+    """Somebody began to copy what an interruption had left, and was interrupted too."""
+    series = checkpoint.Series(tmp_path)
+    checkpoint.save(small(1), series.path_of(1))
+    series.path_of(1).rename(tmp_path / "step_000001.replaced")
+    series.path_of(1).mkdir()
+    (series.path_of(1) / "rank_00000.bin").write_bytes(b"")
+    series.recover()
+    assert newest(series) == 1
+
+
+def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpoint.save(small(1), ".")
+    assert checkpoint.load(small(0), tmp_path / "here")["n"] == 1
+
+
 def test_a_name_that_is_taken_by_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -211,8 +250,9 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
         checkpoint.save(small(step), path, then=lambda path=path: series.publish(path))
     assert [path.name for path in series.complete()] == ["step_999999", "step_1000000"]
     assert newest(series) == 1_000_000
-    (tmp_path / "latest").write_text("step_999999\n")
-    assert newest(series) == 999_999
+    for name in ("step_999999\n", "step_999999/", "checkpoints/step_999999"):
+        (tmp_path / "latest").write_text(name)
+        assert newest(series) == 999_999
     for wrong in ("../../etc", "step_000005", "", "\xff"):
         (tmp_path / "latest").write_text(wrong, encoding="latin-1")
         assert newest(series) == 1_000_000
@@ -239,6 +279,25 @@ def test_an_asynchronous_save_holds_the_state_of_its_call(
     gate.set()
     saving.wait(10)
     assert same(checkpoint.load(state(1), tmp_path / "c"), state())
+
+
+def test_two_saves_into_one_folder_do_not_write_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    finish = publish.Publication.finish
+    monkeypatch.setattr(
+        publish.Publication, "finish", lambda self, index: (gate.wait(10), finish(self, index))[1]
+    )
+    saving = checkpoint.save_async(small(1), tmp_path / "c")
+    for again in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(CheckpointSaveError, match="still under way"):
+            again(small(2), tmp_path / "c")
+    gate.set()
+    saving.wait(10)
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
+    checkpoint.save(small(3), tmp_path / "c")
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 3
 
 
 def test_an_asynchronous_save_that_fails_says_so_when_waited_for(

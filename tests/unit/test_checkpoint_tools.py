@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 
 from shardgrad import checkpoint
+from shardgrad.checkpoint.source import marker_of
 from shardgrad.cli import main
 from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError, PartnerUnavailableError
 
@@ -91,6 +92,24 @@ def test_nothing_is_converted_onto_other_files_or_into_no_format(saved: Path, tm
     with pytest.raises(OptionError, match="shardgrad, torch, safetensors"):
         checkpoint.convert(saved, tmp_path / "new", to="pickle")
     assert (tmp_path / "full" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("names", "to"), [(("a.b", "a/b"), "torch"), (("a", "a/b"), "torch"), (("a.b", "a/b"), "safetensors")]
+)
+def test_names_that_a_format_cannot_keep_apart_are_not_converted(
+    names: tuple[str, str], to: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    checkpoint.save({f"t{i}": torch.full((2,), float(i)) for i in range(2)}, source)
+    index = (source / "index.json").read_text()
+    for i, name in enumerate(names):
+        index = index.replace(f'"t{i}"', json.dumps(name))
+    (source / "index.json").write_text(index)
+    (source / "complete").write_text(marker_of(index.encode()))
+    with pytest.raises(CheckpointError, match="in that format"):
+        checkpoint.convert(source, target, to=to)
+    assert not target.exists()
 
 
 def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> None:
