@@ -45,7 +45,7 @@ LARGEST = {
     "wide moe": [*MOE, "--ranks=16384"],
 }
 # Seconds of one core. A minute is the goal; that the mixture, with its thousands of parameters, meets it has
-# not been seen: on cores shared with other work it took 71 to 90 s.
+# not been seen: on cores shared with other work it took 71 to 83 s.
 LIMITS_S = {"70b": 60, "moe": 90, "wide moe": 180}
 
 

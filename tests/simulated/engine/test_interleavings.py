@@ -30,7 +30,9 @@ PARTS = (1, 2, 3, 4)  # of one rank; each is a test, since a test may not take l
 SCENARIOS = 27  # in each part
 AT_LEAST = 2_000
 # On several ranks an interleaving is a whole scenario.
-SCENARIOS_OF_RANKS = {2: 24, 4: 10}
+SCENARIOS_OF_RANKS = {2: 28, 4: 10}
+# Two of them may differ in what orders nothing, such as the optimizer.
+AT_LEAST_OF_RANKS = {2: 24, 4: 10}
 
 
 @st.composite
@@ -77,10 +79,9 @@ def test_no_interleaving_of_one_rank_has_a_hazard_or_a_wrong_loss(part: int) -> 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_no_interleaving_of_several_ranks_has_a_hazard_or_a_wrong_loss(ranks: int) -> None:
-    count = SCENARIOS_OF_RANKS[ranks]
-    found = len(_explored(ranks, count, ranks))
-    print(f"{ranks} ranks: {found} different interleavings of {count} scenarios")
-    assert found >= 0.9 * count  # two models may differ in what orders nothing, such as the optimizer
+    found = len(_explored(ranks, SCENARIOS_OF_RANKS[ranks], ranks))
+    print(f"{ranks} ranks: {found} different interleavings")
+    assert found >= AT_LEAST_OF_RANKS[ranks]
 
 
 def test_at_least_two_thousand_interleavings_differ() -> None:
