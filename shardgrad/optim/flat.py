@@ -303,9 +303,9 @@ class FlatOptimizer(Optimizer):
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> Hashable:
+    def guards(self) -> Hashable:
         """Returns what the host decides by: constants of the launches, and which segments there are."""
-        segments = tuple((index, segment.facts()) for segment, index in self._segments)
+        segments = tuple((index, segment.guards()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
         return segments, groups, self._check_finite
 
@@ -318,7 +318,7 @@ class FlatOptimizer(Optimizer):
                 for name, flat in segment.state.items():
                     yield f"{name} of segment {segment.number}", flat
 
-    def image(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Returns a function that puts the host's side back into its present state."""
         captured = [self._group(i).captured for i in range(len(self.param_groups))]
 

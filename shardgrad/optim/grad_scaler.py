@@ -198,12 +198,12 @@ class GradScaler:
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> Hashable:
+    def guards(self) -> Hashable:
         """Returns what the host decides by: settings, and which optimizers were unscaled since `update`."""
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
         return settings, self._scale is None, tuple(map(id, self._found))
 
-    def image(self) -> Callable[[], None]:
+    def snapshot(self) -> Callable[[], None]:
         """Returns a function that puts the host's side back into its present state."""
         found = dict(self._found)
 

@@ -94,7 +94,7 @@ class Segment(ABC):
         """Where the state is; None before `allocate`."""
         return self.steps.device if self.is_allocated else None
 
-    def facts(self) -> Hashable:
+    def guards(self) -> Hashable:
         """Returns what decides the launch besides addresses that never change. Called at every replay."""
         return self.is_allocated
 
@@ -321,8 +321,8 @@ class PlainSegment(Segment):
         """Of the parameter, which may have been on the meta device when the optimizer was built."""
         return _local(self.params[0]).device
 
-    def facts(self) -> Hashable:
-        """See `Segment.facts`."""
+    def guards(self) -> Hashable:
+        """See `Segment.guards`."""
         return self.is_allocated, self.device.type
 
     @property
