@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 
@@ -59,7 +59,7 @@ class _Sample:
 
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor; one that owes a factor is not made to pay for being looked at."""
-    if isinstance(grad, OwedGradient):
+    if isinstance(grad, ScaledGradient):
         return grad.unpaid()
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 

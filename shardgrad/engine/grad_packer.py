@@ -6,18 +6,18 @@ import torch
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.message_tag import TAG_NUMEL
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
 from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.strided_pack import pack_crosswise
 
-__all__ = ["Packer"]
+__all__ = ["GradPacker"]
 
 
-class Packer:
+class GradPacker:
     """Packs the gradients of one group.
 
     Args:
@@ -26,7 +26,7 @@ class Packer:
         outer: the second step over two levels, or None.
     """
 
-    def __init__(self, group: ParamGroup, arrivals: Arrivals, outer: OuterScatter | None) -> None:
+    def __init__(self, group: ParamGroup, arrivals: GradCollector, outer: OuterScatter | None) -> None:
         self._group = group
         self._arrivals = arrivals
         self._outer = outer
@@ -117,14 +117,14 @@ class Packer:
         See [Note: Touched flags] in `scheduler.py` and [Note: Labels]. A tail that is added to one that has
         the label already brings none.
         """
-        label = self._group.reduce_label.digits if labelled else (0.0,) * LABEL_NUMEL
+        label = self._group.reduce_tag.digits if labelled else (0.0,) * TAG_NUMEL
         flags = tuple(grad is not None for grad in self._arrivals.gradients)
         tail = self.tails.get((flags, label))
         if tail is None:
             chunk = torch.zeros(self.layout.tail_numel, dtype=torch.float32)
             chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
             # The pack divides what it writes, and a label must arrive as it is.
-            chunk[-LABEL_NUMEL:] = torch.tensor(label) * divisor
+            chunk[-TAG_NUMEL:] = torch.tensor(label) * divisor
             tail = chunk.repeat(self._group.mesh.shard_size).to(self._group.mesh.device)
             self.tails[flags, label] = tail
         return tail

@@ -26,11 +26,11 @@ from shardgrad.engine.all_gather import Gathering, Source
 from shardgrad.engine.all_gather_input import Departure
 from shardgrad.engine.buffers import Recurring
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import ManagedParam, Owner, local_of, mark_sharded
 from shardgrad.engine.replaced_params import Registration, adopt
-from shardgrad.engine.streams import Mark
+from shardgrad.engine.streams import StreamEvent
 from shardgrad.engine.trace import span
 from shardgrad.engine.unsharded import UnshardedParams
 from shardgrad.features.custom_comms import Comms
@@ -103,7 +103,7 @@ class ParamGroup:
         # Called once the unsharded parameters exist; the reducer puts its hooks on them.
         self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: Gathering | None = None
-        self._whole: Mark | None = None
+        self._whole: StreamEvent | None = None
         self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
         self._kept = self._kept_is_wanted = False
         self.comms = Comms()
@@ -122,9 +122,9 @@ class ParamGroup:
     def set_channel(self, name: str, channel: int) -> None:
         """Names the group's messages; `channel` comes from `same_model.py`, the same on every rank."""
         self.name = name
-        self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
-        self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
-        self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
+        self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * channel)
+        self._regather_tag = MessageTag.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
+        self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * channel + 2)
         self._departure: Departure | None = None
         self._post_forward: PostForwardShard | None = None
 
@@ -209,7 +209,7 @@ class ParamGroup:
         self._post_forward = None
         self._trainable: tuple[bool, ...] | None = None
         self.gradient_layout: ShardLayout | None = None
-        self._gradient_shard: GradientShard | None = None
+        self._gradient_shard: GradShard | None = None
 
     # -- trainability and gradients ---------------------------------------------------------------------
 
@@ -254,17 +254,17 @@ class ParamGroup:
         return self._gradient_shard is not None
 
     @property
-    def gradient_shard(self) -> GradientShard | None:
+    def gradient_shard(self) -> GradShard | None:
         """The gradient shard, if there is one."""
         return self._gradient_shard
 
-    def gradients(self) -> GradientShard:
+    def gradients(self) -> GradShard:
         """Returns the persistent gradient shard, allocating it at the first call."""
         if self._gradient_shard is None:
             layout = self.gradient_layout
             if layout is None:
                 raise RuntimeError("gradients() before refresh_trainable(): the group was never unsharded")
-            self._gradient_shard = GradientShard(
+            self._gradient_shard = GradShard(
                 [p.sharded for p in self.trainable()],
                 layout,
                 self.mesh,
@@ -327,7 +327,7 @@ class ParamGroup:
             return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
         if self._departure is None:
             self._departure = Departure(
-                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_label, runtime
+                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_tag, runtime
             )
         source = self._departure.source(self.comms, self.name, self._version)
         return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
@@ -371,7 +371,7 @@ class ParamGroup:
                 self._unpack(chunks, layout)
             finally:
                 gathering.release(stream)
-        self._whole = self._whole or self._runtime.streams.mark()
+        self._whole = self._whole or self._runtime.streams.event()
         self._whole.record(stream)
         if cut is not None:
             cut.free()
@@ -460,7 +460,7 @@ class ParamGroup:
                 self._runtime.streams,
                 alignment=self.alignment,
                 dtype=self.gather_dtype,
-                label=self._regather_label,
+                label=self._regather_tag,
             )
         return self._post_forward
 

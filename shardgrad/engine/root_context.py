@@ -117,7 +117,7 @@ class RootContext:
         streams = self.runtime.streams
         if event is None:
             self._written.record(streams.current())
-        self.runtime.parameters_ready = self._written if event is None else streams.mark_of(event)
+        self.runtime.parameters_ready = self._written if event is None else streams.event_of(event)
 
     def size_reduce_ring(self) -> None:
         """Lets as many reductions be in flight as one of the units asked for."""

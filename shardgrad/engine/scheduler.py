@@ -24,9 +24,9 @@ import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.engine.grad_packer import Packer
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_packer import GradPacker
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import OVERFLOWING, Message, PartialSum, Reduction
 from shardgrad.engine.trace import span
@@ -60,14 +60,14 @@ class GroupReducer:
         self.divide_factor: float | None = None
         self.last_touched: tuple[bool, ...] = ()
         self.bound_in_this_backward = False
-        self.arrivals = Arrivals()
+        self.arrivals = GradCollector()
         self._accumulator: Slot | None = None
         self._accumulating = False
         self.deferred = False
         self._partial = PartialSum()
         levels = group.mesh.levels
         self._outer = None if levels is None else OuterScatter(levels)
-        self._packer = Packer(group, self.arrivals, self._outer)
+        self._packer = GradPacker(group, self.arrivals, self._outer)
         self.scheduler: ReductionScheduler
         group.on_new_unsharded = self.attach
         self.forget()
@@ -118,7 +118,7 @@ class GroupReducer:
         self._packer.start_over()
         trainable = self.group.trainable()
         self.arrivals.expect(trainable, MethodType(GroupReducer._arrive, self))
-        self._direct_labels = [Label.unseen(f"reduce-scatter of {p.name}") for p in trainable]
+        self._direct_labels = [MessageTag.unseen(f"reduce-scatter of {p.name}") for p in trainable]
 
     def _arrive(self, unsharded: torch.Tensor) -> None:
         """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
@@ -156,7 +156,7 @@ class GroupReducer:
     def _pack(
         self, slot: Slot, target: torch.Tensor, *, accumulate: bool, directly: bool = False
     ) -> list[torch.Tensor]:
-        """Packs what has arrived, and lets it go; see `Packer.pack`."""
+        """Packs what has arrived, and lets it go; see `GradPacker.pack`."""
         arrivals, streams = self.arrivals, self.scheduler.runtime.streams
         alone = self._packer.pack(
             slot,
@@ -263,7 +263,7 @@ class GroupReducer:
             room = slot.chunks(group.gradient_dtype, 1, chunk_numel, behind=taken * dtype.itemsize)
             ticket.landing = room.whole
         ticket.own = send.parts[transport.rank]
-        return Message(0, send, receive, group.reduce_label)
+        return Message(0, send, receive, group.reduce_tag)
 
     def _messages_directly(self, ticket: Reduction, route: Route) -> list[Message]:
         """Packs the parameters that are not direct; the gradients of the others are sent from where they are.
@@ -279,12 +279,12 @@ class GroupReducer:
         gradients = self._pack(slot, packed.whole, accumulate=False, directly=True)
         ticket.own = slot.chunks(dtype, 1, n, skip=sent).whole
 
-        def message(begin: int, numel: int, send: Chunks, label: Label) -> Message:
+        def message(begin: int, numel: int, send: Chunks, label: MessageTag) -> Message:
             # A transport that needs no room of its own adds up in this rank's chunk, and only reads.
             skip = sent + begin if not received else sent + n + received * begin
             return Message(begin, send, slot.chunks(dtype, received or 1, numel, skip=skip), label)
 
-        messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_label)]
+        messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_tag)]
         for i, gradient in zip(layout.direct, gradients, strict=True):
             piece, numel = layout.pieces[i], layout.pieces[i].shard_numel
             send = Chunks(gradient, gradient.split(numel))

@@ -30,7 +30,7 @@ from shardgrad.engine.all_gather import Source
 from shardgrad.engine.all_gather_input import Departure
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.message_tag import TAG_NUMEL
 from shardgrad.engine.param import ManagedParam, is_extension, local_of, mark_sharded, mark_whole
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import ExtensionError, unsupported
@@ -248,7 +248,7 @@ class ExtensionGroup(ParamGroup):
                     into = self.shard.narrow(0, place.offset, place.nbytes)
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
         if self._departure is None:
-            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_label, runtime)
+            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_tag, runtime)
         return self._departure.source(self.comms, self.name, self._version)
 
     def _ask(self, p: ManagedParam) -> tuple[Sequence[torch.Tensor], Any]:
@@ -301,7 +301,7 @@ class ExtensionGroup(ParamGroup):
                 inputs.append(_Input(offset, nbytes, tensor.size(), output))
                 offset += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
             self._inputs.append(inputs)
-        offset += -(-LABEL_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         self.shard = torch.zeros(offset, dtype=_BYTE, device=self.mesh.device)
 
     def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:

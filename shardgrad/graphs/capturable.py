@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.engine.grad_shard import GradientFacts
+from shardgrad.engine.grad_shard import GradFacts
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import Registration
@@ -148,7 +148,7 @@ class _Module(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         shards = map(_GRADIENT_SHARD, self._groups)
-        self._gradients = GradientFacts([shard for shard in shards if shard is not None])
+        self._gradients = GradFacts([shard for shard in shards if shard is not None])
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns what `_look` has to be repeated for, if one of them is another."""
@@ -206,12 +206,12 @@ class _Module(Capturable):
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
             context.rest()
-            context.runtime.streams.forget_marks()
+            context.runtime.streams.forget_events()
 
     def broken_off(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.runtime.streams.forget_marks()
+            context.runtime.streams.forget_events()
             context.recover()
 
     def hand_over(self) -> None:

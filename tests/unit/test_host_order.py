@@ -14,7 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
-from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.root import unit_of
 from shardgrad.sharding.offload import Home
@@ -60,7 +60,7 @@ def on_host(streams: RecordedStreams) -> Iterator[None]:
     """Accesses in this context are the host's; all that is launched later comes after them."""
     with streams.on("host"):
         yield
-    done = streams.mark()
+    done = streams.event()
     done.record("host")
     done.wait_on_host()
 
@@ -137,8 +137,8 @@ def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None
 @pytest.mark.parametrize(
     ("owner", "method", "program"),
     [
-        (GradientShard, "arrive", train),
-        (GradientShard, "arrive", read_in_hooks),
+        (GradShard, "arrive", train),
+        (GradShard, "arrive", read_in_hooks),
         (ParamGroup, "let_host_write", evaluate),
         (ParamGroup, "let_host_write", gather_by_hand),
     ],

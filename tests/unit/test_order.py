@@ -19,7 +19,7 @@ import shardgrad.engine.summands
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.engine.buffers import Slot, SlotRing
-from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.scheduler import GroupReducer
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
@@ -77,7 +77,7 @@ def arriving_on(
     arrive = GroupReducer._arrive
 
     def on_chosen_stream(self: GroupReducer, unsharded: torch.Tensor) -> None:
-        computed = streams.mark()
+        computed = streams.event()
         computed.record(streams.current())
         with streams.on(choose(unsharded)):
             computed.wait(streams.current())
@@ -155,8 +155,8 @@ def test_a_missing_wait_is_found(
         release = Slot.release
 
         def release_without_mark(self: Slot, stream: Any) -> None:
-            self._free = streams.mark()
-            free, self._free = self._free, streams.mark()
+            self._free = streams.event()
+            free, self._free = self._free, streams.event()
             release(self, stream)
             self._free = free
 
@@ -170,10 +170,10 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
 ) -> None:
     """The producer's stream, which gets the gradient's memory back, waits for the pack that reads it."""
     arriving_on(monkeypatch, streams, lambda param: "side")
-    let_go = Arrivals.let_go
+    let_go = GradCollector.let_go
     kept_from_the_host_allocator: list[torch.Tensor] = []
 
-    def reuse(self: Arrivals, *args: Any) -> None:
+    def reuse(self: GradCollector, *args: Any) -> None:
         freed = [grad for grad in self.gradients if grad is not None]
         kept_from_the_host_allocator.extend(freed)
         let_go(self, *args)
@@ -181,7 +181,7 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
             for grad in freed:
                 streams.access("side stream reuses the memory", grad, writes=True)
 
-    monkeypatch.setattr(Arrivals, "let_go", reuse)
+    monkeypatch.setattr(GradCollector, "let_go", reuse)
     train(two_layers())
     assert streams.hazards == []
 
