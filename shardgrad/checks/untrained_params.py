@@ -24,6 +24,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
 from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
@@ -148,8 +149,8 @@ def _is_meant_to_stand_still(optimizer: Optimizer) -> bool:
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and managed.group.has_gradients:
-            verdicts.append(managed.group.gradients().nonfinite)
+        if managed is not None and (shard := grads_of(managed.group).shard):
+            verdicts.append(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 
 

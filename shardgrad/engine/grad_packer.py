@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.message_tag import TAG_NUMEL
+from shardgrad.engine.param import ManagedParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
 from shardgrad.features.hfsdp import OuterScatter
@@ -30,18 +33,21 @@ class GradPacker:
         self._group = group
         self._arrivals = arrivals
         self._outer = outer
+        self._params: list[ManagedParam] = []
+        self._layout: ShardLayout | None = None
         self.tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
 
     @property
     def layout(self) -> ShardLayout:
         """Of the trainable parameters."""
-        layout = self._group.gradient_layout
-        if layout is None:
+        if self._layout is None:
             raise RuntimeError(f"unit {self._group.name} was never unsharded")
-        return layout
+        return self._layout
 
-    def start_over(self) -> None:
-        """Takes note that other parameters may be trainable."""
+    def start_over(self, params: Sequence[ManagedParam], layout: ShardLayout | None) -> None:
+        """Takes these for the trainable parameters from now on."""
+        self._params = list(params)
+        self._layout = layout
         self.tails.clear()
         self._nothing = torch.empty(0, dtype=self._group.gather_dtype, device=self._group.mesh.device)
 
@@ -77,7 +83,10 @@ class GradPacker:
         with streams.on(arrivals.home), torch.no_grad():
             arrived = arrivals.gradients
             if self._group.holds_dtensors:
-                arrived = self._group.local_gradients(arrived)
+                arrived = [
+                    None if grad is None else p.cut.local_gradient(grad)
+                    for p, grad in zip(self._params, arrived, strict=True)
+                ]
             grads = [self._nothing if g is None else g.contiguous() for g in arrived]
             alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.direct] if directly else []
             if alone:

@@ -14,6 +14,7 @@ import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream
@@ -85,6 +86,7 @@ class Reduction:
         outer: the second step over two levels, or None.
         crosses: False stops after the first step and keeps the partial sum.
         bound: called with `touched` once the gradients are bound.
+        shard: gives the gradient shard.
 
     Attributes:
         touched: per trainable parameter, whether this rank had a gradient.
@@ -110,6 +112,7 @@ class Reduction:
         outer: OuterScatter | None,
         crosses: bool,
         bound: Callable[[tuple[bool, ...]], None],
+        shard: Callable[[], GradShard],
     ) -> None:
         self._group = group
         self._runtime = runtime
@@ -118,6 +121,7 @@ class Reduction:
         self._outer = outer
         self._crosses = crosses
         self._bound = bound
+        self._shard = shard
         self._done = runtime.streams.event()
         self._landed = False
         self._crossing = False
@@ -168,7 +172,7 @@ class Reduction:
         summands, divisor = self._summands, self._divisor
         if self._group.comms.hook is not None:
             summands, divisor = self._through_hook()
-        gradients, landing = self._group.gradients(), self.landing
+        gradients, landing = self._shard(), self.landing
         accumulate = gradients.prepare()
         if landing is not None and accumulate:
             landing.copy_(gradients.flat, non_blocking=True)
@@ -204,7 +208,7 @@ class Reduction:
 
     @property
     def _tail_offset(self) -> int:
-        return self._group.gradients().values.numel()
+        return self._shard().values.numel()
 
     def complete(self) -> None:
         """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
@@ -223,7 +227,7 @@ class Reduction:
         self.complete()
         self._done.wait(stream)
         if self.landing is not None:
-            self._group.gradients().arrive()
+            self._shard().arrive()
 
     def abandon(self) -> None:
         """Waits for the transport and drops the result."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import ManagedParam, managed_by
 from shardgrad.engine.param_group import ParamGroup
@@ -63,13 +64,12 @@ class Gradients:
 
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
     """Returns a group's gradient shard; None if there has been no backward and nothing was assigned."""
-    if not group.has_gradients:
+    grads = grads_of(group)
+    if grads.shard is None:
         attribute = group.gradient_policy.attribute
         if all(getattr(param, attribute, None) is None for param in params):
             return None
-        if group.gradient_layout is None:
-            group.refresh_trainable()
-    return group.gradients()
+    return grads.require_shard()
 
 
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.root import unit_of
@@ -72,8 +73,8 @@ def touch_from_the_host(streams: RecordedStreams, model: nn.Module) -> None:
             unit = unit_of(module)
             for group in unit.groups if unit is not None else ():
                 streams.access("optimizer writes parameters", group.shard, writes=True)
-                if group.has_gradients:
-                    streams.access("optimizer reads gradients", group.gradients().flat, writes=False)
+                if (shard := grads_of(group).shard) is not None:
+                    streams.access("optimizer reads gradients", shard.flat, writes=False)
 
 
 def train(streams: RecordedStreams, *, micro_batches: int = 1) -> None:

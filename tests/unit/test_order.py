@@ -20,7 +20,7 @@ import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.scheduler import GroupReducer
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
 
@@ -74,9 +74,9 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
-    arrive = GroupReducer._arrive
+    arrive = GradGroup._arrive
 
-    def on_chosen_stream(self: GroupReducer, unsharded: torch.Tensor) -> None:
+    def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
         computed = streams.event()
         computed.record(streams.current())
         with streams.on(choose(unsharded)):
@@ -85,7 +85,7 @@ def arriving_on(
                 streams.access("backward writes gradient", unsharded.grad, writes=True)
             arrive(self, unsharded)
 
-    monkeypatch.setattr(GroupReducer, "_arrive", on_chosen_stream)
+    monkeypatch.setattr(GradGroup, "_arrive", on_chosen_stream)
 
 
 def two_layers() -> nn.Module:
@@ -142,13 +142,13 @@ def test_a_missing_wait_is_found(
     """The recorder can fail: each wait, taken out, is a hazard."""
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
-        arrive = GroupReducer._arrive
+        arrive = GradGroup._arrive
 
-        def forget(self: GroupReducer, unsharded: torch.Tensor) -> None:
+        def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
             arrive(self, unsharded)
-            self.arrivals._foreign.clear()
+            self.collector._foreign.clear()
 
-        monkeypatch.setattr(GroupReducer, "_arrive", forget)
+        monkeypatch.setattr(GradGroup, "_arrive", forget)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:
