@@ -175,15 +175,15 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False accumulates gradients on each rank, in the reduce dtype, without communication."""
         for unit in self._units(recurse):
-            for reducer in unit.reducers:
-                reducer.requires_sync = requires_gradient_sync
-                reducer.requires_all_reduce = requires_gradient_sync
+            for grads in unit.grad_groups:
+                grads.requires_sync = requires_gradient_sync
+                grads.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False (HSDP) reduces inside the shard group only and keeps the partial sum."""
         for unit in self._units(recurse):
-            for reducer in unit.reducers:
-                reducer.requires_all_reduce = requires_all_reduce
+            for grads in unit.grad_groups:
+                grads.requires_all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by `factor` instead of the number of ranks.
@@ -198,8 +198,8 @@ class FSDPModule:
                 got=repr(factor),
                 fix="set_gradient_divide_factor(1.0) to sum instead of averaging",
             )
-        for reducer in self._unit.reducers:
-            reducer.divide_factor = float(factor)
+        for grads in self._unit.grad_groups:
+            grads.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""

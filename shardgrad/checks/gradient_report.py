@@ -59,8 +59,8 @@ def gradient_report(model: nn.Module) -> GradientReport:
         )
     own = {
         p.name: touched
-        for reducer in unit.context.reducers
-        for p, touched in zip(reducer.group.trainable(), reducer.last_touched, strict=False)
+        for grads in unit.context.grad_groups
+        for p, touched in zip(grads.params, grads.last_touched, strict=False)
     }
     group = unit.mesh.shard_group
     everyone: list[dict[str, bool]] = [own] * group.size()

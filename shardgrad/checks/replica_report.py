@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.root import unit_of
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
@@ -104,7 +104,7 @@ def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bo
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, OwedGradient):
+    if isinstance(tensor, ScaledGradient):
         return tensor.unpaid()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 

@@ -18,8 +18,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 
@@ -53,7 +54,7 @@ class _Sample:
 
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor, without applying a pending scale."""
-    if isinstance(grad, OwedGradient):
+    if isinstance(grad, ScaledGradient):
         return grad.unpaid()
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
@@ -155,8 +156,8 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and managed.group.has_gradients:
-            verdicts.append(managed.group.gradients().nonfinite)
+        if managed is not None and (shard := grads_of(managed.group).shard):
+            verdicts.append(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 
 

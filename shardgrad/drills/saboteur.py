@@ -25,7 +25,7 @@ import torch
 
 from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
 from shardgrad.diagnosis.rank_status import place_in_words
-from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.graphs.step import GraphedStep
@@ -345,15 +345,15 @@ def _units(saboteur: Saboteur) -> list[Any]:
 
 def _poison_gradient(saboteur: Saboteur) -> None:
     """Makes the next gradient that arrives here NaN in one element."""
-    inner = Arrivals.take
+    inner = GradCollector.take
 
-    def take(arrivals: Arrivals, unsharded: torch.Tensor, streams: Any) -> bool:
+    def take(arrivals: GradCollector, unsharded: torch.Tensor, streams: Any) -> bool:
         if unsharded.grad is not None and unsharded.ndim == 2:
-            setattr(Arrivals, take.__name__, inner)
+            setattr(GradCollector, take.__name__, inner)
             unsharded.grad.view(-1)[0] = float("nan")
         return inner(arrivals, unsharded, streams)
 
-    setattr(Arrivals, take.__name__, take)
+    setattr(GradCollector, take.__name__, take)
 
 
 def _poison_loss(saboteur: Saboteur) -> None:

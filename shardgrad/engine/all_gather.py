@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
-from shardgrad.engine.streams import Mark, Stream
+from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
+from shardgrad.engine.streams import Stream, StreamEvent
 from shardgrad.engine.trace import span
-from shardgrad.engine.transports import Flight, Transport
+from shardgrad.engine.transports import Transport, Work
 from shardgrad.features.custom_comms import Comms
 from shardgrad.sharding.zero_copy import DirectGather
 
@@ -35,14 +35,14 @@ class Source:
 
     chunk: torch.Tensor
     group: dist.ProcessGroup
-    label: Label
-    ready: Mark | None = None
-    departed: Mark | None = None
+    label: MessageTag
+    ready: StreamEvent | None = None
+    departed: StreamEvent | None = None
     direct: tuple[DirectGather, ...] = ()
 
     def write_label(self) -> None:
         """Puts the label at the end of the chunk, if it is not there yet."""
-        end = self.chunk.narrow(0, self.chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
+        end = self.chunk.narrow(0, self.chunk.numel() - TAG_NUMEL, TAG_NUMEL)
         end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
 
 
@@ -58,7 +58,7 @@ class Gathering:
         self._source = source
         self._finish = finish
         self._slot: Slot
-        self._flights: list[Flight]
+        self._flights: list[Work]
 
     @property
     def is_direct(self) -> bool:
@@ -125,7 +125,7 @@ class Gathering:
         self._slot.release(stream)
 
 
-def _gather_directly(each: DirectGather, transport: Transport) -> Flight:
+def _gather_directly(each: DirectGather, transport: Transport) -> Work:
     """Starts the all-gather of a direct parameter, on the current stream."""
     piece, places = each.piece, each.places
     own = places.parts[transport.rank]

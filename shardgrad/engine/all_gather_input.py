@@ -8,7 +8,7 @@ import torch
 
 from shardgrad.engine.all_gather import Source
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.features.custom_comms import Comms
 from shardgrad.features.hfsdp import InnerShard
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -35,10 +35,10 @@ class Departure:
         mesh: DataParallelMesh,
         home: Home,
         dtype: torch.dtype,
-        label: Label,
+        label: MessageTag,
         runtime: Runtime,
     ) -> None:
-        departed = runtime.streams.mark() if home.is_away else None
+        departed = runtime.streams.event() if home.is_away else None
         levels = mesh.levels
         group = mesh.shard_group if levels is None else levels.outer
         self._source = Source(shard, group, label, departed=departed)

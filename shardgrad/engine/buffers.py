@@ -24,7 +24,7 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 
 __all__ = ["Allocate", "Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
 
@@ -65,9 +65,9 @@ class Slot:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
         self._allocated_on = streams.current()
-        self._ready: dict[Stream, Mark] = {}
+        self._ready: dict[Stream, StreamEvent] = {}
         self._writers: list[Stream] = []
-        self._free = streams.mark()
+        self._free = streams.event()
         self._lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
@@ -132,7 +132,7 @@ class Slot:
         """Says that `stream` has written; call it after the last write. The reader will wait for it."""
         mark = self._ready.get(stream)
         if mark is None:
-            mark = self._ready[stream] = self._streams.mark()
+            mark = self._ready[stream] = self._streams.event()
         mark.record(stream)
         if stream not in self._writers:
             self._writers.append(stream)
@@ -296,7 +296,7 @@ class RecurringBuffer:
         storage = self.tensor.untyped_storage()
         current = self._streams.current()
         if storage.nbytes() and current != self._home:
-            used = self._streams.mark()
+            used = self._streams.event()
             used.record(current)
             used.wait(self._home)
         storage.resize_(0)

@@ -50,7 +50,7 @@ class Runtime:
             self.gather_ring, self.reduce_ring = like.gather_ring, like.reduce_ring
             self._transports, self._own_transports = like._transports, like._own_transports
             self._special_rings = like._special_rings
-        self.parameters_ready = self.streams.mark()
+        self.parameters_ready = self.streams.event()
         self._choose_transport = transports or partial(transport_for, device=device)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:

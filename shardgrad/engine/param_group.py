@@ -14,7 +14,7 @@ Each of these faces is one object for the life of the model; see `param.py` and 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from enum import Enum, auto
 
@@ -26,11 +26,10 @@ from shardgrad.engine.all_gather import Gathering, Source
 from shardgrad.engine.all_gather_input import Departure
 from shardgrad.engine.buffers import Recurring
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import ManagedParam, Owner, local_of, mark_sharded
 from shardgrad.engine.replaced_params import Registration, adopt
-from shardgrad.engine.streams import Mark
+from shardgrad.engine.streams import StreamEvent
 from shardgrad.engine.trace import span
 from shardgrad.engine.unsharded import UnshardedParams
 from shardgrad.features.custom_comms import Comms
@@ -74,7 +73,8 @@ class ParamGroup:
         state: see the module docstring.
         shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they are only carried), at home.
         is_flat: True if the sharded faces are views of `shard`.
-        generation: how often parameters were replaced and taken over; see `replaced_params.py`.
+        generation: how often parameters were replaced and taken over; see `replaced_params.py`. A gradient
+            shard made for an earlier one is of no use: its gradients belong to parameters that are gone.
         holds_dtensors: True if some parameter came as a DTensor; its gradients do too.
         steps_taken: how often an optimizer has moved the parameters; see `checks/optimizer_hooks.py`.
         comms: what carries the group's messages; for a program to change while nothing is in flight.
@@ -100,10 +100,8 @@ class ParamGroup:
         self.mp_policy = mp_policy
         self.state = ShardState.SHARDED
         self.set_channel("", 0)
-        # Called once the unsharded parameters exist; the reducer puts its hooks on them.
-        self.on_new_unsharded: Callable[[], None] = lambda: None
         self._gathering: Gathering | None = None
-        self._whole: Mark | None = None
+        self._whole: StreamEvent | None = None
         self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
         self._kept = self._kept_is_wanted = False
         self.comms = Comms()
@@ -122,9 +120,9 @@ class ParamGroup:
     def set_channel(self, name: str, channel: int) -> None:
         """Names the group's messages; `channel` comes from `same_model.py`, the same on every rank."""
         self.name = name
-        self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
-        self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
-        self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
+        self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * channel)
+        self._regather_tag = MessageTag.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
+        self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * channel + 2)
         self._departure: Departure | None = None
         self._post_forward: PostForwardShard | None = None
 
@@ -175,12 +173,18 @@ class ParamGroup:
 
     def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
-        self.layout = self._layout_of(self.params, with_flags=False)
+        self.layout = self.layout_of(self.params, with_flags=False)
         home = Home(torch.device("meta")) if on_meta else self.home
         self.shard = home.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
 
-    def _layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+    def layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+        """Returns the layout of some of the group's parameters.
+
+        Args:
+            params: in the group's order.
+            with_flags: reserve one element for each behind the pieces.
+        """
         return ShardLayout.of(
             [stored_shape(p.cut.shape, self.dtype) if self._carries else p.cut.shape for p in params],
             self.mesh.shard_size,
@@ -207,78 +211,10 @@ class ParamGroup:
         self._unsharded: Recurring | None = None
         self._departure = None
         self._post_forward = None
-        self._trainable: tuple[bool, ...] | None = None
-        self.gradient_layout: ShardLayout | None = None
-        self._gradient_shard: GradientShard | None = None
-
-    # -- trainability and gradients ---------------------------------------------------------------------
-
-    def trainable(self) -> list[ManagedParam]:
-        """Returns the parameters that require grad now, in order."""
-        return [p for p in self.params if p.sharded.requires_grad]
-
-    @property
-    def has_trainable(self) -> bool:
-        """True if some parameter required grad when `refresh_trainable` last looked."""
-        return self.gradient_layout is not None and bool(self.gradient_layout.pieces)
-
-    def refresh_trainable(self) -> bool:
-        """Takes note of which parameters require grad; True if that changed since the last call.
-
-        A program may have frozen a whole parameter, as a forward left it; that is meant for the sharded one.
-        """
-        for p, known in zip(self.params, self._trainable or (), strict=False):
-            if p.unsharded is not None and p.unsharded.requires_grad != known:
-                p.sharded.requires_grad_(not known)
-        now = tuple(p.sharded.requires_grad for p in self.params)
-        if now == self._trainable:
-            return False
-        self._trainable = now
-        self._gradient_shard = None
-        self.gradient_layout = self._layout_of(self.trainable(), with_flags=True)
-        for p in self.params:
-            if p.unsharded is not None:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
-        return True
-
-    def local_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns what this rank packs of the trainable parameters' gradients; see `Cut.local_gradient`."""
-        return [
-            None if grad is None else p.cut.local_gradient(grad)
-            for p, grad in zip(self.trainable(), grads, strict=True)
-        ]
-
-    @property
-    def has_gradients(self) -> bool:
-        """True once the gradient shard exists."""
-        return self._gradient_shard is not None
-
-    @property
-    def gradient_shard(self) -> GradientShard | None:
-        """The gradient shard, if there is one."""
-        return self._gradient_shard
-
-    def gradients(self) -> GradientShard:
-        """Returns the persistent gradient shard, allocating it at the first call."""
-        if self._gradient_shard is None:
-            layout = self.gradient_layout
-            if layout is None:
-                raise RuntimeError("gradients() before refresh_trainable(): the group was never unsharded")
-            self._gradient_shard = GradientShard(
-                [p.sharded for p in self.trainable()],
-                layout,
-                self.mesh,
-                self.gradient_dtype,
-                self.gradient_policy,
-                self.home,
-            )
-        return self._gradient_shard
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what the group keeps from step to step, with its owner; storage that is gone has 0 bytes."""
         yield "parameters", self.shard.untyped_storage()
-        if self._gradient_shard is not None:
-            yield "gradients", self._gradient_shard.flat.untyped_storage()
         if self._unsharded is not None:
             for storage in self._unsharded.storages():
                 yield "whole parameters", storage
@@ -327,7 +263,7 @@ class ParamGroup:
             return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
         if self._departure is None:
             self._departure = Departure(
-                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_label, runtime
+                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_tag, runtime
             )
         source = self._departure.source(self.comms, self.name, self._version)
         return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
@@ -371,7 +307,7 @@ class ParamGroup:
                 self._unpack(chunks, layout)
             finally:
                 gathering.release(stream)
-        self._whole = self._whole or self._runtime.streams.mark()
+        self._whole = self._whole or self._runtime.streams.event()
         self._whole.record(stream)
         if cut is not None:
             cut.free()
@@ -392,7 +328,6 @@ class ParamGroup:
             self._unsharded = UnshardedParams(
                 self.params, self.layout, self.shard, self.gather_dtype, device, streams
             )
-            self.on_new_unsharded()
         return self._unsharded
 
     def cancel_unshard(self) -> None:
@@ -460,7 +395,7 @@ class ParamGroup:
                 self._runtime.streams,
                 alignment=self.alignment,
                 dtype=self.gather_dtype,
-                label=self._regather_label,
+                label=self._regather_tag,
             )
         return self._post_forward
 
@@ -509,9 +444,6 @@ class ParamGroup:
                 p.alias(view)
                 p.register(new)
                 mark_sharded(p)
-        # A gradient that moved along with its parameter is in foreign memory now, and one of a replaced
-        # parameter belongs to an object nobody holds: the next reduction makes a new shard.
-        self._gradient_shard = None
 
     def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
         """Returns the group of the parameters that stay when others move to another one.

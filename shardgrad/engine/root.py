@@ -77,8 +77,8 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     earlier = {each.context for each in units if each.context is not None}
     for each in units:
         each.context = context
-        for reducer in each.reducers:
-            reducer.scheduler = context.scheduler
+        for grads in each.grad_groups:
+            grads.scheduler = context.scheduler
     for other in sorted(earlier, key=lambda c: c.root.name):
         context.inherit(other)
     return context

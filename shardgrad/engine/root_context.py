@@ -17,7 +17,8 @@ import torch
 from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.scheduler import GroupReducer, ReductionScheduler
+from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.trace import span
 
 if TYPE_CHECKING:
@@ -75,9 +76,9 @@ class RootContext:
         self.scheduler.is_last_backward = is_last_backward
 
     @property
-    def reducers(self) -> list[GroupReducer]:
-        """Every group's reducer, in construction order."""
-        return [reducer for unit in self.units for reducer in unit.reducers]
+    def grad_groups(self) -> list[GradGroup]:
+        """Every group's gradients, in construction order."""
+        return [grads for unit in self.units for grads in unit.grad_groups]
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class RootContext:
         streams = self.runtime.streams
         if event is None:
             self._written.record(streams.current())
-        self.runtime.parameters_ready = self._written if event is None else streams.mark_of(event)
+        self.runtime.parameters_ready = self._written if event is None else streams.event_of(event)
 
     def size_reduce_ring(self) -> None:
         """Lets as many reductions be in flight as one of the units asked for."""
@@ -186,7 +187,7 @@ class RootContext:
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
             for unit in self.units:
                 unit.finish_backward()
-            self.scheduler.drain(self.reducers, wait=self.is_last_backward)
+            self.scheduler.drain(self.grad_groups, wait=self.is_last_backward)
             if self.is_last_backward:
                 self._backward_order.clear()
             for unit in self.units:
@@ -198,7 +199,7 @@ class RootContext:
         """Fixes this iteration's collectives. See [Note: Participation]."""
         self.keep_gathered = True
         self._gathered = 0
-        self.scheduler.enroll(self.reducers if with_gradients else [])
+        self.scheduler.enroll(self.grad_groups if with_gradients else [])
 
     def gather_through(self, unit: Unit | None) -> None:
         """Under participation, gathers every unit up to and including `unit` (None: all), in order."""
@@ -239,7 +240,7 @@ class RootContext:
         self._backward_order.clear()
         for unit in self.units:
             unit.abandon()
-        self.scheduler.abandon(self.reducers)
+        self.scheduler.abandon(self.grad_groups)
 
     def rest(self) -> None:
         """Brings everything under this root to rest: nothing in flight, no parameter whole.

@@ -33,11 +33,11 @@ from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.engine.collect_params import Guest
 from shardgrad.engine.comm_context import Runtime
 from shardgrad.engine.dynamo import outside_graphs
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param_group import ParamGroup, ShardState
 from shardgrad.engine.replaced_params import require_data
 from shardgrad.engine.root import establish_context
 from shardgrad.engine.root_context import RootContext, inside_backward
-from shardgrad.engine.scheduler import GroupReducer
 from shardgrad.engine.trace import span
 from shardgrad.sharding.mesh import DataParallelMesh
 
@@ -96,7 +96,7 @@ class Unit:
         self.context: RootContext | None = None
         self.guests: list[Guest] = []
         self.groups: list[ParamGroup] = []
-        self.reducers: list[GroupReducer] = []
+        self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
         self._methods_running = 0
         self._outstanding = 0
@@ -115,9 +115,9 @@ class Unit:
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replaces the unit's groups, which are for what the program has set so far; only while building."""
         self.groups = list(groups)
-        earlier, self.reducers = self.reducers, [GroupReducer(group) for group in groups]
-        for reducer in self.reducers if earlier else ():
-            reducer.follow(earlier[0])
+        earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
+        for grads in self.grad_groups if earlier else ():
+            grads.follow(earlier[0])
         self._group_of = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
 
     def set_reshard_after_forward(self, flag: bool) -> None:
@@ -140,9 +140,9 @@ class Unit:
     def wait_for_unshard(self, context: RootContext) -> None:
         """Ends them; parameters are whole for the current stream afterwards."""
         stream = context.runtime.streams.current()
-        for group, reducer in zip(self.groups, self.reducers, strict=True):
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
             group.wait_for_unshard()
-            reducer.arrivals.home = stream
+            grads.unsharded_for(stream)
 
     def reshard(self, *, for_good: bool = False) -> None:
         """Shows the shards, and frees whole parameters; those that a stage keeps only `for_good`."""
@@ -176,12 +176,11 @@ class Unit:
             True if parameters were replaced: their shard has been written on the current stream.
         """
         replaced = False
-        for group, reducer in zip(self.groups, self.reducers, strict=True):
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
             replaced |= group.adopt()
             require_data(group)
             group.reshard_if_stale()
-            if group.refresh_trainable():
-                reducer.attach()
+            grads.refresh_trainable()
         return replaced
 
     # -- forward ----------------------------------------------------------------------------------------
@@ -238,9 +237,9 @@ class Unit:
         self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
         """Puts a node under the inputs that need gradients, to learn when their gradients are all there."""
-        for reducer in self.reducers:
-            if reducer.group.has_trainable:
-                context.scheduler.enter(reducer)
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.enter(grads)
         if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
             return tuple(self._watch(args, counted=counted)), kwargs  # the common case, without a tree
         leaves, spec = tree_flatten((args, kwargs))
@@ -305,9 +304,9 @@ class Unit:
         journal.unit = self.name
         context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
-        for reducer in self.reducers:
-            if reducer.group.has_trainable:
-                context.scheduler.expect(reducer)
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.expect(grads)
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name):
@@ -336,12 +335,12 @@ class Unit:
             again = self._next_backward is self and self._outstanding > 0
             if self.reshard_after_backward and not again and not context.keep_gathered:
                 streams = context.runtime.streams
-                for reducer in self.reducers:
-                    reducer.arrivals.order_before(streams.current(), streams)
+                for grads in self.grad_groups:
+                    grads.collector.order_before(streams.current(), streams)
                 self.reshard()
             if self._outstanding == 0 and context.scheduler.backward_running:
-                for reducer in self.reducers:
-                    context.scheduler.close(reducer)
+                for grads in self.grad_groups:
+                    context.scheduler.close(grads)
 
     def finish_backward(self) -> None:
         """At the end of a backward: parameters still whole are freed, unless they are to be kept."""

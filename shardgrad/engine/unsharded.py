@@ -14,7 +14,7 @@ from torch import nn
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, RecurringBuffer
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import ManagedParam, mark_whole
 from shardgrad.engine.streams import Stream, Streams
 from shardgrad.sharding.byte_params import from_bytes, is_carried, unpack_bytes
@@ -51,7 +51,7 @@ class UnshardedParams:
     ) -> None:
         self._buffer = RecurringBuffer(layout.unsharded_numel, dtype, device, streams)
         self._streams = streams
-        self._ready = streams.mark()
+        self._ready = streams.event()
         self._unpack = unpack_bytes if is_carried(params[0].sharded.dtype) else ops.unpack
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
@@ -69,7 +69,7 @@ class UnshardedParams:
         return DirectGather(
             shard.narrow(0, piece.shard_offset, piece.shard_numel),
             Chunks(whole, whole.split(piece.shard_numel)),
-            Label.unseen(f"all-gather of {name}"),
+            MessageTag.unseen(f"all-gather of {name}"),
         )
 
     def lend(self, stream: Stream) -> None:

@@ -17,9 +17,9 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.streams import Stream
-from shardgrad.engine.transports import Flight, StreamTransport, Transport
+from shardgrad.engine.transports import StreamTransport, Transport, Work
 
 __all__ = ["Comms", "Memory", "Route", "new_reduce_group", "start_symmetric_memory"]
 
@@ -163,7 +163,7 @@ class _CommTransport(StreamTransport):
         super().__init__(group)
         self._comm = comm
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: as safe as the program's own."""
         own = staging.parts[self.rank]
         if chunk.data_ptr() != own.data_ptr():
@@ -177,7 +177,7 @@ class _CommTransport(StreamTransport):
 
         return self.started(call, own, list(staging.parts), label.what)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
         out = receive.parts[0]
 

@@ -22,9 +22,9 @@ import torch
 from shardgrad.engine.all_gather import Gathering, Source
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
+from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.streams import Stream
-from shardgrad.engine.transports import Flight
+from shardgrad.engine.transports import Work
 from shardgrad.features.custom_comms import Comms
 from shardgrad.sharding.mesh import TwoLevels
 
@@ -53,13 +53,13 @@ class InnerShard:
     """
 
     def __init__(
-        self, levels: TwoLevels, chunk_numel: int, dtype: torch.dtype, label: Label, runtime: Runtime
+        self, levels: TwoLevels, chunk_numel: int, dtype: torch.dtype, label: MessageTag, runtime: Runtime
     ) -> None:
         self._levels = levels
         self._runtime = runtime
         with torch.inference_mode(mode=False):
             flat = torch.empty(levels.outer.size() * chunk_numel, dtype=dtype, device=runtime.device)
-        self._filled = runtime.streams.mark()
+        self._filled = runtime.streams.event()
         self._filled.record(runtime.streams.current())  # whoever had this memory before is here
         # The last chunk ends in the label, as all of them do.
         self.source = Source(flat, levels.inner, label, ready=self._filled)
@@ -95,7 +95,7 @@ class OuterScatter:
 
     def __init__(self, levels: TwoLevels) -> None:
         self._levels = levels
-        self._digits: dict[tuple[Label, torch.dtype], torch.Tensor] = {}
+        self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def receive_chunks(self, runtime: Runtime) -> int:
@@ -128,7 +128,7 @@ class OuterScatter:
         """Returns this rank's chunk of an inner shard."""
         return inner.chunk(self._levels.outer.size())[self._levels.outer.rank()]
 
-    def launch(self, inner: torch.Tensor, receive: Chunks, label: Label, runtime: Runtime) -> Flight:
+    def launch(self, inner: torch.Tensor, receive: Chunks, label: MessageTag, runtime: Runtime) -> Work:
         """Starts a reduce-scatter over the outer axis.
 
         Args:
@@ -146,7 +146,7 @@ class OuterScatter:
             digits = torch.tensor(label.digits, dtype=inner.dtype).to(inner.device)
             self._digits[label, inner.dtype] = digits
         # The first step has added up the labels along with everything else.
-        inner.view(size, -1)[:, -LABEL_NUMEL:].copy_(digits)
+        inner.view(size, -1)[:, -TAG_NUMEL:].copy_(digits)
         return runtime.transport(self._levels.outer).reduce_scatter(
             Chunks(inner, inner.split(inner.numel() // size)), receive, label
         )

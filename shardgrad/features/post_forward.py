@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from shardgrad.engine.buffers import RecurringBuffer
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
+from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.param import ManagedParam
 from shardgrad.engine.streams import Streams
 from shardgrad.sharding.layout import ShardLayout
@@ -42,7 +42,7 @@ class PostForwardShard:
         *,
         alignment: int,
         dtype: torch.dtype,
-        label: Label,
+        label: MessageTag,
     ) -> None:
         self.mesh = mesh
         self._params = params
@@ -62,7 +62,7 @@ class PostForwardShard:
             self._views = self.layout.local_views(self.chunk, mesh.shard_rank)
         for p in params:
             p.post_forward = None
-        self.ready = streams.mark()
+        self.ready = streams.event()
 
     def fill(self) -> None:
         """Copies this rank's rows out of the whole parameters.
@@ -75,7 +75,7 @@ class PostForwardShard:
             for p, view, piece in zip(self._params, self._views, self.layout.pieces, strict=True):
                 view.copy_(piece.of(p.whole.detach(), rank))
             # Each time, since the memory is another; from the device, so that nobody waits.
-            self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL).copy_(self._digits)
+            self.chunk.narrow(0, self.layout.chunk_numel - TAG_NUMEL, TAG_NUMEL).copy_(self._digits)
         self.ready.record(self._streams.current())
 
     def show(self) -> None:

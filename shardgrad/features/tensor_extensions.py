@@ -30,7 +30,7 @@ from shardgrad.engine.all_gather import Source
 from shardgrad.engine.all_gather_input import Departure
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.message_tag import TAG_NUMEL
 from shardgrad.engine.param import ManagedParam, is_extension, local_of, mark_sharded, mark_whole
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import ExtensionError, unsupported
@@ -193,7 +193,7 @@ class ExtensionGroup(ParamGroup):
             p.expected_local = local_of(p.sharded)
 
     def _allocate(self, *, on_meta: bool = False) -> None:
-        self.layout = self._layout_of(self.params, with_flags=False)
+        self.layout = self.layout_of(self.params, with_flags=False)
         self.shard = torch.empty(0, dtype=_BYTE, device="meta" if on_meta else self.mesh.device)
         self._forget_derived()
 
@@ -202,7 +202,6 @@ class ExtensionGroup(ParamGroup):
         self._inputs: list[list[_Input]] = []
         self._metadata: list[Any] = []
         self._recurring = _Recurring()
-        self._filled = False
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, which is memory of the subclass's own."""
@@ -221,7 +220,6 @@ class ExtensionGroup(ParamGroup):
             p.expected_local = local_of(new)
             p.register(new)
             mark_sharded(p)
-        self._gradient_shard = None
 
     def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
         """See `ParamGroup.without`."""
@@ -248,7 +246,7 @@ class ExtensionGroup(ParamGroup):
                     into = self.shard.narrow(0, place.offset, place.nbytes)
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
         if self._departure is None:
-            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_label, runtime)
+            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_tag, runtime)
         return self._departure.source(self.comms, self.name, self._version)
 
     def _ask(self, p: ManagedParam) -> tuple[Sequence[torch.Tensor], Any]:
@@ -301,7 +299,7 @@ class ExtensionGroup(ParamGroup):
                 inputs.append(_Input(offset, nbytes, tensor.size(), output))
                 offset += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
             self._inputs.append(inputs)
-        offset += -(-LABEL_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+        offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         self.shard = torch.zeros(offset, dtype=_BYTE, device=self.mesh.device)
 
     def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
@@ -317,13 +315,9 @@ class ExtensionGroup(ParamGroup):
                     pieces += [chunk.narrow(0, place.offset, place.nbytes) for chunk in chunks]
             if into:
                 torch._foreach_copy_(into, pieces)
-            is_first = not self._filled
             for p, inputs, metadata in zip(self.params, self._inputs, self._metadata, strict=True):
                 self._finish(p, tuple(place.gathered for place in inputs), metadata)
             self._metadata = []
-            self._filled = True
-        if is_first:
-            self.on_new_unsharded()
 
     def _finish(self, p: ManagedParam, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
         """Makes the unsharded face, or fills it again."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardgrad.engine.grad_shard import GradientFacts
+from shardgrad.engine.grad_shard import GradFacts
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import Registration
@@ -33,7 +33,7 @@ _IS_LAST = attrgetter("is_last_backward")
 _STATE = attrgetter("state")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
-_GRADIENT_SHARD = attrgetter("gradient_shard")
+_GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -58,10 +58,10 @@ class ModuleState(Capturable):
         """Collects what guards and snapshots read."""
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_uncapturable_groups(self._groups)
+        self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
         self._collected_from = self._identities()
         contexts = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
         self._contexts: list[RootContext] = list(contexts.values())
-        self._reducers = [reducer for unit in self._units for reducer in unit.reducers]
         params = [p for group in self._groups for p in group.params]
         self._sharded = [p.sharded for p in params]
         unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
@@ -70,14 +70,14 @@ class ModuleState(Capturable):
         ]
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
-        shards = map(_GRADIENT_SHARD, self._groups)
-        self._gradients = GradientFacts([shard for shard in shards if shard is not None])
+        shards = map(_GRAD_SHARD, self._grad_groups)
+        self._gradients = GradFacts([shard for shard in shards if shard is not None])
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns the objects that `_collect` started from; units get their root in the first forward."""
         return (
             list(map(_CONTEXT, self._units)),
-            list(map(_GRADIENT_SHARD, self._groups)),
+            list(map(_GRAD_SHARD, self._grad_groups)),
             list(map(_GENERATION, self._groups)),
         )
 
@@ -110,7 +110,7 @@ class ModuleState(Capturable):
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
             tuple(map(_IS_LAST, self._contexts)),
-            tuple(map(_STATE, self._reducers)),
+            tuple(map(_STATE, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
@@ -123,26 +123,26 @@ class ModuleState(Capturable):
             unit.unshard_in_backward = in_backward
         for context, flag in zip(self._contexts, is_last, strict=True):
             context.is_last_backward = flag
-        for reducer, state in zip(self._reducers, states, strict=True):
-            reducer.state = state
+        for grads, state in zip(self._grad_groups, states, strict=True):
+            grads.state = state
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
             context.rest()
-            context.runtime.streams.forget_marks()
+            context.runtime.streams.forget_events()
 
     def abort_capture(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.runtime.streams.forget_marks()
+            context.runtime.streams.forget_events()
             context.recover()
 
     def before_eager_region(self) -> None:
         """See `Capturable`."""
-        for group in self._groups:
-            if group.has_gradients:
-                group.gradients().pay()
+        for grads in self._grad_groups:
+            if grads.shard is not None:
+                grads.shard.pay()
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -152,7 +152,7 @@ class ModuleState(Capturable):
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
-        shards = [group.gradients() for group in self._groups if group.has_gradients]
+        shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
         bindings = [(shard, shard.binding()) for shard in shards]
         switches = self._switches()
 
@@ -179,7 +179,7 @@ class ModuleState(Capturable):
 
     def reports(self) -> dict[str, torch.Tensor]:
         """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
-        flags = [group.gradients().flags for group in self._groups if group.has_gradients]
+        flags = [grads.shard.flags for grads in self._grad_groups if grads.shard is not None]
         return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
 
     def replayed(self) -> None:
@@ -196,14 +196,14 @@ class ModuleState(Capturable):
                 if param.grad is not None:
                     yield f"gradient of {name}", param.grad
         yield from self._module.named_buffers()
-        for group, reducer in zip(self._groups, self._reducers, strict=True):
+        for group, grads in zip(self._groups, self._grad_groups, strict=True):
             yield f"shard of {group.name}", group.shard
-            if group.has_gradients:
-                shard = group.gradients()
+            shard = grads.shard
+            if shard is not None:
                 yield f"gradient shard of {group.name}", shard.flat
                 if shard.owed is not None:
                     yield f"pending scale of the gradients of {group.name}", shard.owed
-            for what, buffer in reducer.buffers().items():
+            for what, buffer in grads.buffers().items():
                 yield f"{what} of {group.name}", buffer
 
 

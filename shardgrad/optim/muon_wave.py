@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
@@ -82,7 +83,7 @@ class Member:
         self.transport = None if first is None else first.group.mesh.shard_group
         self.world_size = 1 if first is None else first.group.mesh.shard_size
         self.rank = 0 if first is None else first.group.mesh.shard_rank
-        self._shard: GradientShard | None = None if first is None else first.group.gradients()
+        self._shard: GradShard | None = None if first is None else grads_of(first.group).require_shard()
         places = [0 if self._shard is None else self._shard.place_of(param) for param in segment.params]
         # Frozen parameters have no place among the gradients, and none here.
         self._chosen = [i for i, place in enumerate(places) if place is not None]

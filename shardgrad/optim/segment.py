@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, OptimizerParameterError
@@ -161,7 +161,7 @@ class ShardedSegment(Segment):
             offset += group.layout.pieces[self._place[id(managed)]].span
         self.numel = offset
         self.rank = group.mesh.shard_rank
-        self._shard: GradientShard | None = None
+        self._shard: GradShard | None = None
         self._generation = group.generation
         self._snapshot = Snapshot(self.params)
         self._places: list[int] = []
@@ -239,7 +239,7 @@ class ShardedSegment(Segment):
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
 
-    def _tabulate(self, shard: GradientShard) -> None:
+    def _tabulate(self, shard: GradShard) -> None:
         """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""
         pieces, places = [], []
         for i, (managed, offset) in enumerate(zip(self._members, self._offsets, strict=True)):

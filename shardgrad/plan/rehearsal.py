@@ -185,8 +185,8 @@ class _Rehearsing:
         """Returns who owns the memory that outlives a step."""
         owners: dict[int, str] = {}
         keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
-        for reducer in self._context.reducers:
-            keepers += [reducer.memory(), reducer.group.memory()]
+        for grads in self._context.grad_groups:
+            keepers += [grads.memory(), grads.group.memory()]
         for owner, storage in chain.from_iterable(keepers):
             owners[storage._cdata] = owner
         for _, tensor in self._optimizer.buffers():

@@ -30,7 +30,7 @@ from functools import cached_property
 
 import torch
 
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.message_tag import TAG_NUMEL
 
 __all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
 
@@ -154,7 +154,7 @@ class ShardLayout:
         for i in dict.fromkeys((*first, *range(len(pieces)))):
             pieces[i] = replace(pieces[i], shard_offset=shard_offset)
             shard_offset += pieces[i].span
-        tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
+        tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
@@ -218,7 +218,7 @@ class ShardLayout:
 
     @property
     def tail_numel(self) -> int:
-        """Elements of the tail; the last `LABEL_NUMEL` are the label."""
+        """Elements of the tail; the last `TAG_NUMEL` are the label."""
         return self.chunk_numel - self.tail_offset
 
     @property

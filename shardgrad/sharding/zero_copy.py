@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.message_tag import MessageTag
 
 __all__ = ["DIRECT_NBYTES", "DirectGather", "travels_directly"]
 
@@ -63,4 +63,4 @@ class DirectGather:
 
     piece: torch.Tensor
     places: Chunks
-    label: Label
+    label: MessageTag

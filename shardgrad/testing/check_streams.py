@@ -288,27 +288,27 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
     rings = (context.runtime.gather_ring, context.runtime.reduce_ring)
     for slot in (slot for ring in rings for slot in ring._made):
         yield _range(slot._bytes, "the engine's staging memory")
-    for reducer in context.reducers:
-        group = reducer.group
+    for grads in context.grad_groups:
+        group = grads.group
         yield _range(group.shard, f"shard of {group.name or 'the root'}")
-        if group.has_gradients:
-            yield _range(group.gradients().flat, f"gradients of {group.name or 'the root'}")
-        if reducer._accumulator is not None:
-            yield _range(reducer._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
+        if grads.shard is not None:
+            yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
+        if grads._accumulator is not None:
+            yield _range(grads._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
     """Yields what belongs to one parameter, as it is now."""
-    for reducer in context.reducers:
-        group = reducer.group
+    for grads in context.grad_groups:
+        group = grads.group
         for p in group.params:
             yield _range(local_of(p.sharded), f"shard of {p.name}")
             if p.unsharded is not None and p.unsharded.untyped_storage().nbytes():
                 yield _range(p.unsharded, f"parameter {p.name}")
-        for place, p in enumerate(group.trainable()):
-            if group.has_gradients:
-                yield _range(group.gradients().view(place), f"gradient of {p.name}")
-        for p, grad in zip(group.trainable(), reducer.arrivals.gradients, strict=False):
+        for place, p in enumerate(grads.params):
+            if grads.shard is not None:
+                yield _range(grads.shard.view(place), f"gradient of {p.name}")
+        for p, grad in zip(grads.params, grads.collector.gradients, strict=False):
             if grad is not None:
                 yield _range(grad, f"gradient of {p.name}")
             if p.unsharded is not None and p.unsharded.grad is not None:

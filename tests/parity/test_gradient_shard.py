@@ -134,7 +134,7 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
 
     def addresses() -> list[int]:
         slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring._made]
-        shards = [group.gradients().flat.data_ptr() for unit in units for group in unit._unit.groups]
+        shards = [grads.require_shard().flat.data_ptr() for unit in units for grads in unit._unit.grad_groups]
         return slots + shards
 
     before = addresses()

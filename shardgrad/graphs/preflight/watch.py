@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.graphs.preflight.op_issues import OpCall, OpIssue, op_issues, synchronizing_functions
 from shardgrad.graphs.preflight.op_trace import Operand, StepTrace, TracedOp
@@ -270,7 +270,7 @@ def _address(tensor: Any) -> int | None:
 def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
-        if isinstance(leaf, OwedGradient):
+        if isinstance(leaf, ScaledGradient):
             yield leaf.unpaid()  # identity and address, not the values
         elif isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)

@@ -375,7 +375,7 @@ class _Training:
         """Makes the nodes that accumulate gradients, each in its stream; forward finds them there."""
         owners = [*zip(self.net.layers, plan.units, strict=True), (self.net, plan.units[-1])]
         for module, places in owners:
-            whole = [p.unsharded for group in module._unit.groups for p in group.trainable()]
+            whole = [p.unsharded for grads in module._unit.grad_groups for p in grads.params]
             if places.hooks is None or any(param is None for param in whole):
                 continue  # not before the first step has made them
             with self.streams.at(places.hooks):
