@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Line, journal
+from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
 
 __all__ = ["Peers"]
@@ -23,7 +23,8 @@ _ERRORS: dict[str, type[ShardgradError]] = {
 class Peers:
     """The ranks of a group; one process where there is none. What takes a `what` is a collective.
 
-    Each is noted in the journal as "the `what` of the checkpoint", which is how it is called when it hangs.
+    Each is noted in the flight recorder as "the `what` of the checkpoint", which is how it is called when it
+    hangs.
 
     Args:
         group: a process group; None is the default group.
@@ -36,10 +37,10 @@ class Peers:
         is_joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
         self.count = dist.get_world_size(group) if is_joined else 1
-        self._line: Line | None = None
+        self._log: GroupLog | None = None
         if self.count > 1:
-            self._line = journal.line(group or dist.distributed_c10d._get_default_group())
-            self._line.is_aside = aside
+            self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
+            self._log.is_background = aside
 
     @property
     def leads(self) -> bool:
@@ -94,34 +95,34 @@ class Peers:
         if not found:
             return result
         rank, (kind, said, expected, got, where, fix) = found[0]
-        if self._line is not None:
-            whose = f"rank {self._line.ranks[rank]}"
+        if self._log is not None:
+            whose = f"rank {self._log.ranks[rank]}"
             where = whose if where is None else f"{where}; {whose}"
         raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from cause
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
-        """Says in the journal that training waits in the block for what another thread has begun here."""
-        if self._line is not None:
-            journal.waits_in = self._line, None
+        """Tells the flight recorder that training waits in the block for a collective of another thread."""
+        if self._log is not None:
+            recorder.waits_in = self._log, None
         try:
             yield
         except TimeoutError:  # the caller's patience, not the collective's
-            journal.waits_in = None
+            recorder.waits_in = None
             raise
-        journal.waits_in = None  # not if it raised: then it is what is asked for
+        recorder.waits_in = None  # not if it raised: then it is what is asked for
 
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:
         """Notes a collective: one for which training waits, unless it is begun by another thread."""
-        line, words = self._line, f"{what} of the checkpoint"
+        line, words = self._log, f"{what} of the checkpoint"
         if line is None:
             yield
         elif threading.get_ident() == self._trains:
-            with line.awaited(words):
+            with line.waiting(words):
                 yield
         else:
-            line.begin(words, None)
+            line.record(words, None)
             yield
 
 

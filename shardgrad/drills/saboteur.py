@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
-from shardgrad.diagnosis.rank_status import place_in_words
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
+from shardgrad.diagnosis.rank_status import describe_location
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup
@@ -44,7 +44,7 @@ class PartSpot:
     """Inside a part of a step: at its beginning, or as one of its collectives begins.
 
     Args:
-        part: as the journal calls it.
+        part: as the flight recorder calls it.
         collective: 0 for the beginning of the part, else the collective counted from 1.
     """
 
@@ -92,9 +92,9 @@ class Trace:
     Attributes:
         plan_rank: who.
         at_s: `time.monotonic()`, which all processes of a machine share.
-        step: of the journal.
-        part: of the journal.
-        unit: of the journal.
+        step: of the flight recorder.
+        part: of the flight recorder.
+        unit: of the flight recorder.
         recent: the last collectives that this rank had begun, oldest first.
         begun: how many it had begun in each group of ranks, by name.
         pid: of this rank.
@@ -112,7 +112,7 @@ class Trace:
     @property
     def place(self) -> str:
         """In words, as reports have it."""
-        return place_in_words(self.step, self.part, self.unit)
+        return describe_location(self.step, self.part, self.unit)
 
     @classmethod
     def read(cls, path: Path) -> Trace | None:
@@ -144,7 +144,7 @@ class Saboteur:
     @property
     def is_here(self) -> bool:
         """Whether this process is the rank, and this the step, of the plan, and nothing was done yet."""
-        here = os.environ.get("RANK") == str(self.plan.rank) and journal.step == self.plan.step
+        here = os.environ.get("RANK") == str(self.plan.rank) and recorder.step == self.plan.step
         return here and not self._is_done
 
     def entered(self, part: str) -> None:
@@ -160,7 +160,7 @@ class Saboteur:
         """A collective is about to begin."""
         self._about = what
         spot = self.plan.spot
-        if self.is_here and isinstance(spot, PartSpot) and spot.part == journal.part and spot.collective:
+        if self.is_here and isinstance(spot, PartSpot) and spot.part == recorder.phase and spot.collective:
             self._collectives += 1
             if self._collectives == spot.collective:
                 self.act()
@@ -176,16 +176,16 @@ class Saboteur:
     def act(self) -> None:
         """Writes the trace and does the deed."""
         self._is_done = True
-        recent = [entry.what for line in journal.lines() for entry in line.recent][-8:]
+        recent = [entry.name for line in recorder.group_logs() for entry in line.recent][-8:]
         recent += [self._about] if self._about else []
         trace = Trace(
             self.plan.rank,
             time.monotonic(),
-            journal.step,
-            journal.part,
-            journal.unit,
+            recorder.step,
+            recorder.phase,
+            recorder.unit,
             tuple(recent),
-            {line.name: line.count for line in journal.lines()},
+            {line.name: line.count for line in recorder.group_logs()},
             os.getpid(),
         )
         fresh = self._trace.with_suffix(".new")
@@ -200,8 +200,8 @@ def arm(plan: Plan, trace: Path) -> None:
     The process is not to be used for anything else.
     """
     saboteur = Saboteur(plan, trace)
-    _after(Journal, "enter", lambda _journal, part, **_: saboteur.entered(part))
-    _before(Line, "begin", lambda _line, what, _chunk: saboteur.communicates(what))
+    _after(FlightRecorder, "enter", lambda _recorder, part, **_: saboteur.entered(part))
+    _before(GroupLog, "record", lambda _line, what, _chunk: saboteur.communicates(what))
     _before(Sampler, "batch", lambda *_: saboteur.entered("batch"))
     _before(GraphedStep, "_capture_or_refuse", lambda *_: saboteur.entered("capture"))
     _before(TrainStep, "__init__", lambda _step, state, *_: setattr(saboteur, "model", state.model))

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.rank_status import Account, conclude, give_account
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import RankStatus, diagnose, rank_status
 from shardgrad.errors import DesyncError, RankDisagreementError
 
 if TYPE_CHECKING:
@@ -126,7 +126,9 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     if group.size() == 1:
         return
     own = {
-        line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines() if not line.is_aside
+        line.name: (line.ranks, line.count, line.fingerprint)
+        for line in recorder.group_logs()
+        if not line.is_background
     }
     everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = [{}] * group.size()
     dist.all_gather_object(everyone, own, group=group)
@@ -137,15 +139,17 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     if all(len(states) == 1 for states in lines.values()):
         return
     texts = [""] * group.size()
-    account = give_account(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
+    account = rank_status(recorder, dist.get_rank(), thread=threading.get_ident(), error=None)
     dist.all_gather_object(texts, account.to_json(), group=group)
-    heard = {t.rank: t for t in map(Account.from_json, texts)}
-    finding = conclude(heard, max(heard) + 1)
-    counts = ", ".join(f"rank {rank}: {sum(map(t.begun, t.lines))}" for rank, t in sorted(heard.items()))
+    heard = {t.rank: t for t in map(RankStatus.from_json, texts)}
+    finding = diagnose(heard, max(heard) + 1)
+    counts = ", ".join(
+        f"rank {rank}: {sum(map(t.last_seq_id, t.collectives))}" for rank, t in sorted(heard.items())
+    )
     raise DesyncError(
         finding.sentence if finding.culprits else f"ranks have made more collectives than others: {counts}",
         expected="the same collectives in the same order on every rank",
         got=f"{sum(len(states) > 1 for states in lines.values())} groups of ranks that differ",
-        where=f"rank {dist.get_rank()}, {account.place}",
+        where=f"rank {dist.get_rank()}, {account.location}",
         fix="with shardgrad.participate(model): if ranks run different units",
     )

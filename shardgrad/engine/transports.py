@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Entry, Line, journal
+from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.message_tag import MessageTag, words_for
 from shardgrad.errors import CollectiveError, DesyncError, unsupported
@@ -73,7 +73,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._line = journal.line(group)
+        self._log = recorder.group_log(group)
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
@@ -111,17 +111,17 @@ class Transport(ABC):
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
             return _Arrived([chunk])
-        entry = self._line.begin(what, chunk)
+        entry = self._log.record(what, chunk)
         work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Waiting(work, [chunk], entry, self._line, self.group)
+        return _Waiting(work, [chunk], entry, self._log, self.group)
 
     def started(
         self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
     ) -> Work:
         """Calls somebody's collective, which sends `sent`. The work it returns, if any, ends the flight."""
-        entry = self._line.begin(what, sent)
+        entry = self._log.record(what, sent)
         work = checked(what, self.group, call)
-        return _Arrived(chunks) if work is None else _Waiting(work, chunks, entry, self._line, self.group)
+        return _Arrived(chunks) if work is None else _Waiting(work, chunks, entry, self._log, self.group)
 
 
 class _Arrived:
@@ -142,20 +142,20 @@ class _Waiting:
         work: dist.Work | None,
         chunks: list[torch.Tensor],
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
         self._work = work
         self._chunks = chunks
         self._entry = entry
-        self._line = line
+        self._log = log
         self._group = group
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            journal.waits_in = self._line, self._entry
-            checked(self._entry.what, self._group, self._work.wait)
-            journal.waits_in = None  # not if it raised: then it is what is asked for
+            recorder.waits_in = self._log, self._entry
+            checked(self._entry.name, self._group, self._work.wait)
+            recorder.waits_in = None  # not if it raised: then it is what is asked for
         return self._chunks
 
 
@@ -168,10 +168,10 @@ class _Exchange(_Waiting):
         chunks: list[torch.Tensor],
         label: MessageTag,
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(work, chunks, entry, line, group)
+        super().__init__(work, chunks, entry, log, group)
         self._label = label
 
     def wait(self) -> list[torch.Tensor]:
@@ -180,7 +180,7 @@ class _Exchange(_Waiting):
         for source, chunk in enumerate(chunks):
             digits = _end(chunk, self._label).tolist()
             if digits != expected:
-                journal.waits_in = self._line, self._entry
+                recorder.waits_in = self._log, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
                     f"rank {members[source]} is somewhere else: it sent the {words_for(digits)}",
@@ -235,14 +235,14 @@ class StreamTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        self._line.begin(label.what, chunk)
+        self._log.record(label.what, chunk)
         checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
-        self._line.begin(label.what, own)
+        self._log.record(label.what, own)
         checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Arrived([own])
 
@@ -271,7 +271,7 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         if self.size == 1:
             return _Arrived([chunk])
-        entry = self._line.begin(label.what, chunk)
+        entry = self._log.record(label.what, chunk)
         self._forget_labels(staging.parts, label)
         if self.size == 2:
             return self._swap(chunk, chunk, staging.parts[0], label, entry)
@@ -280,13 +280,13 @@ class ExchangeTransport(Transport):
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(staging.parts), label, entry, self._line, self.group)
+        return _Exchange(work, list(staging.parts), label, entry, self._log, self.group)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
             return _Arrived([send.parts[0]])
-        entry = self._line.begin(label.what, send.parts[0])
+        entry = self._log.record(label.what, send.parts[0])
         self._forget_labels(receive.parts, label)
         if self.size == 2:
             return self._swap(
@@ -297,7 +297,7 @@ class ExchangeTransport(Transport):
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(receive.parts), label, entry, self._line, self.group)
+        return _Exchange(work, list(receive.parts), label, entry, self._log, self.group)
 
     def _swap(
         self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: MessageTag, entry: Entry
@@ -314,7 +314,7 @@ class ExchangeTransport(Transport):
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
         work = checked(label.what, self.group, swap)
-        return _Exchange(work, chunks, label, entry, self._line, self.group)
+        return _Exchange(work, chunks, label, entry, self._log, self.group)
 
     @staticmethod
     def _forget_labels(chunks: Sequence[torch.Tensor], label: MessageTag) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.collect_params import Guest
 from shardgrad.engine.comm_context import Runtime
 from shardgrad.engine.dynamo import outside_graphs
@@ -189,7 +189,7 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Makes the parameters whole, and returns the inputs, cast and watched."""
         context = self.context or establish_context(self)
-        journal.unit = self.name
+        recorder.unit = self.name
         recomputing = inside_backward()
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
@@ -301,7 +301,7 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
-        journal.unit = self.name
+        recorder.unit = self.name
         context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
         for grads in self.grad_groups:

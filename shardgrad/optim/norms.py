@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, select
@@ -184,7 +184,7 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         value.copy_(there)
         return
     if not math.isinf(norm_type):
-        with journal.line(group).awaited(_WHAT, value):
+        with recorder.group_log(group).waiting(_WHAT, value):
             dist.all_reduce(value, group=group)
         return
     # One message: an extreme and a count. A minimum is a maximum of the opposite; what NaN becomes in a
@@ -192,7 +192,7 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
     sign = math.copysign(1.0, norm_type)
     total, count = value.unbind()
     message = torch.stack([(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count])
-    with journal.line(group).awaited(_WHAT, message):
+    with recorder.group_log(group).waiting(_WHAT, message):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     total, count = message.unbind()
     value.copy_(torch.stack([total * sign, count]))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.same_model import require_same_collectives
 from shardgrad.training.checkpoint import Checkpoints, TrainState
 from shardgrad.training.config import TrainConfig
@@ -145,7 +145,7 @@ class Run:
                 self._check()
             if self._is_due(config.eval_every):
                 self._validate()
-            journal.enter("vote whether to go on")
+            recorder.enter("vote whether to go on")
             is_stopping = self._place.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
@@ -160,7 +160,7 @@ class Run:
 
     def _report(self, result: StepResult) -> None:
         """Bring every rank's numbers together: the one time that a step waits for the device."""
-        journal.enter("metrics")
+        recorder.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._examine()
@@ -191,7 +191,7 @@ class Run:
 
     def _check(self) -> None:
         """Look for faults that make no noise."""
-        journal.enter("check")
+        recorder.enter("check")
         require_same_collectives(self._place.control)
         self._vigil.compare_replicas()
         remark = self._vigil.standing_still()
@@ -199,7 +199,7 @@ class Run:
             self._display.note(remark)
 
     def _validate(self) -> None:
-        journal.enter("validation")
+        recorder.enter("validation")
         began_s = time.perf_counter()
         loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._place)
         self._validation_loss = loss
@@ -212,7 +212,7 @@ class Run:
         self._reported_s += time.perf_counter() - began_s  # no part of the training speed
 
     def _save(self) -> None:
-        journal.enter("checkpoint")
+        recorder.enter("checkpoint")
         began_s = time.perf_counter()
         self._examine()
         self._vigil.compare_replicas()

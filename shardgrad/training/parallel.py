@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.hang_watchdog import Lookout, OnStall
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog, OnStall
 from shardgrad.training.config import TrainConfig, mesh_shape
 from shardgrad.training.failure import UsageError
 from shardgrad.training.heap import keep_freed_memory
@@ -44,28 +44,28 @@ class Place:
         """Every rank's `values` (as many on each), in the order of ranks."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with journal.line(self.control).awaited("exchange of the ranks' numbers", mine):
+        with recorder.group_log(self.control).waiting("exchange of the ranks' numbers", mine):
             dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on some rank."""
         vote = torch.tensor([int(flag)])
-        with journal.line(self.control).awaited("vote of the ranks", vote):
+        with recorder.group_log(self.control).waiting("vote of the ranks", vote):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
     def tell_all(self, text: str) -> str:
         """Rank 0's `text`, on every rank."""
         box = [text]
-        with journal.line(self.control).awaited("words of rank 0"):
+        with recorder.group_log(self.control).waiting("words of rank 0"):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def tell_each_other(self, text: str) -> list[str]:
         """Every rank's `text`, in the order of ranks."""
         texts = [""] * self.world_size
-        with journal.line(self.control).awaited("exchange of the ranks' words"):
+        with recorder.group_log(self.control).waiting("exchange of the ranks' words"):
             dist.all_gather_object(texts, text, group=self.control)
         return texts
 
@@ -77,7 +77,7 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
         config: for the device and the collectives' time limit.
         init_method: where the ranks meet; `env://` under torchrun.
     """
-    journal.enter("start")
+    recorder.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -94,10 +94,10 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
     return Place(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
-def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> Lookout:
-    """Begin to answer other ranks that ask where this one is; see :class:`Lookout`."""
+def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> HangWatchdog:
+    """Begin to answer other ranks that ask where this one is; see :class:`HangWatchdog`."""
     store = dist.distributed_c10d._get_default_store()
-    return Lookout(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
+    return HangWatchdog(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
 
 
 def build_mesh(place: Place, text: str | None, *, timeout_s: float) -> DeviceMesh:

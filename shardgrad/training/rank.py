@@ -21,8 +21,8 @@ from shardgrad.training.failure import PeerLost, TrainingError, UsageError, expl
 from shardgrad.training.stop import StopRequest
 
 if TYPE_CHECKING:
-    from shardgrad.diagnosis.hang_watchdog import Lookout
-    from shardgrad.diagnosis.rank_status import Account, Finding
+    from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+    from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus
 
 INQUEST = "inquest.json"  # in the run folder: what every rank said when it went wrong
 _PATIENCE_S = 10.0  # for the other ranks to say where they are
@@ -94,7 +94,7 @@ def run_rank(order: Order, *, init_method: str) -> Report:
     stop = StopRequest().install()
     folder = order.folder
     rank = int(os.environ["RANK"])
-    lookout: Lookout | None = None
+    watchdog: HangWatchdog | None = None
     try:
         import torch.distributed as dist
 
@@ -102,22 +102,22 @@ def run_rank(order: Order, *, init_method: str) -> Report:
         from shardgrad.training.parallel import join, look_out
 
         place = join(order.config, init_method=init_method)
-        lookout = look_out(place, stall_s=_STALL * order.config.timeout, on_stall=_tell_of_stall)
+        watchdog = look_out(place, stall_s=_STALL * order.config.timeout, on_stall=_tell_of_stall)
         # torchrun's ranks each looked at their own clock to name the folder: the first one's counts.
         folder = Path(place.tell_all(str(folder)))
         train(
             dataclasses.replace(order.config, run_dir=str(folder)), place, folder, stop, resume=order.resume
         )
-        lookout.close()
+        watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException, for one, is no Exception
         if order.debug:
             traceback.print_exc()
         try:
-            return _failed(error, rank, folder, lookout)
+            return _failed(error, rank, folder, watchdog)
         finally:
-            if lookout is not None:
-                lookout.close()
+            if watchdog is not None:
+                watchdog.close()
     return Report(rank, 0)
 
 
@@ -134,17 +134,17 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | None) -> Report:
+def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdog | None) -> Report:
     failure = explain(error)
     hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
-    if isinstance(error, TrainingError) or lookout is None:
+    if isinstance(error, TrainingError) or watchdog is None:
         blame = Blame.CONSEQUENCE if isinstance(failure, PeerLost) else Blame.SHARED
         return Report(rank, failure.exit_status, str(failure), hint=hint, blame=blame, speaks=rank == 0)
     if not isinstance(failure, PeerLost):
-        lookout.report(error)
-        what = f"Rank {rank} failed at {lookout.place}: {failure}"
+        watchdog.report_error(error)
+        what = f"Rank {rank} failed at {watchdog.location}: {failure}"
         return Report(rank, failure.exit_status, what, hint=hint, blame=Blame.OWN, speaks=True)
-    finding, answers = lookout.ask(patience_s=_PATIENCE_S)
+    finding, answers = watchdog.query_ranks(timeout_s=_PATIENCE_S)
     witnesses = set(answers) - set(finding.culprits)
     speaks = rank == min(witnesses, default=rank)
     if speaks:
@@ -162,14 +162,14 @@ def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | No
     )
 
 
-def _tell_of_stall(finding: Finding, answers: dict[int, Account]) -> None:
+def _tell_of_stall(finding: Diagnosis, answers: dict[int, RankStatus]) -> None:
     """Say who holds up the others, while it lasts, once: the lowest of those who wait does."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
         print(f"shardgrad train: {finding.sentence}", *finding.stack, sep="\n  ", file=sys.stderr, flush=True)
 
 
-def _keep(finding: Finding, answers: dict[int, Account], folder: Path) -> None:
+def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> None:
     """Leave what was found, and what every rank said, in the run folder, if that can be written."""
     facts = {
         "finding": dataclasses.asdict(finding),
