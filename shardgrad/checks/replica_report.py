@@ -1,4 +1,4 @@
-"""Do replicas still hold the same bits? Checksums of parameters, gradients and optimizer state, by name."""
+"""Comparing replicas (HSDP): checksums of parameters, gradients and optimizer state, by name."""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         if not group.is_flat:
             raise CaptureError(
                 "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats neither "
-                "what its methods decide in Python nor what they do with memory of their own",
+                "what its methods decide in Python nor what they do with their memory",
                 expected="parameters without all-gather extensions",
                 got=", ".join(param.name for param in group.params),
                 where=where,
