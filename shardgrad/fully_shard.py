@@ -27,7 +27,7 @@ from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import is_float8
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
 from shardgrad.sharding.zero_stage import Stage
 
@@ -95,7 +95,7 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
-    home = Home.of(data_mesh.device, offload_policy)
+    home = ShardMemory.of(data_mesh.device, offload_policy)
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
@@ -108,7 +108,7 @@ def fully_shard(
     smaller = {place.mesh: _reshard_plan(reshard_after_forward, place.mesh)[1] for place in places.values()}
     groups = [
         (ExtensionGroup if is_extension(params[0]) else ParamGroup)(
-            [(names[p], p, collected.params[p][1], places[p].cut) for p in params],
+            [(names[p], p, collected.params[p][1], places[p].sharding) for p in params],
             places[params[0]].mesh,
             smaller[places[params[0]].mesh],
             mp_policy,
@@ -156,17 +156,17 @@ def _refuse_combinations(
     places: Mapping[nn.Parameter, Place],
     reshard_after_forward: bool | int | None,
     stage: Stage,
-    home: Home,
+    home: ShardMemory,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
     """Refuses parameters that some other argument of the call does not go together with."""
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     for param, place in places.items():
         name = names[param]
-        if stage.over_both_axes and (place.cut.dim or place.mesh.levels is None):
-            what = f"dim {place.cut.dim}" if place.cut.dim else "a mesh of its own"
+        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a mesh of its own"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
-        if is_int and place.cut.came_as_dtensor:
+        if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
                 f"reshard_after_forward as an int for {name}, which is a DTensor already",
                 instead="reshard_after_forward=True or False",

@@ -17,8 +17,8 @@ from torch.distributed.fsdp import UnshardHandle
 
 from shardgrad.checks.misuse import guarded_methods
 from shardgrad.compat.torch_views import StateView, state_of
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.root import lazy_init, unit_of
 from shardgrad.engine.root_context import RootContext
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import (
@@ -121,7 +121,7 @@ class FSDPModule:
         Streams: the gather starts after what the current stream has been given.
         """
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = unit.context or lazy_init(unit)
         unit.refresh()
         context.parameters_written()
         unit.unshard(context)
@@ -169,7 +169,7 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = unit.context or lazy_init(unit)
         context.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -208,7 +208,7 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides last."""
         for group in self._unit.groups:
-            group.comms.only_sums = enable
+            group.collectives.only_sums = enable
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -243,7 +243,7 @@ class FSDPModule:
         Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
         for group in self._unit.groups:
-            group.comms.all_gather = comm
+            group.collectives.all_gather = comm
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces this unit's gradients through an object with torch's `ReduceScatter` protocol.
@@ -252,7 +252,7 @@ class FSDPModule:
         `set_custom_all_gather` for memory and labels.
         """
         for group in self._unit.groups:
-            group.comms.reduce_scatter = comm
+            group.collectives.reduce_scatter = comm
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -279,7 +279,7 @@ class FSDPModule:
                 fix="set_all_reduce_hook(hook): it runs where reductions do",
             )
         for group in self._unit.groups:
-            group.comms.hook, group.comms.hook_stream = hook, stream
+            group.collectives.hook, group.collectives.hook_stream = hook, stream
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next forward's all-gathers wait for `event` only, not for the whole current stream.
@@ -291,7 +291,7 @@ class FSDPModule:
                 by themselves.
         """
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = unit.context or lazy_init(unit)
         context.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -332,13 +332,13 @@ class FSDPModule:
             for group in unit.groups:
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
                 if not enable:
-                    group.comms.reduce_group = None
+                    group.collectives.reduce_group = None
                     continue
-                if group.comms.reduce_group is None:
+                if group.collectives.reduce_group is None:
                     if ranks not in separate:
                         separate[ranks] = new_reduce_group(ranks)
-                    group.comms.reduce_group = separate[ranks]
-                separate[ranks] = group.comms.reduce_group
+                    group.collectives.reduce_group = separate[ranks]
+                separate[ranks] = group.collectives.reduce_group
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stages this unit's messages in memory that the process group allocates, if its backend can.
@@ -350,7 +350,7 @@ class FSDPModule:
         """
         self._require_default_comms("set_allocate_memory_from_process_group")
         for group in self._unit.groups:
-            group.comms.memory = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
+            group.collectives.memory = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stages all-gathers in symmetric memory, and reductions too where they only sum.
@@ -364,11 +364,11 @@ class FSDPModule:
         self._require_default_comms("set_symm_mem")
         for group in self._unit.groups:
             start_symmetric_memory(group.mesh.gather_group, backend)
-            group.comms.memory = Memory.SYMMETRIC
+            group.collectives.memory = Memory.SYMMETRIC
 
     def _require_default_comms(self, name: str) -> None:
         for group in self._unit.groups:
-            for comm in (group.comms.all_gather, group.comms.reduce_scatter):
+            for comm in (group.collectives.all_gather, group.collectives.reduce_scatter):
                 if comm is not None:
                     raise CustomCommError(
                         f"cannot call {name}() when a collective is custom: {type(comm).__name__}",
@@ -473,7 +473,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     if not units:
         return
     contexts = [unit.context for unit in units if unit.context is not None]
-    lead = contexts[0].runtime if contexts else Runtime(units[0].mesh.device)
+    lead = contexts[0].runtime if contexts else CommContext(units[0].mesh.device)
     for unit in units:
         unit.partner = lead
         if unit.context is not None:

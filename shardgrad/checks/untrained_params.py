@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
+from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
@@ -47,7 +47,7 @@ class _Sample:
         grad: its gradient, a DTensor.
     """
 
-    def __init__(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def __init__(self, managed: FSDPParam, grad: torch.Tensor) -> None:
         self.name = managed.name
         self._now = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
         self._before = self._now.clone()
@@ -83,7 +83,7 @@ class _Watch:
         Raises:
             OptimizerParameterError: the optimizer has whole parameters, whose memory comes and goes.
         """
-        whole = sum(map(is_whole, _params(optimizer)))
+        whole = sum(map(is_unsharded_param, _params(optimizer)))
         if whole:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {whole} whole parameters, as a forward or "
@@ -184,7 +184,7 @@ def _watch(optimizer: Optimizer) -> _Watch | None:
     if watch is None:
         watch = _watches[optimizer] = _Watch()
         watch.is_over = not any(
-            managed_by(param) is not None or is_replaced(param) or is_whole(param)
+            managed_by(param) is not None or is_replaced(param) or is_unsharded_param(param)
             for param in _params(optimizer)
         )
     if watch.is_over:

@@ -21,9 +21,9 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import establish_context
+from shardgrad.engine.root import lazy_init
 from shardgrad.engine.root_context import RootContext
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
@@ -34,7 +34,7 @@ __all__ = ["StateView", "show_to_torch", "state_of"]
 class _ParamView:
     """What torch calls an `FSDPParam`."""
 
-    def __init__(self, managed: ManagedParam) -> None:
+    def __init__(self, managed: FSDPParam) -> None:
         self._managed = managed
 
     @property
@@ -196,7 +196,7 @@ class StateView:
 
 
 def _context(unit: Unit) -> RootContext:
-    return unit.context or establish_context(unit)
+    return unit.context or lazy_init(unit)
 
 
 # What torch files its own states under.

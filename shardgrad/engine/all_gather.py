@@ -9,15 +9,15 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.streams import Stream, StreamEvent
 from shardgrad.engine.trace import span
 from shardgrad.engine.transports import Transport, Work
-from shardgrad.features.custom_comms import Comms
-from shardgrad.sharding.zero_copy import DirectGather
+from shardgrad.features.custom_comms import CollectiveConfig
+from shardgrad.sharding.zero_copy import ZeroCopyGather
 
-__all__ = ["Gathering", "Source"]
+__all__ = ["AllGather", "Source"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source:
     label: MessageTag
     ready: StreamEvent | None = None
     departed: StreamEvent | None = None
-    direct: tuple[DirectGather, ...] = ()
+    direct: tuple[ZeroCopyGather, ...] = ()
 
     def write_label(self) -> None:
         """Puts the label at the end of the chunk, if it is not there yet."""
@@ -46,7 +46,7 @@ class Source:
         end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
 
 
-class Gathering:
+class AllGather:
     """An all-gather under way; holds its slot until the chunks have been read.
 
     Args:
@@ -69,7 +69,7 @@ class Gathering:
         """See `Holder`."""
         self._finish()
 
-    def launch(self, runtime: Runtime, comms: Comms, dtype: torch.dtype, name: str) -> None:
+    def launch(self, runtime: CommContext, comms: CollectiveConfig, dtype: torch.dtype, name: str) -> None:
         """Starts the collective.
 
         Args:
@@ -125,7 +125,7 @@ class Gathering:
         self._slot.release(stream)
 
 
-def _gather_directly(each: DirectGather, transport: Transport) -> Work:
+def _gather_directly(each: ZeroCopyGather, transport: Transport) -> Work:
     """Starts the all-gather of a direct parameter, on the current stream."""
     piece, places = each.piece, each.places
     own = places.parts[transport.rank]

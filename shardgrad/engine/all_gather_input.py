@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import torch
 
 from shardgrad.engine.all_gather import Source
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import MessageTag
-from shardgrad.features.custom_comms import Comms
+from shardgrad.features.custom_comms import CollectiveConfig
 from shardgrad.features.hfsdp import InnerShard
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 
-__all__ = ["Departure"]
+__all__ = ["AllGatherInput"]
 
 
-class Departure:
+class AllGatherInput:
     """A shard as it is sent.
 
     Args:
@@ -33,19 +33,19 @@ class Departure:
         self,
         shard: torch.Tensor,
         mesh: DataParallelMesh,
-        home: Home,
+        home: ShardMemory,
         dtype: torch.dtype,
         label: MessageTag,
-        runtime: Runtime,
+        runtime: CommContext,
     ) -> None:
-        departed = runtime.streams.event() if home.is_away else None
+        departed = runtime.streams.event() if home.is_offloaded else None
         levels = mesh.levels
         group = mesh.shard_group if levels is None else levels.outer
         self._source = Source(shard, group, label, departed=departed)
         self._source.write_label()
         self._inner = None if levels is None else InnerShard(levels, shard.numel(), dtype, label, runtime)
 
-    def source(self, comms: Comms, name: str, version: object) -> Source:
+    def source(self, comms: CollectiveConfig, name: str, version: object) -> Source:
         """Returns where the next all-gather starts from, brought up to date.
 
         Args:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import CLAIM, ManagedParam, Owner, is_sharded_by_us
+from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
 from shardgrad.engine.root import unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
@@ -24,7 +24,7 @@ from shardgrad.errors import (
     ParameterClaimedError,
     UnsupportedParameterError,
 )
-from shardgrad.sharding.byte_params import is_carried
+from shardgrad.sharding.byte_params import travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Claim:
     """Which unit took a parameter, and as what."""
 
     unit: Unit
-    managed: ManagedParam
+    managed: FSDPParam
 
 
 @dataclass
@@ -213,7 +213,7 @@ def _validate_param(name: str, param: nn.Parameter) -> None:
             where=where,
             fix="param.data = param.data.contiguous() before fully_shard",
         )
-    if param.dtype in _DTYPES or (is_carried(param.dtype) and not param.requires_grad):
+    if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
         return
     raise UnsupportedParameterError(
         f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",

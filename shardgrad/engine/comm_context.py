@@ -12,10 +12,10 @@ from shardgrad.engine.buffers import Allocate, SlotRing
 from shardgrad.engine.streams import Streams, streams_for
 from shardgrad.engine.transports import Transport, transport_for
 
-__all__ = ["Runtime"]
+__all__ = ["CommContext"]
 
 
-class Runtime:
+class CommContext:
     """Shared machinery of a root and its units.
 
     Args:
@@ -35,7 +35,7 @@ class Runtime:
         device: torch.device,
         streams: Streams | None = None,
         transports: Callable[[dist.ProcessGroup], Transport] | None = None,
-        like: Runtime | None = None,
+        like: CommContext | None = None,
     ) -> None:
         self.device = device
         if like is None:

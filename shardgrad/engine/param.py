@@ -16,21 +16,21 @@ from shardgrad.sharding.dtensor import in_own_storage
 
 if TYPE_CHECKING:
     from shardgrad.engine.param_group import ParamGroup
-    from shardgrad.sharding.param_sharding import Cut
+    from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
     "CLAIM",
-    "ManagedParam",
+    "FSDPParam",
     "Owner",
     "Snapshot",
     "is_extension",
     "is_replaced",
     "is_sharded_by_us",
-    "is_whole",
+    "is_unsharded_param",
     "local_of",
     "managed_by",
     "mark_sharded",
-    "mark_whole",
+    "mark_unsharded",
 ]
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
@@ -41,7 +41,7 @@ _WHOLE = "_shardgrad_whole"
 
 # By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
 # weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
-_managed: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+_managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
 
@@ -51,7 +51,7 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 @dataclass(eq=False)
-class ManagedParam:
+class FSDPParam:
     """One parameter: who registers it, and its faces.
 
     Attributes:
@@ -59,7 +59,7 @@ class ManagedParam:
         owners: every (module, attribute) that registers it; several if it is tied.
         shape: of the whole.
         sharded: the DTensor the optimizer sees.
-        cut: how the one becomes the other.
+        sharding: how the one becomes the other.
         unsharded: the tensor compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
         group: the group it travels in.
@@ -70,7 +70,7 @@ class ManagedParam:
     owners: list[Owner]
     shape: tuple[int, ...]
     sharded: nn.Parameter
-    cut: Cut
+    sharding: ParamSharding
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)
@@ -120,18 +120,18 @@ class Snapshot:
         )
 
 
-def mark_sharded(managed: ManagedParam) -> None:
+def mark_sharded(managed: FSDPParam) -> None:
     """Notes on a sharded parameter that it is ours, and whose it is."""
     managed.sharded.__dict__[_SHARDED] = True
     _managed[id(managed.sharded)] = managed
 
 
-def mark_whole(managed: ManagedParam) -> None:
+def mark_unsharded(managed: FSDPParam) -> None:
     """Notes on an unsharded face that it is one."""
     managed.whole.__dict__[_WHOLE] = True
 
 
-def managed_by(param: torch.Tensor) -> ManagedParam | None:
+def managed_by(param: torch.Tensor) -> FSDPParam | None:
     """Returns what manages a parameter, or None if it is not one of ours, or was replaced by another."""
     managed = _managed.get(id(param))
     return managed if managed is not None and managed.sharded is param else None
@@ -147,7 +147,7 @@ def is_replaced(param: torch.Tensor) -> bool:
     return CLAIM in param.__dict__
 
 
-def is_whole(param: torch.Tensor) -> bool:
+def is_unsharded_param(param: torch.Tensor) -> bool:
     """Returns whether a parameter is an unsharded face, which comes and goes with its unit's forward."""
     return _WHOLE in param.__dict__
 

@@ -22,27 +22,27 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad.engine.all_gather import Gathering, Source
-from shardgrad.engine.all_gather_input import Departure
+from shardgrad.engine.all_gather import AllGather, Source
+from shardgrad.engine.all_gather_input import AllGatherInput
 from shardgrad.engine.buffers import Recurring
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import MessageTag
-from shardgrad.engine.param import ManagedParam, Owner, local_of, mark_sharded
+from shardgrad.engine.param import FSDPParam, Owner, local_of, mark_sharded
 from shardgrad.engine.replaced_params import Registration, adopt
 from shardgrad.engine.streams import StreamEvent
 from shardgrad.engine.trace import span
 from shardgrad.engine.unsharded import UnshardedParams
-from shardgrad.features.custom_comms import Comms
+from shardgrad.features.custom_comms import CollectiveConfig
 from shardgrad.features.hfsdp import in_rank_order
 from shardgrad.features.post_forward import PostForwardShard
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.byte_params import from_bytes, is_carried, stored_shape
+from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
-from shardgrad.sharding.param_sharding import Cut
-from shardgrad.sharding.zero_copy import travels_directly
+from shardgrad.sharding.offload import ShardMemory
+from shardgrad.sharding.param_sharding import ParamSharding
+from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["ParamGroup", "ShardState", "Source"]
@@ -84,46 +84,46 @@ class ParamGroup:
 
     def __init__(
         self,
-        params: Sequence[tuple[str, nn.Parameter, list[Owner], Cut]],
+        params: Sequence[tuple[str, nn.Parameter, list[Owner], ParamSharding]],
         mesh: DataParallelMesh,
         post_forward_mesh: DataParallelMesh | None,
         mp_policy: MixedPrecisionPolicy,
         gradient_policy: GradientPolicy,
-        home: Home,
+        home: ShardMemory,
         stage: Stage,
     ) -> None:
         self.mesh = mesh
-        self.home = home
+        self.shard_memory = home
         self.stage = stage
         self.post_forward_mesh = post_forward_mesh
         self.gradient_policy = gradient_policy
         self.mp_policy = mp_policy
         self.state = ShardState.SHARDED
-        self.set_channel("", 0)
-        self._gathering: Gathering | None = None
+        self.set_tags("", 0)
+        self._gathering: AllGather | None = None
         self._whole: StreamEvent | None = None
         self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
         self._kept = self._kept_is_wanted = False
-        self.comms = Comms()
+        self.collectives = CollectiveConfig()
         self.steps_taken = 0
         self.generation = 0
         self.registration: Registration | None = None
         self._set_dtypes(params[0][1].dtype)
         # Until `_build` has made the shard, a parameter's sharded face is the original itself.
-        self.params = [ManagedParam(name, owners, tuple(p.shape), p, cut) for name, p, owners, cut in params]
-        self.holds_dtensors = any(p.cut.came_as_dtensor for p in self.params)
+        self.params = [FSDPParam(name, owners, tuple(p.shape), p, cut) for name, p, owners, cut in params]
+        self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         for managed in self.params:
             managed.group = self
         with torch.no_grad():
             self._build([local_of(p) if cut.came_as_dtensor else p.detach() for _, p, _, cut in params])
 
-    def set_channel(self, name: str, channel: int) -> None:
+    def set_tags(self, name: str, channel: int) -> None:
         """Names the group's messages; `channel` comes from `same_model.py`, the same on every rank."""
         self.name = name
         self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * channel)
         self._regather_tag = MessageTag.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
         self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * channel + 2)
-        self._departure: Departure | None = None
+        self._departure: AllGatherInput | None = None
         self._post_forward: PostForwardShard | None = None
 
     # -- facts ------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ class ParamGroup:
     @property
     def _carries(self) -> bool:
         """True if the shard holds parameters as bytes; what an extension keeps is its own affair."""
-        return self.is_flat and is_carried(self.dtype)
+        return self.is_flat and travels_as_bytes(self.dtype)
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Fixes the dtypes that follow from the parameters' own."""
@@ -163,7 +163,7 @@ class ParamGroup:
         for p, whole, view, piece in zip(self.params, wholes, self.local_views(), pieces, strict=True):
             if device.type != "meta":
                 view.copy_(piece.of(whole, rank))
-            face = p.cut.face(in_own_storage(view))
+            face = p.sharding.face(in_own_storage(view))
             attributes, p.sharded = (
                 p.sharded.__dict__,
                 nn.Parameter(face, requires_grad=p.sharded.requires_grad),
@@ -174,11 +174,11 @@ class ParamGroup:
     def _allocate(self, *, on_meta: bool = False) -> None:
         """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
         self.layout = self.layout_of(self.params, with_flags=False)
-        home = Home(torch.device("meta")) if on_meta else self.home
+        home = ShardMemory(torch.device("meta")) if on_meta else self.shard_memory
         self.shard = home.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
 
-    def layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+    def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
         """Returns the layout of some of the group's parameters.
 
         Args:
@@ -186,20 +186,28 @@ class ParamGroup:
             with_flags: reserve one element for each behind the pieces.
         """
         return ShardLayout.of(
-            [stored_shape(p.cut.shape, self.dtype) if self._carries else p.cut.shape for p in params],
+            [
+                stored_shape(p.sharding.shape, self.dtype) if self._carries else p.sharding.shape
+                for p in params
+            ],
             self.mesh.shard_size,
             alignment=self.alignment,
             with_flags=with_flags,
-            dims=[p.cut.dim for p in params],
-            direct=[self._travels_directly(p.cut) for p in params],
+            dims=[p.sharding.dim for p in params],
+            direct=[self._travels_directly(p.sharding) for p in params],
         )
 
-    def _travels_directly(self, cut: Cut) -> bool:
+    def _travels_directly(self, cut: ParamSharding) -> bool:
         """Whether a parameter is direct; see [Note: Direct parameters] in `sharding/zero_copy.py`."""
-        if not self.is_flat or self._carries or self.home.is_away or self.mesh.levels is not None:
+        if (
+            not self.is_flat
+            or self._carries
+            or self.shard_memory.is_offloaded
+            or self.mesh.levels is not None
+        ):
             return False
         size, dtype = self.mesh.shard_size, self.gather_dtype
-        return travels_directly(cut.shape, cut.dim, size, alignment=self.alignment, dtype=dtype)
+        return is_zero_copy(cut.shape, cut.dim, size, alignment=self.alignment, dtype=dtype)
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
@@ -231,7 +239,7 @@ class ParamGroup:
         """True if the parameters are neither whole nor on their way."""
         return self._gathering is None and self.state is not ShardState.UNSHARDED
 
-    def unshard(self, runtime: Runtime) -> None:
+    def unshard(self, runtime: CommContext) -> None:
         """Starts the all-gather, unless the parameters are whole or on their way.
 
         Streams: cast and collective go to the gather stream, after the parameters were last written.
@@ -245,8 +253,8 @@ class ParamGroup:
         self._runtime = runtime
         source = self._source(runtime)
         self._noted_version = self._version
-        gathering = Gathering(source, self.wait_for_unshard)
-        gathering.launch(runtime, self.comms, self.wire_dtype, self.name)
+        gathering = AllGather(source, self.wait_for_unshard)
+        gathering.launch(runtime, self.collectives, self.wire_dtype, self.name)
         self._gathering = gathering
 
     @property
@@ -254,7 +262,7 @@ class ParamGroup:
         """In which chunks of an all-gather travel."""
         return self.gather_dtype
 
-    def _source(self, runtime: Runtime) -> Source:
+    def _source(self, runtime: CommContext) -> Source:
         """Returns where the next all-gather starts from, brought up to date."""
         if self.state is ShardState.SHARDED_POST_FORWARD:
             cut = self._post_forward
@@ -262,11 +270,13 @@ class ParamGroup:
                 raise RuntimeError("the post-forward shard is gone")
             return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
         if self._departure is None:
-            self._departure = Departure(
-                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_tag, runtime
+            self._departure = AllGatherInput(
+                self.shard, self.mesh, self.shard_memory, self.gather_dtype, self._gather_tag, runtime
             )
-        source = self._departure.source(self.comms, self.name, self._version)
-        return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
+        source = self._departure.source(self.collectives, self.name, self._version)
+        return (
+            self._with_direct(source) if self.layout.direct and self.collectives.gathers_plainly else source
+        )
 
     def _with_direct(self, source: Source) -> Source:
         """Takes the direct parameters out of the chunk, to be gathered into their places."""
@@ -292,7 +302,7 @@ class ParamGroup:
             self._kept = self._kept_is_wanted = False
             self._show_whole()
 
-    def _copy_out(self, gathering: Gathering) -> None:
+    def _copy_out(self, gathering: AllGather) -> None:
         """Puts whole parameters together from the chunks of all ranks."""
         stream = self._runtime.streams.current()
         cut = self._post_forward if self.state is ShardState.SHARDED_POST_FORWARD else None
@@ -430,7 +440,7 @@ class ParamGroup:
         self.generation += 1
         locals_ = [local_of(p) for p in shown]
         self.let_host_write()
-        if dtype != self.dtype or self.shard.device != self.home.device:
+        if dtype != self.dtype or self.shard.device != self.shard_memory.device:
             self._set_dtypes(dtype)
             for p in self.params:
                 p.unsharded = p.post_forward = None
@@ -445,7 +455,7 @@ class ParamGroup:
                 p.register(new)
                 mark_sharded(p)
 
-    def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
+    def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
         """Returns the group of the parameters that stay when others move to another one.
 
         Only while building: the group has never been unsharded. None if nothing stays.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, is_extension, local_of
+from shardgrad.engine.param import FSDPParam, is_extension, local_of
 from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParameterError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Registration:
         params: while they are sharded.
     """
 
-    def __init__(self, params: Iterable[ManagedParam]) -> None:
+    def __init__(self, params: Iterable[FSDPParam]) -> None:
         self._registers: list[dict[str, nn.Parameter | None]] = []
         self._attributes: list[str] = []
         self._faces: list[nn.Parameter] = []
@@ -104,20 +104,20 @@ def require_data(group: ParamGroup) -> None:
         raise MetaParameterError(
             "FSDP parameters should be materialized from meta device before training, but the following "
             f"were still on meta device: {names}",
-            expected=f"parameters on {group.home.device}",
+            expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
             where=f"unit {group.name}",
             fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
         )
 
 
-def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
+def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     """Returns what the modules register now, checked to be sharded like the parameter."""
     registered = [module._parameters[attribute] for module, attribute in p.owners]
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
     face: object = shown
-    placements = p.cut.placements
+    placements = p.sharding.placements
     if not (isinstance(face, DTensor) and tuple(face.shape) == p.shape and face.placements == placements):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by something its unit cannot take over",
@@ -144,7 +144,7 @@ def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> Non
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
     elsewhere = [p.name for p, param in zip(group.params, shown, strict=True) if param.device.type != "cpu"]
-    if group.home.is_away and elsewhere:
+    if group.shard_memory.is_offloaded and elsewhere:
         raise ForeignParameterError(
             "FSDP parameters should be materialized on CPU when enabling CPU offloading",
             expected="parameters on cpu",

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.root_context import RootContext
-from shardgrad.engine.same_model import require_agreement
+from shardgrad.engine.same_model import require_same_model
 from shardgrad.errors import RootError, TiedParameterError
 from shardgrad.features.tensor_extensions import apart, newly_extended
 
 if TYPE_CHECKING:
     from shardgrad.engine.unit import Unit
 
-__all__ = ["establish_context", "unit_of", "units_under"]
+__all__ = ["lazy_init", "unit_of", "units_under"]
 
 _ATTRIBUTE = "_shardgrad_unit"
 
@@ -46,7 +46,7 @@ def units_under(module: nn.Module) -> list[Unit]:
     return list(found)
 
 
-def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext:
+def lazy_init(unit: Unit, runtime: CommContext | None = None) -> RootContext:
     """Makes `unit` the root of everything under it. A collective: every rank of the mesh must call it.
 
     Args:
@@ -71,8 +71,8 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
     _part_extensions(units)
-    require_agreement(units)
-    context = RootContext(units, runtime or Runtime(unit.mesh.device, like=unit.partner))
+    require_same_model(units)
+    context = RootContext(units, runtime or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
     earlier = {each.context for each in units if each.context is not None}
     for each in units:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.utils import _to_kwargs
 
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.trace import span
@@ -47,7 +47,7 @@ class RootContext:
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
     """
 
-    def __init__(self, units: Sequence[Unit], runtime: Runtime) -> None:
+    def __init__(self, units: Sequence[Unit], runtime: CommContext) -> None:
         self.units = list(units)
         self.runtime = runtime
         self.scheduler = ReductionScheduler(runtime, self.end_backward)
@@ -126,11 +126,11 @@ class RootContext:
         if asked:
             self.runtime.reduce_ring.resize(max(asked))
 
-    def use(self, lead: Runtime) -> None:
+    def use(self, lead: CommContext) -> None:
         """Shares another root's streams and staging from now on; what is in flight is completed."""
         if self.runtime.streams is not lead.streams:
             self.rest()
-            self.runtime = self.scheduler.runtime = Runtime(lead.device, like=lead)
+            self.runtime = self.scheduler.runtime = CommContext(lead.device, like=lead)
             self._written = self.runtime.parameters_ready
 
     def upcoming(self, unit: Unit) -> Unit | None:

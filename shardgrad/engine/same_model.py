@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from shardgrad.engine.unit import Unit
     from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["describe", "require_agreement", "require_same_collectives"]
+__all__ = ["describe", "require_same_collectives", "require_same_model"]
 
 
 @dataclass
@@ -50,13 +50,13 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
             lines.append(f"{kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}, "
-                f"{p.cut.placements}"
+                f"{p.sharding.placements}"
                 for p in group.params
             )
     return lines
 
 
-def require_agreement(units: Sequence[Unit]) -> None:
+def require_same_model(units: Sequence[Unit]) -> None:
     """Compares the model across the ranks of the root's mesh, and parameters on other meshes across theirs.
 
     A collective, once per root.
@@ -76,7 +76,7 @@ def require_agreement(units: Sequence[Unit]) -> None:
                 first_channel = _compare(lines, first_channel, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     for offset, (name, param_group) in enumerate(groups):
-        param_group.set_channel(name, first_channel + offset)
+        param_group.set_tags(name, first_channel + offset)
     channels.reserved = first_channel + len(groups)
 
 

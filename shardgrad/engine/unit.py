@@ -31,12 +31,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.engine.collect_params import Guest
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.dynamo import outside_graphs
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param_group import ParamGroup, ShardState
 from shardgrad.engine.replaced_params import require_data
-from shardgrad.engine.root import establish_context
+from shardgrad.engine.root import lazy_init
 from shardgrad.engine.root_context import RootContext, inside_backward
 from shardgrad.engine.trace import span
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -92,7 +92,7 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
-        self.partner: Runtime | None = None
+        self.partner: CommContext | None = None
         self.context: RootContext | None = None
         self.guests: list[Guest] = []
         self.groups: list[ParamGroup] = []
@@ -188,7 +188,7 @@ class Unit:
     @outside_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Makes the parameters whole, and returns the inputs, cast and watched."""
-        context = self.context or establish_context(self)
+        context = self.context or lazy_init(self)
         journal.unit = self.name
         recomputing = inside_backward()
         if not recomputing:

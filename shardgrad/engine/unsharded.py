@@ -15,12 +15,12 @@ from torch import nn
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, RecurringBuffer
 from shardgrad.engine.message_tag import MessageTag
-from shardgrad.engine.param import ManagedParam, mark_whole
+from shardgrad.engine.param import FSDPParam, mark_unsharded
 from shardgrad.engine.streams import Stream, Streams
-from shardgrad.sharding.byte_params import from_bytes, is_carried, unpack_bytes
+from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes, unpack_bytes
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.strided_pack import unpack_crosswise
-from shardgrad.sharding.zero_copy import DirectGather
+from shardgrad.sharding.strided_pack import unpack_strided
+from shardgrad.sharding.zero_copy import ZeroCopyGather
 
 __all__ = ["UnshardedParams"]
 
@@ -42,7 +42,7 @@ class UnshardedParams:
 
     def __init__(
         self,
-        params: Sequence[ManagedParam],
+        params: Sequence[FSDPParam],
         layout: ShardLayout,
         shard: torch.Tensor,
         dtype: torch.dtype,
@@ -52,21 +52,21 @@ class UnshardedParams:
         self._buffer = RecurringBuffer(layout.unsharded_numel, dtype, device, streams)
         self._streams = streams
         self._ready = streams.event()
-        self._unpack = unpack_bytes if is_carried(params[0].sharded.dtype) else ops.unpack
+        self._unpack = unpack_bytes if travels_as_bytes(params[0].sharded.dtype) else ops.unpack
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             for p, view in zip(params, layout.unsharded_views(self._buffer.tensor), strict=True):
                 # `.data` gives the view a version counter of its own.
-                whole = p.cut.unsharded_face(from_bytes(view, p.sharded.dtype).data)
+                whole = p.sharding.unsharded_face(from_bytes(view, p.sharded.dtype).data)
                 p.unsharded = nn.Parameter(whole, requires_grad=p.sharded.requires_grad)
-                mark_whole(p)
+                mark_unsharded(p)
             self.direct = tuple(
                 self._gather_of(params[i].name, layout.pieces[i], shard) for i in layout.direct
             )
 
-    def _gather_of(self, name: str, piece: Piece, shard: torch.Tensor) -> DirectGather:
+    def _gather_of(self, name: str, piece: Piece, shard: torch.Tensor) -> ZeroCopyGather:
         whole = self._buffer.tensor.narrow(0, piece.unsharded_offset, piece.numel)
-        return DirectGather(
+        return ZeroCopyGather(
             shard.narrow(0, piece.shard_offset, piece.shard_numel),
             Chunks(whole, whole.split(piece.shard_numel)),
             MessageTag.unseen(f"all-gather of {name}"),
@@ -94,7 +94,7 @@ class UnshardedParams:
         self._buffer.allocate()
         self._unpack(chunks, self._buffer.tensor, layout.table)
         if layout.crosswise:
-            unpack_crosswise(chunks, self._buffer.tensor, layout)
+            unpack_strided(chunks, self._buffer.tensor, layout)
 
     def free(self) -> None:
         """Gives the memory back, after the last use on the current stream."""

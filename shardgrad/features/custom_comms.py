@@ -16,12 +16,12 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.streams import Stream
 from shardgrad.engine.transports import StreamTransport, Transport, Work
 
-__all__ = ["Comms", "Memory", "Route", "new_reduce_group", "start_symmetric_memory"]
+__all__ = ["CollectiveConfig", "Memory", "Route", "new_reduce_group", "start_symmetric_memory"]
 
 
 class Route(NamedTuple):
@@ -39,7 +39,7 @@ class Memory(Enum):
     SYMMETRIC = "symmetric memory"
 
 
-class Comms:
+class CollectiveConfig:
     """Settings of one group's collectives; the defaults ask for nothing special.
 
     Attributes:
@@ -71,7 +71,7 @@ class Comms:
         """True if reduce-scatters are the transport's, from and into any memory."""
         return self.reduce_scatter is None and self.memory is Memory.DEFAULT
 
-    def for_gather(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
+    def for_gather(self, runtime: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the way of all-gathers over `group`."""
         if self.all_gather is not None and group.size() > 1:
             return _own(runtime, group, self.all_gather)
@@ -81,7 +81,7 @@ class Comms:
             ring = runtime.special_ring(key, allocate, depth=2, elastic=True)
         return Route(runtime.transport(group), ring)
 
-    def for_reduce(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
+    def for_reduce(self, runtime: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the way of reduce-scatters over the ranks of `group`."""
         group = group if self.reduce_group is None else self.reduce_group
         if self.reduce_scatter is not None and group.size() > 1:
@@ -93,7 +93,7 @@ class Comms:
         return Route(runtime.transport(group), ring)
 
 
-def _own(runtime: Runtime, group: dist.ProcessGroup, comm: Any) -> Route:
+def _own(runtime: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
     """Returns the way through a program's own collective.
 
     Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such buffer.

@@ -19,13 +19,13 @@ from collections.abc import Sequence
 
 import torch
 
-from shardgrad.engine.all_gather import Gathering, Source
+from shardgrad.engine.all_gather import AllGather, Source
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.streams import Stream
 from shardgrad.engine.transports import Work
-from shardgrad.features.custom_comms import Comms
+from shardgrad.features.custom_comms import CollectiveConfig
 from shardgrad.sharding.mesh import TwoLevels
 
 __all__ = ["InnerShard", "OuterScatter"]
@@ -53,7 +53,7 @@ class InnerShard:
     """
 
     def __init__(
-        self, levels: TwoLevels, chunk_numel: int, dtype: torch.dtype, label: MessageTag, runtime: Runtime
+        self, levels: TwoLevels, chunk_numel: int, dtype: torch.dtype, label: MessageTag, runtime: CommContext
     ) -> None:
         self._levels = levels
         self._runtime = runtime
@@ -65,7 +65,7 @@ class InnerShard:
         self.source = Source(flat, levels.inner, label, ready=self._filled)
         self.version: object = None
 
-    def fill(self, chunk: Source, comms: Comms, name: str, version: object) -> None:
+    def fill(self, chunk: Source, comms: CollectiveConfig, name: str, version: object) -> None:
         """Gathers over the outer axis.
 
         Args:
@@ -77,7 +77,7 @@ class InnerShard:
         Streams: everything goes to the gather stream. Over gloo the host waits.
         Capture: safe once slots have grown.
         """
-        gathering = Gathering(chunk, lambda: None)
+        gathering = AllGather(chunk, lambda: None)
         stream: Stream = self._runtime.streams.gather
         self._filled.wait(stream)
         gathering.launch(self._runtime, comms, self.source.chunk.dtype, name)
@@ -98,7 +98,7 @@ class OuterScatter:
         self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def receive_chunks(self, runtime: Runtime) -> int:
+    def receive_chunks(self, runtime: CommContext) -> int:
         """Returns how many chunks of room `launch` needs."""
         return runtime.transport(self._levels.outer).receive_chunks
 
@@ -128,7 +128,7 @@ class OuterScatter:
         """Returns this rank's chunk of an inner shard."""
         return inner.chunk(self._levels.outer.size())[self._levels.outer.rank()]
 
-    def launch(self, inner: torch.Tensor, receive: Chunks, label: MessageTag, runtime: Runtime) -> Work:
+    def launch(self, inner: torch.Tensor, receive: Chunks, label: MessageTag, runtime: CommContext) -> Work:
         """Starts a reduce-scatter over the outer axis.
 
         Args:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.root import lazy_init, unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
@@ -52,7 +52,7 @@ def participate(model: nn.Module) -> Iterator[None]:
             got=type(model).__name__,
             fix="with shardgrad.participate(root):",
         )
-    context = unit.context or establish_context(unit)
+    context = unit.context or lazy_init(unit)
     if context.keep_gathered:
         raise ParticipationError(
             "participate() cannot be nested",

@@ -9,11 +9,11 @@ from torch import nn
 
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.streams import Streams
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.param_sharding import cut_of
+from shardgrad.sharding.param_sharding import sharding_of
 
 __all__ = ["PostForwardShard"]
 
@@ -36,7 +36,7 @@ class PostForwardShard:
 
     def __init__(
         self,
-        params: Sequence[ManagedParam],
+        params: Sequence[FSDPParam],
         mesh: DataParallelMesh,
         streams: Streams,
         *,
@@ -47,11 +47,11 @@ class PostForwardShard:
         self.mesh = mesh
         self._params = params
         self.layout = ShardLayout.of(
-            [p.cut.shape for p in params],
+            [p.sharding.shape for p in params],
             mesh.shard_size,
             alignment=alignment,
             with_flags=False,
-            dims=[p.cut.dim for p in params],
+            dims=[p.sharding.dim for p in params],
         )
         self.label = label
         self._buffer = RecurringBuffer(self.layout.chunk_numel, dtype, mesh.device, streams)
@@ -82,7 +82,7 @@ class PostForwardShard:
         """Makes the parameters' faces over this chunk what their modules show."""
         for p, view in zip(self._params, self._views, strict=True):
             if p.post_forward is None:
-                face = cut_of(p.whole, p.name, self.mesh, p.cut.dim).face(view)
+                face = sharding_of(p.whole, p.name, self.mesh, p.sharding.dim).face(view)
                 p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 

@@ -27,15 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.all_gather import Source
-from shardgrad.engine.all_gather_input import Departure
+from shardgrad.engine.all_gather_input import AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.message_tag import TAG_NUMEL
-from shardgrad.engine.param import ManagedParam, is_extension, local_of, mark_sharded, mark_whole
+from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import ExtensionError, unsupported
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 
 __all__ = ["ExtensionGroup", "apart", "newly_extended", "require_extension"]
 
@@ -43,7 +43,7 @@ __all__ = ["ExtensionGroup", "apart", "newly_extended", "require_extension"]
 _BYTE = torch.int8
 
 
-def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any, home: Home) -> None:
+def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any, home: ShardMemory) -> None:
     """Refuses an extension that is not complete, or asked for what the protocol does not have.
 
     Raises:
@@ -65,14 +65,14 @@ def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any
             f"reshard_after_forward as an int for {name}, which has fsdp_pre_all_gather",
             instead="reshard_after_forward=True or False",
         )
-    if home.is_away:
+    if home.is_offloaded:
         raise unsupported(
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
             instead="a unit of its own without offload_policy",
         )
 
 
-def newly_extended(group: ParamGroup) -> list[ManagedParam]:
+def newly_extended(group: ParamGroup) -> list[FSDPParam]:
     """Returns the parameters of a flat group that have become extensions since `fully_shard`.
 
     A program may have put the two methods on a local tensor, or loaded one that has them. None of a group
@@ -86,7 +86,7 @@ def newly_extended(group: ParamGroup) -> list[ManagedParam]:
     faces = {p: face for p in group.params for face in p.registered() if is_extension(face)}
     reshard = True if group.post_forward_mesh is None else group.post_forward_mesh.shard_size
     for p, face in faces.items():
-        require_extension(face, p.name, reshard, group.home)
+        require_extension(face, p.name, reshard, group.shard_memory)
         if group.mesh.levels is not None:
             raise unsupported(
                 f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,', instead="zero_stage=3"
@@ -94,7 +94,7 @@ def newly_extended(group: ParamGroup) -> list[ManagedParam]:
     return list(faces)
 
 
-def apart(group: ParamGroup, leaving: Collection[ManagedParam]) -> list[ParamGroup]:
+def apart(group: ParamGroup, leaving: Collection[FSDPParam]) -> list[ParamGroup]:
     """Returns a group without some of its parameters, if any are left, and an extension group of those."""
     if not leaving:
         return [group]
@@ -159,17 +159,17 @@ class ExtensionGroup(ParamGroup):
     # -- building ---------------------------------------------------------------------------------------
 
     @classmethod
-    def out_of(cls, group: ParamGroup, params: Sequence[ManagedParam]) -> ExtensionGroup:
+    def out_of(cls, group: ParamGroup, params: Sequence[FSDPParam]) -> ExtensionGroup:
         """Returns a group of parameters that were cut for a flat one; see `apart`.
 
         Their local tensors stay the objects they are, which may carry the methods, in memory of their own.
         """
         self = cls.__new__(cls)
         self.__dict__.update(group.__dict__)
-        self.comms = copy.copy(group.comms)
+        self.collectives = copy.copy(group.collectives)
         self.registration = None
         self.params = list(params)
-        self.holds_dtensors = any(p.cut.came_as_dtensor for p in params)
+        self.holds_dtensors = any(p.sharding.came_as_dtensor for p in params)
         self._set_dtypes(group.dtype)
         for p in params:
             p.group = self
@@ -188,7 +188,7 @@ class ExtensionGroup(ParamGroup):
             if part.numel() and whole.device.type != "meta":
                 part.copy_(piece.of(whole, rank))
             attributes = p.sharded.__dict__
-            p.sharded = nn.Parameter(p.cut.face(part), requires_grad=p.sharded.requires_grad)
+            p.sharded = nn.Parameter(p.sharding.face(part), requires_grad=p.sharded.requires_grad)
             p.sharded.__dict__.update({k: v for k, v in attributes.items() if k not in part.__dict__})
             p.expected_local = local_of(p.sharded)
 
@@ -221,7 +221,7 @@ class ExtensionGroup(ParamGroup):
             p.register(new)
             mark_sharded(p)
 
-    def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
+    def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
         """See `ParamGroup.without`."""
         staying = [p for p in self.params if p not in leaving]
         if not staying:
@@ -232,7 +232,7 @@ class ExtensionGroup(ParamGroup):
 
     # -- gathering --------------------------------------------------------------------------------------
 
-    def _source(self, runtime: Runtime) -> Source:
+    def _source(self, runtime: CommContext) -> Source:
         """Asks the parameters what they send, and copies it into the chunk, on the gather stream."""
         stream = runtime.streams.gather
         with runtime.streams.on(stream), torch.inference_mode(mode=False), torch.no_grad():
@@ -246,17 +246,19 @@ class ExtensionGroup(ParamGroup):
                     into = self.shard.narrow(0, place.offset, place.nbytes)
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
         if self._departure is None:
-            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_tag, runtime)
-        return self._departure.source(self.comms, self.name, self._version)
+            self._departure = AllGatherInput(
+                self.shard, self.mesh, self.shard_memory, _BYTE, self._gather_tag, runtime
+            )
+        return self._departure.source(self.collectives, self.name, self._version)
 
-    def _ask(self, p: ManagedParam) -> tuple[Sequence[torch.Tensor], Any]:
+    def _ask(self, p: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)
         pre = local.fsdp_pre_all_gather
         count = len(inspect.signature(pre).parameters)
         if count == 1:
             answer = pre(self._shard_mesh)
         elif count == 5:
-            shape = torch.Size(p.cut.shape)
+            shape = torch.Size(p.sharding.shape)
             stride = torch.empty(tuple(shape), device="meta").stride()
             answer = pre(self._shard_mesh, shape, stride, p.owners[0][0], self.mp_policy)
         else:
@@ -277,7 +279,7 @@ class ExtensionGroup(ParamGroup):
             )
         return tuple(answer[0]), answer[1]
 
-    def _full_shape(self, p: ManagedParam) -> tuple[int, ...]:
+    def _full_shape(self, p: FSDPParam) -> tuple[int, ...]:
         return self.layout.pieces[self.params.index(p)].local_shape(0)
 
     @property
@@ -285,7 +287,7 @@ class ExtensionGroup(ParamGroup):
         mesh = self.mesh.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
-    def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], runtime: Runtime) -> None:
+    def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], runtime: CommContext) -> None:
         """Fixes the places in the chunk by the first answers; every later one has to be alike."""
         offset = 0
         for tensors in answers:
@@ -319,7 +321,7 @@ class ExtensionGroup(ParamGroup):
                 self._finish(p, tuple(place.gathered for place in inputs), metadata)
             self._metadata = []
 
-    def _finish(self, p: ManagedParam, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
+    def _finish(self, p: FSDPParam, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
         """Makes the unsharded face, or fills it again."""
         local: Any = local_of(p.sharded)
         if p.unsharded is not None:
@@ -329,8 +331,8 @@ class ExtensionGroup(ParamGroup):
         tensor, allocated = local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype)
         streams = self._runtime.streams
         self._recurring.buffers += [RecurringBuffer.around(each, streams) for each in allocated]
-        shape = p.cut.shape
+        shape = p.sharding.shape
         stride = torch.empty(shape, device="meta").stride()
         packed = torch.as_strided(tensor, shape, stride, storage_offset=0)
-        p.unsharded = nn.Parameter(p.cut.unsharded_face(packed), requires_grad=p.sharded.requires_grad)
-        mark_whole(p)
+        p.unsharded = nn.Parameter(p.sharding.unsharded_face(packed), requires_grad=p.sharded.requires_grad)
+        mark_unsharded(p)

@@ -286,12 +286,12 @@ class _Module(Capturable):
 def _refuse_what_no_graph_repeats(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
         where = f"unit {group.name}" if group.name else None
-        if group.home.is_away:
+        if group.shard_memory.is_offloaded:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
                 "no graph repeats",
                 expected=f"shards on {group.mesh.device}",
-                got=f"shards on {group.home.device}",
+                got=f"shards on {group.shard_memory.device}",
                 where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
+from shardgrad.engine.param import FSDPParam, Snapshot, is_replaced
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
@@ -148,7 +148,7 @@ class ShardedSegment(Segment):
         members: those of its parameters that are updated, in the group's order.
     """
 
-    def __init__(self, group: ParamGroup, members: Sequence[ManagedParam]) -> None:
+    def __init__(self, group: ParamGroup, members: Sequence[FSDPParam]) -> None:
         super().__init__()
         self._group = group
         self._members = list(members)
@@ -176,7 +176,7 @@ class ShardedSegment(Segment):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the group's shards live, also while the parameters are on the meta device."""
-        return self._group.home.device
+        return self._group.shard_memory.device
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -275,7 +275,7 @@ class ShardedSegment(Segment):
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
-        return face_like(in_own_storage(local), cast(DTensor, self.params[index]))
+        return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""
@@ -402,7 +402,7 @@ class PlainSegment(Segment):
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
         param = self.params[0]
-        return face_like(local, param) if isinstance(param, DTensor) else local
+        return dtensor_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""

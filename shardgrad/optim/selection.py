@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import ManagedParam, managed_by
+from shardgrad.engine.param import FSDPParam, managed_by
 from shardgrad.engine.param_group import ParamGroup
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
@@ -23,12 +23,12 @@ class Selection:
     Attributes:
         shard: where they are.
         places: their indices.
-        is_whole: True if no other parameter of the shard has a gradient.
+        is_unsharded_param: True if no other parameter of the shard has a gradient.
     """
 
     shard: GradShard
     places: tuple[int, ...]
-    is_whole: bool
+    is_unsharded_param: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Gradients:
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
-            if selection.is_whole:
+            if selection.is_unsharded_param:
                 selection.shard.owe(factor)
             else:
                 selection.shard.pay()
@@ -83,7 +83,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[ManagedParam]] = {}
+    by_group: dict[ParamGroup, list[FSDPParam]] = {}
     plain = []
     for param in dict.fromkeys(params):
         managed = managed_by(param)

@@ -16,8 +16,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.root import lazy_init, unit_of
 from shardgrad.engine.streams import NoStreams, Streams
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
@@ -125,11 +125,11 @@ class _Rehearsing:
                 recorder.axes[group.mesh.shard_group.group_name] = "both"
         transports = partial(paper_transport, recorder=recorder, on_host=request.on_host)
         streams: Streams = NoStreams() if request.on_host else PaperStreams(recorder)
-        self._runtime = Runtime(torch.device("cpu"), streams, transports)
+        self._runtime = CommContext(torch.device("cpu"), streams, transports)
         unit = unit_of(self._model)
         if unit is None:
             raise UsageError(f"{subject.name} has no parameters to shard.")
-        self._context = establish_context(unit, self._runtime)
+        self._context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer: FlatOptimizer = (
             AdamW(params, lr=1e-3) if request.optimizer == "adamw" else SGD(params, lr=1e-3, momentum=0.9)

@@ -21,25 +21,25 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-__all__ = ["Home"]
+__all__ = ["ShardMemory"]
 
 
 @dataclass(frozen=True)
-class Home:
+class ShardMemory:
     """A place for shards.
 
     Attributes:
         device: of shards, gradients and optimizer states.
-        is_away: True if computation and collectives happen on another device.
+        is_offloaded: True if computation and collectives happen on another device.
         pinned: the memory can be copied from and to that device while the host goes on.
     """
 
     device: torch.device
-    is_away: bool = False
+    is_offloaded: bool = False
     pinned: bool = False
 
     @classmethod
-    def of(cls, device: torch.device, policy: OffloadPolicy) -> Home:
+    def of(cls, device: torch.device, policy: OffloadPolicy) -> ShardMemory:
         """Returns the home that a policy asks for.
 
         Args:
@@ -48,8 +48,8 @@ class Home:
         """
         if not isinstance(policy, CPUOffloadPolicy):
             return cls(device)
-        is_away = device.type not in ("cpu", "meta")
-        return cls(torch.device("cpu"), is_away, is_away and policy.pin_memory)
+        is_offloaded = device.type not in ("cpu", "meta")
+        return cls(torch.device("cpu"), is_offloaded, is_offloaded and policy.pin_memory)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocates a zeroed 1-D tensor here."""

@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import face_over
+from shardgrad.sharding.dtensor import dtensor_over
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Cut", "cut_of", "groups_cut_over"]
+__all__ = ["ParamSharding", "groups_cut_over", "sharding_of"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class _Whole:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamSharding:
     """See the module's docstring.
 
     Attributes:
@@ -76,14 +76,14 @@ class Cut:
 
     def face(self, local: torch.Tensor) -> DTensor:
         """Returns the sharded face over this rank's piece."""
-        return face_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+        return dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
 
     def unsharded_face(self, packed: torch.Tensor) -> torch.Tensor:
         """Returns what compute sees over gathered memory of `shape`."""
         if self._whole is None:
             return packed
         whole = self._whole
-        return face_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
+        return dtensor_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns what this rank packs of an unsharded gradient; a collective if it has to be redistributed.
@@ -120,7 +120,7 @@ def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> Cut:
+def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
     """Decides how a parameter is cut along `dim` over the shard group of `mesh`.
 
     Raises:
@@ -141,7 +141,7 @@ def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> 
     else:
         axes, placements = mesh.mesh, mesh.placements(Shard(dim))
     stride = torch.empty(tuple(param.shape), device="meta").stride()
-    return Cut(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
+    return ParamSharding(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
 
 
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:

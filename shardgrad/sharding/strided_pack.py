@@ -16,11 +16,11 @@ import torch
 from shardgrad.ops.checks import compute_dtype, divide_
 from shardgrad.sharding.layout import Piece, ShardLayout
 
-__all__ = ["pack_crosswise", "unpack_crosswise"]
+__all__ = ["pack_strided", "unpack_strided"]
 
 
 @torch.no_grad()
-def unpack_crosswise(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
+def unpack_strided(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
     """Puts the crosswise parameters of a layout together.
 
     Args:
@@ -42,7 +42,7 @@ def unpack_crosswise(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, la
 
 
 @torch.no_grad()
-def pack_crosswise(
+def pack_strided(
     grads: Sequence[torch.Tensor],
     slot: torch.Tensor,
     layout: ShardLayout,

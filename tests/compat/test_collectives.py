@@ -155,7 +155,7 @@ def settings_are_in_force() -> None:
     many_buffers(model)
     train(SHARDGRAD, model, steps=1)
     shard_group = unit_of(model).mesh.shard_group
-    layers = [unit_of(layer).groups[0].comms.reduce_group for layer in model.layers]
+    layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
     assert layers[0] is None
     assert layers[1] is layers[2] is not shard_group
     ring = unit_of(model).context.runtime.reduce_ring

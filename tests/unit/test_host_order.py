@@ -18,7 +18,7 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.root import unit_of
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.testing import RecordedStreams
 
 
@@ -42,8 +42,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams whose shards live apart from where it computes."""
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
-    away = Home(torch.device("cpu"), is_away=True)
-    monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: away))
+    away = ShardMemory(torch.device("cpu"), is_offloaded=True)
+    monkeypatch.setattr(ShardMemory, "of", classmethod(lambda cls, device, policy: away))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield recorded
     dist.destroy_process_group()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardgrad.engine.message_tag import LABEL_NUMEL
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
-from shardgrad.sharding.zero_copy import DIRECT_NBYTES, travels_directly
+from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 64)
@@ -103,8 +103,8 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
 def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
     rows: int, uneven: int, world_size: int, dtype: torch.dtype
 ) -> None:
-    shape = (rows * world_size + uneven, DIRECT_NBYTES)
-    is_direct = travels_directly(shape, 0, world_size, alignment=64, dtype=dtype)
+    shape = (rows * world_size + uneven, ZERO_COPY_NBYTES)
+    is_direct = is_zero_copy(shape, 0, world_size, alignment=64, dtype=dtype)
     assert is_direct == (world_size > 1 and shape[0] % world_size == 0)
     (piece,) = ShardLayout.of([shape], world_size, alignment=64, with_flags=False).pieces
     if is_direct:
@@ -114,9 +114,9 @@ def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
 
 def test_small_uneven_and_crosswise_parameters_are_not_direct() -> None:
     def is_direct(shape: tuple[int, ...], dim: int = 0) -> bool:
-        return travels_directly(shape, dim, 2, alignment=32, dtype=torch.float32)
+        return is_zero_copy(shape, dim, 2, alignment=32, dtype=torch.float32)
 
-    elements = DIRECT_NBYTES // torch.float32.itemsize
+    elements = ZERO_COPY_NBYTES // torch.float32.itemsize
     assert is_direct((2, elements))
     assert not is_direct((2, elements - 32))
     assert not is_direct((3, elements))
