@@ -192,7 +192,7 @@ def _clip(smoke: bool) -> _Contest:
 
 
 def _grad_groups_of(model: Any) -> list[Any]:
-    from shardgrad.engine.root import units_under
+    from shardgrad.engine.unit import units_under
 
     return [grads for unit in units_under(model) for grads in unit.grad_groups]
 

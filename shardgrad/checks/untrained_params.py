@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
@@ -96,9 +97,9 @@ class _Watch:
         moving = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in moving for param in group["params"]):
             managed = managed_by(param)
-            if managed is None or not managed.group.is_flat:
+            if managed is None or not group_of(managed).is_flat:
                 continue  # a tensor subclass may not even have views
-            grad = getattr(param, managed.group.gradient_policy.attribute, None)
+            grad = getattr(param, group_of(managed).gradient_policy.attribute, None)
             if grad is not None:
                 self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
@@ -149,7 +150,7 @@ def _is_meant_to_stand_still(optimizer: Optimizer) -> bool:
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and (shard := grads_of(managed.group).shard):
+        if managed is not None and (shard := grads_of(group_of(managed)).shard):
             verdicts.append(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,7 +14,7 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
-from shardgrad.engine.root import unit_of, units_under
+from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
     ContainerError,
@@ -27,10 +26,7 @@ from shardgrad.errors import (
 from shardgrad.sharding.byte_params import travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh
 
-if TYPE_CHECKING:
-    from shardgrad.engine.unit import Unit
-
-__all__ = ["Collected", "Guest", "collect", "validate_modules"]
+__all__ = ["Collected", "collect", "validate_modules"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -41,24 +37,6 @@ class Claim:
 
     unit: Unit
     managed: FSDPParam
-
-
-@dataclass
-class Guest:
-    """A parameter that a unit uses but a unit beside it owns; a common ancestor will take it.
-
-    Attributes:
-        param: the original.
-        owners: where the guest's unit registers it.
-        owner_name: the unit that claimed it first.
-        unit_name: the unit it is a guest in.
-    """
-
-    name: str
-    param: nn.Parameter
-    owners: list[Owner]
-    owner_name: str
-    unit_name: str
 
 
 @dataclass

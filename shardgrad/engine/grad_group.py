@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.comm_context import CommContext, Route
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_packer import GradPacker
 from shardgrad.engine.grad_shard import GradShard
@@ -28,7 +28,6 @@ from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import OVERFLOWING, Message, PartialSum, Reduction
 from shardgrad.engine.streams import Stream
 from shardgrad.engine.trace import span
-from shardgrad.features.custom_comms import Route
 from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import ShardLayout
 
@@ -305,7 +304,7 @@ class GradGroup:
         group = self.group
         as_they_are = group.reduce_dtype == group.gather_dtype and self._factors[0] == 1
         return (
-            bool(self._packer.layout.direct)
+            bool(self._packer.layout.zero_copy)
             and as_they_are
             and not self.deferred
             and group.collectives.reduces_plainly
@@ -365,7 +364,7 @@ class GradGroup:
             return Message(begin, send, slot.chunks(dtype, received or 1, numel, skip=skip), label)
 
         messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_tag)]
-        for i, gradient in zip(layout.direct, gradients, strict=True):
+        for i, gradient in zip(layout.zero_copy, gradients, strict=True):
             piece, numel = layout.pieces[i], layout.pieces[i].shard_numel
             send = Chunks(gradient, gradient.split(numel))
             messages.append(message(piece.shard_offset, numel, send, self._direct_labels[i]))

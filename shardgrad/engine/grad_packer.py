@@ -88,7 +88,7 @@ class GradPacker:
                     for p, grad in zip(self._params, arrived, strict=True)
                 ]
             grads = [self._nothing if g is None else g.contiguous() for g in arrived]
-            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.direct] if directly else []
+            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.zero_copy] if directly else []
             if alone:
                 grads = [grads[i] for i in layout.others]
                 slot.lend(alone, arrivals.streams)
@@ -112,11 +112,11 @@ class GradPacker:
         accumulate: bool,
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
+        straight = [grads[i] for i in layout.straight] if layout.strided else grads
         straight = [*straight, self._tail(divisor, labelled=not accumulate)]
-        if self._outer is not None:  # which takes no crosswise parameters
+        if self._outer is not None:  # which takes no strided parameters
             straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
-        if layout.crosswise:
+        if layout.strided:
             pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
         ops.pack(straight, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.engine.grad_shard import GradFacts
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.replaced_params import Registration
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
@@ -139,8 +139,8 @@ class _Module(Capturable):
         _refuse_what_no_graph_repeats(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
         self._made_of = self._identities()
-        known = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
-        self._contexts: list[RootContext] = list(known.values())
+        contexts = map(context_of, self._units)
+        self._contexts: list[RootContext] = list(dict.fromkeys(c for c in contexts if c is not None))
         params = [p for group in self._groups for p in group.params]
         self._sharded = [p.sharded for p in params]
         whole = {id(each) for p in params for each in (p.unsharded, p.post_forward)}
@@ -166,7 +166,7 @@ class _Module(Capturable):
     def _read(self) -> Hashable:
         if not self._registration.holds():
             for group in self._groups:
-                group.adopt()
+                adopt(group)
         if self._identities() != self._made_of:
             self._look()
         return (
@@ -205,13 +205,13 @@ class _Module(Capturable):
     def rest(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
-            context.rest()
-            context.runtime.streams.forget_events()
+            context.quiesce()
+            context.comm_ctx.streams.forget_events()
 
     def broken_off(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.runtime.streams.forget_events()
+            context.comm_ctx.streams.forget_events()
             context.recover()
 
     def hand_over(self) -> None:
@@ -262,7 +262,7 @@ class _Module(Capturable):
         """See `Capturable`. Parameters that somebody keeps whole are stale now, as after a backward."""
         for group in self._groups:
             group.steps_taken += 1
-            group.reshard(for_good=True)
+            group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam, is_replaced, local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of
 from shardgrad.sharding.dtensor import dtensor_like
@@ -120,8 +120,8 @@ class ShardedAlias(Alias):
     def __init__(self, managed: FSDPParam) -> None:
         self.managed = managed
         super().__init__(managed.sharded, managed.name)
-        self.attribute = managed.group.gradient_policy.attribute
-        self.grad_dtype = managed.group.gradient_dtype
+        self.attribute = group_of(managed).gradient_policy.attribute
+        self.grad_dtype = group_of(managed).gradient_dtype
 
     def _memory(self) -> torch.Tensor:
         return local_of(self.managed.sharded)
@@ -197,7 +197,7 @@ def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tenso
     for alias in aliases:
         alias.require_same()
         if isinstance(alias, ShardedAlias):
-            by_group.setdefault(alias.managed.group, []).append(alias)
+            by_group.setdefault(group_of(alias.managed), []).append(alias)
         else:
             alias.show(alias.gradient(), attribute)
     verdicts: dict[int, torch.Tensor] = {}

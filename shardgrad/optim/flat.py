@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import DeepcopyError, OptimizerParameterError
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
@@ -115,7 +115,7 @@ class FlatOptimizer(Optimizer):
             if managed is None:
                 plain.append(PlainSegment(param, name))
             else:
-                sharded.setdefault(managed.group, []).append(managed)
+                sharded.setdefault(group_of(managed), []).append(managed)
         self._refuse_two_engines(group, sharded)
         return [*(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()), *plain]
 
@@ -125,7 +125,7 @@ class FlatOptimizer(Optimizer):
             raise self._cannot_update(
                 name, f"it is {what}", "floating-point parameters; torch.optim has others"
             )
-        if managed is not None and not managed.group.is_flat:
+        if managed is not None and not group_of(managed).is_flat:
             raise self._cannot_update(
                 name, "its shard is a tensor subclass of its own (fsdp_pre_all_gather)", "torch.optim for it"
             )

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
@@ -140,10 +141,10 @@ class Muon(FlatOptimizer):
                 fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
             )
         if managed is not None and not reaches(
-            managed.group.mesh.shard_group, managed.group.shard_memory.device
+            group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
         ):
             raise unsupported(
-                f"Muon under CPUOffloadPolicy without a backend for {managed.group.shard_memory.device}",
+                f"Muon under CPUOffloadPolicy without a backend for {group_of(managed).shard_memory.device}",
                 instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to host',
             )
 
@@ -170,7 +171,7 @@ class Muon(FlatOptimizer):
         dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])
-            dtypes["momentum_buffer"] = segment.dtype if managed is None else managed.group.gradient_dtype
+            dtypes["momentum_buffer"] = segment.dtype if managed is None else group_of(managed).gradient_dtype
         return dtypes
 
     # -- a step -----------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, Snapshot, is_replaced
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
@@ -222,13 +222,13 @@ class ShardedSegment(Segment):
             self._generation = self._group.generation
         if self._snapshot.still_holds:
             return
-        if any(managed.group is not self._group for managed in self._members):
+        if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
                 "optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
-                where=f"unit {self._members[0].group.name}",
+                where=f"unit {group_of(self._members[0]).name}",
                 fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(

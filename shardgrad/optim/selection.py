@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -23,12 +23,12 @@ class Selection:
     Attributes:
         shard: where they are.
         places: their indices.
-        is_unsharded_param: True if no other parameter of the shard has a gradient.
+        is_whole: True if no other parameter of the shard has a gradient.
     """
 
     shard: GradShard
     places: tuple[int, ...]
-    is_unsharded_param: bool
+    is_whole: bool
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Gradients:
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
-            if selection.is_unsharded_param:
+            if selection.is_whole:
                 selection.shard.owe(factor)
             else:
                 selection.shard.pay()
@@ -88,7 +88,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     for param in dict.fromkeys(params):
         managed = managed_by(param)
         if managed is not None:
-            by_group.setdefault(managed.group, []).append(managed)
+            by_group.setdefault(group_of(managed), []).append(managed)
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

@@ -17,8 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.root import lazy_init, unit_of
+from shardgrad.engine.root import lazy_init
 from shardgrad.engine.streams import NoStreams, Streams
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer

@@ -19,14 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import MessageTag
-
-__all__ = ["ZERO_COPY_NBYTES", "ZeroCopyGather", "is_zero_copy"]
+__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
 
 # Bytes of a rank's piece on the wire, from which on a message of its own costs less than the copies that it
 # saves. Measured: docs/design/direct_parameters.md.
@@ -49,18 +45,3 @@ def is_zero_copy(
         return False
     piece_numel = math.prod(shape) // world_size
     return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= ZERO_COPY_NBYTES
-
-
-@dataclass(frozen=True)
-class ZeroCopyGather:
-    """One parameter's own all-gather.
-
-    Attributes:
-        piece: this rank's, 1-D, in its shard.
-        places: where the pieces of all ranks belong: the whole parameter, 1-D, in rank order.
-        label: of the message, which has no room for one.
-    """
-
-    piece: torch.Tensor
-    places: Chunks
-    label: MessageTag

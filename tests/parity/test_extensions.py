@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import errors
-from shardgrad.engine.root import lazy_init, unit_of
+from shardgrad.engine.root import lazy_init
+from shardgrad.engine.unit import unit_of
 from tests.parity.extensions import Half, Narrowed, Quantized
 from tests.parity.programs import (
     FSDP2,

@@ -17,7 +17,7 @@ from shardgrad import fully_shard
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.unit import unit_of
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.testing import RecordedStreams
 
@@ -140,8 +140,8 @@ def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None
     [
         (GradShard, "arrive", train),
         (GradShard, "arrive", read_in_hooks),
-        (ParamGroup, "let_host_write", evaluate),
-        (ParamGroup, "let_host_write", gather_by_hand),
+        (ParamGroup, "wait_until_read", evaluate),
+        (ParamGroup, "wait_until_read", gather_by_hand),
     ],
 )
 def test_a_missing_wait_of_the_host_is_found(

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.sharding.layout import TAG_NUMEL
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
 from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
@@ -40,7 +40,7 @@ def test_pieces_do_not_overlap_and_fit(shapes: list[tuple[int, ...]], world_size
         assert piece.span >= piece.shard_numel
         end = piece.shard_offset + piece.span
     assert layout.tail_offset == end
-    assert layout.tail_numel >= (len(shapes) if tail else 0) + LABEL_NUMEL
+    assert layout.tail_numel >= (len(shapes) if tail else 0) + TAG_NUMEL
 
 
 @given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
@@ -81,9 +81,9 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     shapes: list[tuple[int, ...]], world_size: int, chosen: list[bool]
 ) -> None:
     direct = chosen[: len(shapes)]
-    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, direct=direct)
+    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, zero_copy=direct)
     ends = {i: piece.shard_offset + piece.span for i, piece in enumerate(layout.pieces)}
-    assert all(ends[i] <= layout.packed_offset for i in layout.direct)
+    assert all(ends[i] <= layout.packed_offset for i in layout.zero_copy)
     chunk = torch.arange(layout.chunk_numel)
     rest = layout.packed.local_views(chunk[layout.packed_offset :], 0)
     everything = layout.local_views(chunk, 0)
@@ -96,7 +96,7 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     assert layout.packed.tail_numel == layout.tail_numel
     plain = layout_of(shapes, world_size, with_flags=True)
     assert layout.chunk_numel == plain.chunk_numel
-    assert sorted([*layout.direct, *layout.others]) == list(range(len(shapes)))
+    assert sorted([*layout.zero_copy, *layout.others]) == list(range(len(shapes)))
 
 
 @given(st.integers(1, 9), st.integers(0, 3), WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
