@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.parallel import Place
-    from shardgrad.training.step import TrainStep
+    from shardgrad.train.config import TrainConfig
+    from shardgrad.train.parallel import Place
+    from shardgrad.train.step import TrainStep
 
 
 def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, Place]:
@@ -21,12 +21,12 @@ def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, Place]:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardgrad.training.checkpoint import TrainState
-    from shardgrad.training.corpus import Sampler
-    from shardgrad.training.optimizer import build_optimizer, build_schedule
-    from shardgrad.training.parallel import Place
-    from shardgrad.training.sharding import build_model
-    from shardgrad.training.step import TrainStep
+    from shardgrad.train.checkpoint import TrainState
+    from shardgrad.train.corpus import Sampler
+    from shardgrad.train.optimizer import build_optimizer, build_schedule
+    from shardgrad.train.parallel import Place
+    from shardgrad.train.sharding import build_model
+    from shardgrad.train.step import TrainStep
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = Place(rank, ranks, torch.device(device), dist.new_group(backend="gloo"))

@@ -28,7 +28,7 @@ from shardgrad.plan.world import fake_tensors, fake_world
 from shardgrad.roots import establish_context, unit_of
 from shardgrad.runtime import Runtime
 from shardgrad.streams import NoStreams, Streams
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["Rehearsal", "rehearse"]
 

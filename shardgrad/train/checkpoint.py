@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.checkpoint import Saving, Series, load, save, save_async
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.parallel import Place
-from shardgrad.training.sharding import LanguageModel
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.parallel import Place
+from shardgrad.train.sharding import LanguageModel
 
 # Each rank has its own generator; on another number of ranks, some are missing or left over.
 _OPTIONAL = ("rng_*",)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import PRESETS, Scalar, suggestion, transformer_config
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import PRESETS, Scalar, suggestion, transformer_config
 
 # A resumed run must find the tensors it saved.
 MODEL_FIELDS = ("preset", "hf", "override")

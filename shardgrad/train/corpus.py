@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 # Not the library's own text, or text about nothing.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}

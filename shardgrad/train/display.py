@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardgrad.checkpoint.text import escaped
-from shardgrad.training.record import StepMetrics
+from shardgrad.train.record import StepMetrics
 
 
 class SilentDisplay:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.owed_gradient import OwedGradient
 from shardgrad.replicas import checksum, replica_report
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.failure import TrainingError
-from shardgrad.training.parallel import Place
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.parallel import Place
 
 _SHOWN = 3  # names in one sentence
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardgrad.training.failure import UsageError
-from shardgrad.training.model import next_token_loss
-from shardgrad.training.presets import BYTE_VALUES, Scalar
+from shardgrad.train.failure import UsageError
+from shardgrad.train.model import next_token_loss
+from shardgrad.train.presets import BYTE_VALUES, Scalar
 
 
 class CausalLM(nn.Module):

@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.training.failure import UsageError
-from shardgrad.training.rank import Order, Report, run_rank
-from shardgrad.training.spawn import spawn
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import UsageError
+from shardgrad.train.rank import Order, Report, run_rank
+from shardgrad.train.spawn import spawn
 
 RUNS = Path("runs")
 
@@ -100,7 +100,7 @@ def _fitting_ranks(config: TrainConfig) -> int:
         return math.prod(mesh_shape(config.mesh))
     if config.engine == "none":
         return 1
-    from shardgrad.training.parallel import default_ranks
+    from shardgrad.train.parallel import default_ranks
 
     return default_ranks(config.device)
 

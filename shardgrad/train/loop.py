@@ -10,19 +10,19 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.agreement import require_same_collectives
 from shardgrad.journal import journal
-from shardgrad.training.checkpoint import Checkpoints, TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Corpus, Sampler, load_corpus
-from shardgrad.training.display import SilentDisplay, choose_display, nice_seconds
-from shardgrad.training.failure import Interrupted, UsageError
-from shardgrad.training.health import Health, StepResult, Vigil
-from shardgrad.training.model import count_parameters
-from shardgrad.training.optimizer import build_optimizer, build_schedule
-from shardgrad.training.parallel import Place, build_mesh, memory_nbytes
-from shardgrad.training.record import RunRecord, StepMetrics
-from shardgrad.training.sharding import build_model
-from shardgrad.training.step import TrainStep, validation_loss
-from shardgrad.training.stop import StopRequest
+from shardgrad.train.checkpoint import Checkpoints, TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Corpus, Sampler, load_corpus
+from shardgrad.train.display import SilentDisplay, choose_display, nice_seconds
+from shardgrad.train.failure import Interrupted, UsageError
+from shardgrad.train.health import Health, StepResult, Vigil
+from shardgrad.train.model import count_parameters
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import Place, build_mesh, memory_nbytes
+from shardgrad.train.record import RunRecord, StepMetrics
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep, validation_loss
+from shardgrad.train.stop import StopRequest
 
 
 def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *, resume: bool) -> None:

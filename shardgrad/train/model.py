@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.training.presets import PRESETS, TransformerConfig
+from shardgrad.train.presets import PRESETS, TransformerConfig
 
 __all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "materialise"]
 

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.journal import journal
 from shardgrad.lookout import Lookout, OnStall
-from shardgrad.training.config import TrainConfig, mesh_shape
-from shardgrad.training.failure import UsageError
-from shardgrad.training.heap import keep_freed_memory
+from shardgrad.train.config import TrainConfig, mesh_shape
+from shardgrad.train.failure import UsageError
+from shardgrad.train.heap import keep_freed_memory
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 Scalar = bool | int | float | str
 BYTE_VALUES = 256

@@ -16,9 +16,9 @@ from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain
-from shardgrad.training.stop import StopRequest
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.failure import PeerLost, TrainingError, UsageError, explain
+from shardgrad.train.stop import StopRequest
 
 if TYPE_CHECKING:
     from shardgrad.account import Account, Finding
@@ -98,8 +98,8 @@ def run_rank(order: Order, *, init_method: str) -> Report:
     try:
         import torch.distributed as dist
 
-        from shardgrad.training.loop import train
-        from shardgrad.training.parallel import join, look_out
+        from shardgrad.train.loop import train
+        from shardgrad.train.parallel import join, look_out
 
         place = join(order.config, init_method=init_method)
         lookout = look_out(place, stall_s=_STALL * order.config.timeout, on_stall=_tell_of_stall)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.parallel import Place, available_cores
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.parallel import Place, available_cores
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.failure import UsageError
-from shardgrad.training.huggingface import CausalLM, build_causal_lm
-from shardgrad.training.model import Transformer, materialise
-from shardgrad.training.presets import transformer_config
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.failure import UsageError
+from shardgrad.train.huggingface import CausalLM, build_causal_lm
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
 
 LanguageModel = Transformer | CausalLM
 ShardModule = Callable[..., Any]

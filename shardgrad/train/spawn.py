@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from types import FrameType
 
-from shardgrad.training.failure import Interrupted
-from shardgrad.training.rank import Blame, Order, Report, resume_hint, run_rank
-from shardgrad.training.stop import ECHO_S, STOP_SIGNALS
+from shardgrad.train.failure import Interrupted
+from shardgrad.train.rank import Blame, Order, Report, resume_hint, run_rank
+from shardgrad.train.stop import ECHO_S, STOP_SIGNALS
 
 _GRACE_S = 10.0  # for the other ranks to notice that one has failed, and to speak
 _WHY: dict[int, str] = {

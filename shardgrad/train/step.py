@@ -12,13 +12,13 @@ from torch import Tensor, nn
 import shardgrad
 from shardgrad.graphs import GraphPool
 from shardgrad.journal import journal
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Sampler, validation_starts, windows
-from shardgrad.training.health import StepResult, gradient_sums
-from shardgrad.training.model import next_token_loss
-from shardgrad.training.parallel import Place
-from shardgrad.training.sharding import set_gradient_sync
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler, validation_starts, windows
+from shardgrad.train.health import StepResult, gradient_sums
+from shardgrad.train.model import next_token_loss
+from shardgrad.train.parallel import Place
+from shardgrad.train.sharding import set_gradient_sync
 
 MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
 

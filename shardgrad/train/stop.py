@@ -7,7 +7,7 @@ import signal
 import time
 from types import FrameType
 
-from shardgrad.training.failure import Interrupted
+from shardgrad.train.failure import Interrupted
 
 # A terminal, torchrun and our own launcher may each pass on the same Ctrl-C.
 ECHO_S = 1.0

@@ -29,9 +29,9 @@ from shardgrad.graphs.step import GraphedStep
 from shardgrad.journal import Journal, Line, journal
 from shardgrad.managed_param import local_of, managed_by
 from shardgrad.param_group import ParamGroup
-from shardgrad.training import model
-from shardgrad.training.corpus import Sampler
-from shardgrad.training.step import TrainStep
+from shardgrad.train import model
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.step import TrainStep
 
 __all__ = ["FileSpot", "PartSpot", "Plan", "Spot", "Trace", "arm"]
 

@@ -17,7 +17,7 @@ from shardgrad.drills.faults import Expectation, Fault, Tampering
 from shardgrad.drills.saboteur import Trace
 from shardgrad.drills.stage import PATIENT_S, STEPS, Command, Outcome, Program, Stage, losses
 from shardgrad.drills.truth import read_accounts, reports_in
-from shardgrad.training.rank import INQUEST
+from shardgrad.train.rank import INQUEST
 
 __all__ = ["Referee", "Verdict"]
 

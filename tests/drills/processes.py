@@ -25,7 +25,7 @@ from typing import Any
 
 from shardgrad.drills.hosts import Hosts
 from shardgrad.drills.saboteur import Plan, Trace, arm
-from shardgrad.training import launch, loop, spawn
+from shardgrad.train import launch, loop, spawn
 
 __all__ = ["PATIENT_S", "Command", "Outcome", "Program", "Stage", "losses", "orphaned_segments"]
 

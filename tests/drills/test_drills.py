@@ -42,7 +42,7 @@ SHORT = [
 
 def drill(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shardgrad.cli", "drill", *options],
+        [sys.executable, "-m", "shardgrad", "drill", *options],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

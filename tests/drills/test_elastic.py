@@ -26,7 +26,7 @@ def command(folder: Path, *launcher: str) -> list[str]:
         f"--{key}={value}" for key, value in NUMBERS.items()
     ]
     options += ["--log-every=1", "--device=cpu", "--no-plot", f"--data={argparse.__file__}"]
-    return [sys.executable, *launcher, "-m", "shardgrad.cli", "train", *options, f"--run-dir={folder}"]
+    return [sys.executable, *launcher, "-m", "shardgrad", "train", *options, f"--run-dir={folder}"]
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:

@@ -34,7 +34,7 @@ def start(folder: Path, temporary: Path, steps: int) -> subprocess.Popen[str]:
     options = [f"--override={part}" for part in SHAPE] + [f"--{key}={of}" for key, of in NUMBERS.items()]
     options += ["--device=cpu", "--no-plot", f"--data={argparse.__file__}", f"--steps={steps}"]
     return subprocess.Popen(
-        [sys.executable, "-m", "shardgrad.cli", "train", *options, "--ranks=2", f"--run-dir={folder}"],
+        [sys.executable, "-m", "shardgrad", "train", *options, "--ranks=2", f"--run-dir={folder}"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Sampler
-from shardgrad.training.optimizer import build_optimizer, build_schedule
-from shardgrad.training.parallel import Place
-from shardgrad.training.sharding import build_model
-from shardgrad.training.step import TrainStep, validation_loss
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import Place
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep, validation_loss
 from tests.simulated.device import NAME, checked
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
 

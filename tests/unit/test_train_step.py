@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import GraphedStep
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Sampler
-from shardgrad.training.failure import TrainingError
-from shardgrad.training.health import Health, StepResult
-from shardgrad.training.model import Transformer, TransformerConfig, materialise
-from shardgrad.training.optimizer import build_optimizer, build_schedule
-from shardgrad.training.parallel import Place
-from shardgrad.training.step import TrainStep
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.health import Health, StepResult
+from shardgrad.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import Place
+from shardgrad.train.step import TrainStep
 
 CPU = torch.device("cpu")
 ALONE = cast(Place, SimpleNamespace(rank=0, world_size=1, device=CPU))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardgrad.training.failure import TrainingError
+from shardgrad.train.failure import TrainingError
 
 if TYPE_CHECKING:
     from shardgrad.plan.hardware import Machine
@@ -98,7 +98,7 @@ def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:
     from shardgrad.plan.hardware import machine_of
     from shardgrad.plan.planning import Calibration
     from shardgrad.plan.request import Request
-    from shardgrad.training.config import mesh_shape
+    from shardgrad.train.config import mesh_shape
 
     machine = machine_of(
         options["device"],

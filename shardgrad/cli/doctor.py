@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardgrad.training.presets import PRESETS
+from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
     import torch
@@ -144,9 +144,9 @@ def _program(preset: str, device: torch.device) -> tuple[nn.Module, Optimizer, C
     from torch.distributed.device_mesh import init_device_mesh
 
     import shardgrad
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.optimizer import build_optimizer
-    from shardgrad.training.sharding import build_model
+    from shardgrad.train.config import TrainConfig
+    from shardgrad.train.optimizer import build_optimizer
+    from shardgrad.train.sharding import build_model
 
     config = TrainConfig(preset=preset)
     model = build_model(config, init_device_mesh(device.type, (1,)), device)

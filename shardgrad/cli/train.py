@@ -13,9 +13,9 @@ from typing import Any
 
 import click
 
-from shardgrad.training.config import TrainConfig, read_settings
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.presets import Scalar
+from shardgrad.train.config import TrainConfig, read_settings
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.presets import Scalar
 
 _NEWEST = ""  # what a bare --resume stands for
 
@@ -67,11 +67,11 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     """Train a byte-level language model, by default on the source of Python's standard library.
 
     Starts its own ranks (--ranks, --mesh), or is started by torchrun:
-    torchrun --nproc-per-node 2 -m shardgrad.cli train.
+    torchrun --nproc-per-node 2 -m shardgrad train.
     Ctrl-C finishes the step and saves; once more stops at once.
     """
     from shardgrad.checkpoint.text import escaped
-    from shardgrad.training.launch import newest_run, start, torchrun_world_size
+    from shardgrad.train.launch import newest_run, start, torchrun_world_size
 
     try:
         given = read_settings(file) if file is not None else {}
