@@ -1,4 +1,4 @@
-"""`shardgrad drill`: break the training program on purpose, and see what it says and what is left of it."""
+"""`python -m tests.drills`: inject faults into the training program and judge the outcome of each."""
 
 from __future__ import annotations
 
@@ -8,55 +8,55 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from rich.console import Console
+from rich.table import Table
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from shardgrad.drills.referee import Verdict
+    from tests.drills.judge import Verdict
 
 
-@click.command(short_help="Break the training program on purpose, and judge it.")
+@click.command()
 @click.option(
-    "--count", type=click.IntRange(min=1), default=None, help="Drills to hold.  [default: one of each kind]"
+    "--count", type=click.IntRange(min=1), default=None, help="Number of drills.  [default: one of each kind]"
 )
 @click.option(
     "--kind",
     "kinds",
     multiple=True,
-    metavar="WORDS",
-    help="Only kinds whose name contains this; may be repeated.",
+    metavar="TEXT",
+    help="Run only kinds whose name contains TEXT; may be repeated.",
 )
-@click.option("--seed", type=int, default=0, help="Of what is drawn: ranks, steps, places.  [default: 0]")
+@click.option(
+    "--seed", type=int, default=0, help="Seed of the drawn ranks, steps and locations.  [default: 0]"
+)
 @click.option(
     "--bound",
     "bound_s",
     type=float,
     default=40.0,
-    help="Seconds from a fault to the last exit; what takes longer counts as a hang.  [default: 40]",
+    help="Seconds allowed from the fault to the last exit; a longer run counts as a hang.  [default: 40]",
 )
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
     help="Append each verdict to this file, as a line of JSON.",
 )
-@click.option("--list", "is_list", is_flag=True, help="Only list the kinds.")
-def drill(
+@click.option("--list", "is_list", is_flag=True, help="List the kinds of faults and exit.")
+def main(
     count: int | None, kinds: tuple[str, ...], seed: int, bound_s: float, record: Path | None, is_list: bool
 ) -> None:
-    """Break the training program in every way the catalogue knows, and judge what follows.
+    """Inject every kind of fault into the training program, and judge the outcome.
 
-    A tiny model trains on 1 to 4 ranks of this machine's CPU. Something is done to it; every rank has to end
-    within the bound and to say who, where and why, and a resumed run has to give the same losses as one that
-    nothing happened to. The exit status is 1 if anything was not as it has to be.
+    A tiny model trains on 1 to 4 ranks on this machine's CPU, with one fault. Every rank has to exit in the
+    bound and to report which rank failed, where and why; a resumed run has to give the same losses as an
+    undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
     """
-    from rich.console import Console
-
     from shardgrad.bench.record import environment
-    from shardgrad.cli import main
-    from shardgrad.drills.faults import CATALOGUE, Fault
-    from shardgrad.drills.hosts import can_have_hosts
-    from shardgrad.drills.record import append
-    from shardgrad.drills.referee import Referee
+    from shardgrad.cli import main as command
+    from tests.drills.faults import CATALOGUE, Fault
+    from tests.drills.hosts import can_have_hosts
+    from tests.drills.judge import Judge
+    from tests.drills.record import append
 
     console = Console(soft_wrap=True, highlight=False)
     chosen = [kind for kind in CATALOGUE if not kinds or any(words in kind.name for words in kinds)]
@@ -68,14 +68,14 @@ def drill(
         missing = [kind.name for kind in chosen if isinstance(kind, Fault) and kind.needs_hosts]
         chosen = [kind for kind in chosen if kind.name not in missing]
         if missing:
-            console.print(f"Left out, for want of network namespaces: {', '.join(missing)}.", markup=False)
+            console.print(f"Left out, since network namespaces are not permitted: {', '.join(missing)}.")
     if not chosen:
         raise click.UsageError(f"No kind of fault is called {' or '.join(kinds)}: see --list.")
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardgrad-drill-") as folder:
-        referee = Referee(main, Path(folder), bound_s=bound_s)
+        judge = Judge(command, Path(folder), bound_s=bound_s)
         for number in range(count or len(chosen)):
-            verdict = referee.hold(chosen[number % len(chosen)], seed + number // len(chosen))
+            verdict = judge.hold(chosen[number % len(chosen)], seed + number // len(chosen))
             verdicts.append(verdict)
             mark = "wrong" if verdict.problems else "right"
             console.print(f"{mark}: {verdict.kind} ({verdict.place}), {verdict.exit_s:.1f} s", markup=False)
@@ -88,10 +88,8 @@ def drill(
 
 
 def _summarize(console: Console, verdicts: list[Verdict]) -> None:
-    """Print how long it took from the fault to the last exit, by kind."""
-    from rich.table import Table
-
-    from shardgrad.drills.record import tallies
+    """Prints the seconds from the fault to the last exit, by kind."""
+    from tests.drills.record import tallies
 
     table = Table("kind", "drills", "wrong", "median s", "worst s")
     for each in tallies(verdicts):
@@ -101,3 +99,7 @@ def _summarize(console: Console, verdicts: list[Verdict]) -> None:
     console.print(table)
     wrong = sum(bool(verdict.problems) for verdict in verdicts)
     console.print(f"{len(verdicts)} drills, {wrong} of them wrong.")
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tests.drills")

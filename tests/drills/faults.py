@@ -1,4 +1,4 @@
-"""The catalogue: every kind of fault, where it strikes, and what has to follow."""
+"""The catalogue: every kind of fault, where it is injected, and the expected outcome."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from shardgrad.drills.saboteur import FileSpot, PartSpot, Plan, Spot
-from shardgrad.drills.stage import EVERY, STEPS, TIMEOUT_S, Program
-from shardgrad.drills.tampering import TAMPERINGS
+from tests.drills.injector import FilePoint, InjectionPoint, PhasePoint, Plan
+from tests.drills.processes import EVERY, STEPS, TIMEOUT_S, Program
+from tests.drills.tampering import TAMPERINGS
 
 __all__ = ["CATALOGUE", "Expectation", "Fault", "Tampering"]
 
 
 class Expectation(Enum):
-    """What has to follow from a fault."""
+    """The expected outcome of a fault."""
 
-    ENDS = "every rank ends, with a sentence that names who and where; the run can be resumed"
-    SAYS = "every rank ends, with a sentence that says where it was; the run can be resumed"
-    SURVIVES = "the run goes on, with the same losses"
-    STOPS = "the run stops as if somebody had asked for it; it can be resumed"
-    REFUSED = "the resume is refused with a sentence, or goes on exactly from an older checkpoint"
+    ENDS = "every rank exits with a report that names the faulty rank and location; the run can be resumed"
+    SAYS = "every rank exits with a report that names its own location; the run can be resumed"
+    SURVIVES = "the run continues, with the same losses"
+    STOPS = "the run stops as on request; it can be resumed"
+    REFUSED = "the resume is refused with a report, or continues exactly from an older checkpoint"
 
 
 @dataclass(frozen=True)
@@ -30,20 +30,20 @@ class Fault:
     """One kind of fault inside a run.
 
     Args:
-        name: of the kind.
-        deed: what the saboteur does.
-        spots: where; one is drawn.
-        expects: what has to follow.
-        program: how the run is started; several are drawn from.
-        words: that the sentence has to contain, besides the place.
-        seconds: for deeds that take time.
-        steps: during which steps.
-        needs_hosts: whether it takes network namespaces.
+        name: name of the kind.
+        action: key of the injector's action.
+        points: injection points, of which one is drawn.
+        expects: expected outcome.
+        programs: how the run is started; one is drawn.
+        words: text that the report has to contain, in addition to the location.
+        seconds: duration, for actions that have one.
+        steps: steps in which to inject, of which one is drawn.
+        needs_hosts: whether the drill needs network namespaces.
     """
 
     name: str
-    deed: str
-    spots: tuple[Spot, ...]
+    action: str
+    points: tuple[InjectionPoint, ...]
     expects: Expectation = Expectation.ENDS
     programs: tuple[Program, ...] = (Program(2), Program(3), Program(4, ("--mesh", "2x2")))
     words: tuple[str, ...] = ()
@@ -52,21 +52,22 @@ class Fault:
     needs_hosts: bool = False
 
     def draw(self, random: random.Random) -> tuple[Program, Plan]:
-        """A program and a plan of this kind."""
-        program, spot = random.choice(self.programs), random.choice(self.spots)
-        # The first rank makes a checkpoint's folder, index and name; the others touch a file of their own.
-        is_of_the_first = isinstance(spot, FileSpot) and spot.operation > 1
+        """Draws a program and a plan of this kind."""
+        program, point = random.choice(self.programs), random.choice(self.points)
+        # The first rank creates a checkpoint's folder, index and name; other ranks write one file each.
+        is_of_the_first = isinstance(point, FilePoint) and point.operation > 1
         rank = 0 if is_of_the_first else random.randrange(program.ranks)
-        return program, Plan(self.deed, rank, random.choice(self.steps), spot, self.seconds)
+        return program, Plan(self.action, rank, random.choice(self.steps), point, self.seconds)
 
 
 @dataclass(frozen=True)
 class Tampering:
-    """One kind of fault in what lies on the disk between two runs.
+    """One kind of damage to the files of a run, between two runs.
 
     Args:
-        name: of the kind.
-        tamper: given a run folder with two checkpoints, and random numbers.
+        name: name of the kind.
+        tamper: damages a run folder with two checkpoints, given a random generator.
+        expects: expected outcome.
     """
 
     name: str
@@ -74,18 +75,18 @@ class Tampering:
     expects: Expectation = Expectation.REFUSED
 
 
-_FORWARD = (PartSpot("forward"), *(PartSpot("forward", number) for number in (1, 2, 3)))
-_BACKWARD = (PartSpot("backward"), *(PartSpot("backward", number) for number in (1, 2, 3, 4, 5)))
-_OPTIMIZER = (PartSpot("optimizer"),)
-_CLIP = (PartSpot("clip"), PartSpot("clip", 1))
-_CHECKPOINT: tuple[Spot, ...] = (
-    *(PartSpot("checkpoint", number) for number in range(10)),
-    FileSpot(1),
-    FileSpot(2),
+_FORWARD = (PhasePoint("forward"), *(PhasePoint("forward", number) for number in (1, 2, 3)))
+_BACKWARD = (PhasePoint("backward"), *(PhasePoint("backward", number) for number in (1, 2, 3, 4, 5)))
+_OPTIMIZER = (PhasePoint("optimizer"),)
+_CLIP = (PhasePoint("clip"), PhasePoint("clip", 1))
+_CHECKPOINT: tuple[InjectionPoint, ...] = (
+    *(PhasePoint("checkpoint", number) for number in range(10)),
+    FilePoint(1),
+    FilePoint(2),
 )
-_WRITES = tuple(FileSpot(number) for number in range(1, 13))
-_CAPTURE = (PartSpot("capture"),)
-_DATA = (PartSpot("batch"),)
+_WRITES = tuple(FilePoint(number) for number in range(1, 13))
+_CAPTURE = (PhasePoint("capture"),)
+_DATA = (PhasePoint("batch"),)
 _SAVES = (EVERY * 2,)  # the second checkpoint is being written: the first has to stay
 _GRAPHED = (Program(2, ("--graph", "on")), Program(3, ("--graph", "on")))
 _PLACES = {
@@ -96,23 +97,23 @@ _PLACES = {
     "capture": (_CAPTURE, (4,), _GRAPHED),
 }
 _ASIDE = ("--checkpoint-async",)
-_ALL_WRITE = (Program(2), Program(3))  # of replicas, only one writes
-_MAJORITY = (Program(3), Program(4))  # of two ranks that differ, nobody knows which is wrong
+_ALL_WRITE = (Program(2), Program(3))  # no replicas: only one replica writes a piece
+_MAJORITY = (Program(3), Program(4))  # with two ranks that differ, either may be the wrong one
 _LAUNCHED = (Program(2, launched=True), Program(3, launched=True))
 _TWO_HOSTS = (Program(2, launched=True, hosts=2),)
 _E = Expectation
 
 
-def _everywhere(name: str, deed: str, **facts: object) -> list[Fault]:
-    """The same deed in every part of a step."""
+def _everywhere(name: str, action: str, **facts: object) -> list[Fault]:
+    """Returns a fault with the same action for every phase of a step."""
     found = []
-    for place, (spots, steps, programs) in _PLACES.items():
+    for place, (points, steps, programs) in _PLACES.items():
         more: dict[str, object] = dict(facts)
         if steps is not None:
             more["steps"] = steps
         if programs is not None:
             more["programs"] = programs
-        found.append(Fault(f"{name} in {place}", deed, spots, **more))  # type: ignore[arg-type]
+        found.append(Fault(f"{name} in {place}", action, points, **more))  # type: ignore[arg-type]
     return found
 
 
@@ -172,14 +173,14 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         _WRITES[:6],
         programs=(Program(2, _ASIDE), Program(3, _ASIDE)),
         words=("SIGKILL",),
-        steps=(STEPS,),  # where training waits for it, and is in no other step meanwhile
+        steps=(STEPS,),  # the last step waits for the thread, so the fault is in no later step
     ),
     Fault("disk full", "disk full", _WRITES[:6], words=("disk is full",), steps=_SAVES),
     Fault("disk read-only", "read-only", _WRITES[:6], words=("Read-only",), steps=_SAVES),
     Fault(
         "file may not grow",
         "file limit",
-        (PartSpot("checkpoint"),),
+        (PhasePoint("checkpoint"),),
         programs=_ALL_WRITE,
         words=("disk is full or a quota",),
         steps=_SAVES,
@@ -187,7 +188,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault(
         "out of file descriptors",
         "descriptors",
-        (PartSpot("checkpoint"),),
+        (PhasePoint("checkpoint"),),
         programs=_ALL_WRITE,
         words=("Too many open files",),
         steps=_SAVES,
@@ -198,7 +199,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault("Ctrl-C twice", "interrupt twice", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("terminated by a scheduler", "terminate", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("launcher killed", "kill launcher", (*_FORWARD, *_BACKWARD), _E.STOPS),
-    Fault("NaN in the loss", "poison loss", (PartSpot("data"),), words=("finite", "the loss of rank")),
+    Fault("NaN in the loss", "poison loss", (PhasePoint("data"),), words=("finite", "the loss of rank")),
     Fault(
         "NaN in a gradient",
         "poison gradient",
@@ -209,7 +210,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault(
         "replica differs in one bit",
         "flip parameter",
-        (PartSpot("data"),),
+        (PhasePoint("data"),),
         programs=(Program(4, ("--mesh", "2x2")),),
         words=("Replicas have drifted apart",),
     ),

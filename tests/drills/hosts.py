@@ -1,4 +1,4 @@
-"""Two hosts on one machine: network namespaces joined by a cable that can be pulled, and the ranks' store."""
+"""Two hosts on one machine: network namespaces joined by a link that can be cut, and the ranks' store."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["Hosts", "can_have_hosts"]
 
 _CLONE_NEWNET = 0x40000000
 _LOOPBACK = "127.0.0.1"
-_CUT = "cut"  # a file: its text says for how many seconds, nothing means for good
+_CUT = "cut"  # a file that holds the number of seconds; empty means permanently
 
 
 class Hosts:
-    """The machine itself, or `count` namespaces of its network, each with one end of a cable.
+    """The machine itself, or `count` network namespaces, each with one end of a link.
 
     Args:
-        count: 1 for the machine as it is.
-        folder: where a rank asks for the cable to be pulled.
+        count: number of hosts; 1 uses the machine as it is.
+        folder: where a rank writes the request to cut the link.
     """
 
     def __init__(self, count: int, folder: Path) -> None:
@@ -54,7 +54,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def move_to(self, number: int) -> None:
-        """Moves this process, which has one thread, to a host."""
+        """Moves this process, which must have one thread, to a host."""
         os.environ["DRILL_CUT"] = str(self._request)
         os.environ["DRILL_STORE_PID"] = str(self._store)
         if not self._names:
@@ -63,7 +63,11 @@ class Hosts:
         os.environ["GLOO_SOCKET_IFNAME"] = "cable"
 
     def start_store(self, ranks: int) -> tuple[str, int]:
-        """Hosts a store on the first host, in a process of its own as torchrun's agent does."""
+        """Starts a store on the first host, in a separate process, as torchrun's agent does.
+
+        Returns:
+            Address and port of the store.
+        """
         address = _address(0) if self._names else _LOOPBACK
         reading, writing = os.pipe()
         self._store = os.fork()
@@ -86,14 +90,14 @@ class Hosts:
         return address, port
 
     def end_store(self) -> None:
-        """Ends the store's process, if there is one."""
+        """Kills the store's process, if there is one."""
         if self._store is not None:
             os.kill(self._store, signal.SIGKILL)
             os.waitpid(self._store, 0)
             self._store = None
 
     def obey(self) -> None:
-        """Pulls the cable if a rank has asked for it, and plugs it in when it is time."""
+        """Cuts the link if a rank has requested it, and restores it after the requested time."""
         if self._until_s is None and self._names and self._request.exists():
             seconds = float(self._request.read_text() or "inf")
             _ip("-n", self._names[0], "link", "set", "cable", "down")
@@ -104,7 +108,7 @@ class Hosts:
 
 
 def can_have_hosts() -> bool:
-    """Whether this process may make network namespaces, with the tools it takes."""
+    """Returns whether this process may create network namespaces, and the `ip` tool is installed."""
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
     name = f"drill{os.getpid()}probe"

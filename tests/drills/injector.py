@@ -1,8 +1,7 @@
-"""What breaks a rank from inside: it waits for a spot in the program to come by, and does its deed there.
+"""The fault injector: waits inside a rank for a point in the program and runs an action there.
 
-The program itself knows nothing of it. Functions are wrapped in the process that the ranks are forked from,
-and what touches files is heard through Python's audit events, so that no code of the training program is made
-for being broken.
+The training program contains no code for fault injection. The injector wraps functions in the process that
+the ranks are forked from, and observes file operations through Python's audit events.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from shardgrad.train import model
 from shardgrad.train.corpus import Sampler
 from shardgrad.train.step import TrainStep
 
-__all__ = ["FileSpot", "PartSpot", "Plan", "Spot", "Trace", "arm"]
+__all__ = ["FilePoint", "InjectionPoint", "PhasePoint", "Plan", "Trace", "arm"]
 
 _HOUR_S = 3600.0
 _FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.rmtree")
 
 
 @dataclass(frozen=True)
-class PartSpot:
-    """Inside a part of a step: at its beginning, or as one of its collectives begins.
+class PhasePoint:
+    """A point in a phase of a step: its beginning, or the launch of one of its collectives.
 
     Args:
-        part: as the journal calls it.
-        collective: 0 for the beginning of the part, else the collective counted from 1.
+        part: name of the phase in the flight recorder.
+        collective: 0 for the beginning of the phase, else the number of the collective, counted from 1.
     """
 
     part: str
@@ -53,51 +52,51 @@ class PartSpot:
 
 
 @dataclass(frozen=True)
-class FileSpot:
-    """Before an operation on a file or folder of a checkpoint.
+class FilePoint:
+    """A point before an operation on a file or folder of a checkpoint.
 
     Args:
-        operation: counted from 1.
+        operation: number of the operation, counted from 1.
     """
 
     operation: int
 
 
-Spot = PartSpot | FileSpot
+InjectionPoint = PhasePoint | FilePoint
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to happen.
+    """One fault to inject.
 
     Args:
-        deed: a name in `_DEEDS`.
-        rank: who does it.
-        step: during which step.
-        spot: where in it.
-        seconds: for deeds that take time.
+        action: a key of `_ACTIONS`.
+        rank: the rank that runs the action.
+        step: the step during which it runs.
+        point: where in the step.
+        seconds: duration, for actions that have one.
     """
 
-    deed: str
+    action: str
     rank: int
     step: int
-    spot: Spot
+    point: InjectionPoint
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What the saboteur writes down before the deed, for the referee.
+    """What the injector records before the action, for the judge.
 
     Attributes:
-        plan_rank: who.
+        plan_rank: rank that runs the action.
         at_s: `time.monotonic()`, which all processes of a machine share.
-        step: of the journal.
-        part: of the journal.
-        unit: of the journal.
-        recent: the last collectives that this rank had begun, oldest first.
-        begun: how many it had begun in each group of ranks, by name.
-        pid: of this rank.
+        step: step in the flight recorder.
+        part: phase of the step in the flight recorder.
+        unit: unit in the flight recorder.
+        recent: the last collectives that this rank launched, oldest first.
+        begun: number of collectives that this rank launched, by process group.
+        pid: process id of this rank.
     """
 
     plan_rank: int
@@ -111,12 +110,12 @@ class Trace:
 
     @property
     def place(self) -> str:
-        """In words, as reports have it."""
+        """The location in the form that reports use."""
         return place_in_words(self.step, self.part, self.unit)
 
     @classmethod
     def read(cls, path: Path) -> Trace | None:
-        """What was written, or None if the spot never came by."""
+        """Returns the recorded trace, or None if the program never reached the point."""
         try:
             facts = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -124,12 +123,12 @@ class Trace:
         return cls(**{**facts, "recent": tuple(facts["recent"])})
 
 
-class Saboteur:
-    """Waits for the plan's spot and does the deed there, once.
+class FaultInjector:
+    """Runs the action of a plan once, at its injection point.
 
     Args:
-        plan: what to do.
-        trace: file to write before it is done.
+        plan: the fault to inject.
+        trace: file to write the `Trace` into, before the action.
     """
 
     def __init__(self, plan: Plan, trace: Path) -> None:
@@ -143,38 +142,38 @@ class Saboteur:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process is the rank, and this the step, of the plan, and nothing was done yet."""
+        """Whether this is the plan's rank and step, and the action has not run yet."""
         here = os.environ.get("RANK") == str(self.plan.rank) and journal.step == self.plan.step
         return here and not self._is_done
 
     def entered(self, part: str) -> None:
-        """A part of a step begins."""
-        spot = self.plan.spot
-        if self.is_here and isinstance(spot, PartSpot) and spot.part == part:
+        """Called when a phase of a step begins."""
+        point = self.plan.point
+        if self.is_here and isinstance(point, PhasePoint) and point.part == part:
             self._collectives = 0
             self._about = ""
-            if spot.collective == 0:
+            if point.collective == 0:
                 self.act()
 
     def communicates(self, what: str) -> None:
-        """A collective is about to begin."""
+        """Called before a collective is launched."""
         self._about = what
-        spot = self.plan.spot
-        if self.is_here and isinstance(spot, PartSpot) and spot.part == journal.part and spot.collective:
+        point = self.plan.point
+        if self.is_here and isinstance(point, PhasePoint) and point.part == journal.part and point.collective:
             self._collectives += 1
-            if self._collectives == spot.collective:
+            if self._collectives == point.collective:
                 self.act()
 
     def touches(self, path: str) -> None:
-        """A file operation is about to begin."""
-        spot = self.plan.spot
-        if self.is_here and isinstance(spot, FileSpot) and "/checkpoints/" in path + "/":
+        """Called before a file operation."""
+        point = self.plan.point
+        if self.is_here and isinstance(point, FilePoint) and "/checkpoints/" in path + "/":
             self._operations += 1
-            if self._operations == spot.operation:
+            if self._operations == point.operation:
                 self.act()
 
     def act(self) -> None:
-        """Writes the trace and does the deed."""
+        """Writes the trace and runs the action."""
         self._is_done = True
         recent = [entry.what for line in journal.lines() for entry in line.recent][-8:]
         recent += [self._about] if self._about else []
@@ -191,30 +190,30 @@ class Saboteur:
         fresh = self._trace.with_suffix(".new")
         fresh.write_text(json.dumps(asdict(trace)), encoding="utf-8")
         fresh.replace(self._trace)
-        _DEEDS[self.plan.deed](self)
+        _ACTIONS[self.plan.action](self)
 
 
 def arm(plan: Plan, trace: Path) -> None:
-    """Makes this process, and all that are forked from it, follow the plan.
+    """Installs the injector in this process and in all processes forked from it afterwards.
 
-    The process is not to be used for anything else.
+    There is no way to remove it: use a process that ends with the drill.
     """
-    saboteur = Saboteur(plan, trace)
-    _after(Journal, "enter", lambda _journal, part, **_: saboteur.entered(part))
-    _before(Line, "begin", lambda _line, what, _chunk: saboteur.communicates(what))
-    _before(Sampler, "batch", lambda *_: saboteur.entered("batch"))
-    _before(GraphedStep, "_capture_or_refuse", lambda *_: saboteur.entered("capture"))
-    _before(TrainStep, "__init__", lambda _step, state, *_: setattr(saboteur, "model", state.model))
+    injector = FaultInjector(plan, trace)
+    _after(Journal, "enter", lambda _journal, part, **_: injector.entered(part))
+    _before(Line, "begin", lambda _line, what, _chunk: injector.communicates(what))
+    _before(Sampler, "batch", lambda *_: injector.entered("batch"))
+    _before(GraphedStep, "_capture_or_refuse", lambda *_: injector.entered("capture"))
+    _before(TrainStep, "__init__", lambda _step, state, *_: setattr(injector, "model", state.model))
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         if event in _FILE_EVENTS:
-            saboteur.touches(str(arguments[0]))
+            injector.touches(str(arguments[0]))
 
     sys.addaudithook(hear)
 
 
 def _before(home: type, name: str, listen: Callable[..., Any]) -> None:
-    """Wraps a method so that somebody hears of each call before it."""
+    """Wraps a method so that `listen` runs before each call."""
     inner = getattr(home, name)
 
     @functools.wraps(inner)
@@ -226,7 +225,7 @@ def _before(home: type, name: str, listen: Callable[..., Any]) -> None:
 
 
 def _after(home: type, name: str, listen: Callable[..., Any]) -> None:
-    """The same, after it."""
+    """Wraps a method so that `listen` runs after each call."""
     inner = getattr(home, name)
 
     @functools.wraps(inner)
@@ -238,28 +237,28 @@ def _after(home: type, name: str, listen: Callable[..., Any]) -> None:
     setattr(home, name, wrapped)
 
 
-# -- deeds ------------------------------------------------------------------------------------------------
+# -- actions ------------------------------------------------------------------------------------------------
 
 
-def _signal(number: signal.Signals) -> Callable[[Saboteur], None]:
-    def deed(saboteur: Saboteur) -> None:
+def _signal(number: signal.Signals) -> Callable[[FaultInjector], None]:
+    def action(injector: FaultInjector) -> None:
         os.kill(os.getpid(), number)
         time.sleep(0.05)  # a signal may arrive a little later
 
-    return deed
+    return action
 
 
-def _raise(error: Callable[[], Exception]) -> Callable[[Saboteur], None]:
-    def deed(saboteur: Saboteur) -> None:
+def _raise(error: Callable[[], Exception]) -> Callable[[FaultInjector], None]:
+    def action(injector: FaultInjector) -> None:
         raise error()
 
-    return deed
+    return action
 
 
-def _refuse_files(number: int) -> Callable[[Saboteur], None]:
-    """From now on every operation on a checkpoint's files fails as on a full, or a read-only, disk."""
+def _refuse_files(number: int) -> Callable[[FaultInjector], None]:
+    """Makes every later operation on a checkpoint's files fail as on a full or read-only disk."""
 
-    def deed(saboteur: Saboteur) -> None:
+    def action(injector: FaultInjector) -> None:
         def hear(event: str, arguments: tuple[Any, ...]) -> None:
             is_write = event != "open" or any(flag in str(arguments[1]) for flag in "wax+")
             if event in _FILE_EVENTS[:4] and is_write and "/checkpoints/" in str(arguments[0]) + "/":
@@ -268,66 +267,66 @@ def _refuse_files(number: int) -> Callable[[Saboteur], None]:
         sys.addaudithook(hear)
         raise OSError(number, os.strerror(number))
 
-    return deed
+    return action
 
 
-def _limit(which: int, value: Callable[[], int]) -> Callable[[Saboteur], None]:
-    def deed(saboteur: Saboteur) -> None:
+def _limit(which: int, value: Callable[[], int]) -> Callable[[FaultInjector], None]:
+    def action(injector: FaultInjector) -> None:
         resource.setrlimit(which, (value(), resource.getrlimit(which)[1]))
 
-    return deed
+    return action
 
 
 def _next_descriptor() -> int:
-    """The number that the next opened file would get."""
+    """Returns the descriptor that the next opened file would get."""
     descriptor = os.open(os.devnull, os.O_RDONLY)
     os.close(descriptor)
     return descriptor
 
 
-def _run_out_of_memory(saboteur: Saboteur) -> None:
-    torch.empty(2**50, dtype=torch.uint8)  # refused by the allocator, as any block is that does not fit
+def _run_out_of_memory(injector: FaultInjector) -> None:
+    torch.empty(2**50, dtype=torch.uint8)  # larger than any memory, so the allocator refuses it
 
 
-def _interrupt_twice(saboteur: Saboteur) -> None:
-    """As a person at a terminal, whose Ctrl-C goes to the launcher and to every rank."""
+def _interrupt_twice(injector: FaultInjector) -> None:
+    """Sends SIGINT twice to the process group, as a terminal does on Ctrl-C."""
     for _ in range(2):
         os.killpg(os.getpgrp(), signal.SIGINT)
         time.sleep(1.3)
 
 
-def _interrupt_once(saboteur: Saboteur) -> None:
+def _interrupt_once(injector: FaultInjector) -> None:
     os.killpg(os.getpgrp(), signal.SIGINT)
 
 
-def _kill_launcher(saboteur: Saboteur) -> None:
+def _kill_launcher(injector: FaultInjector) -> None:
     os.kill(os.getppid(), signal.SIGKILL)
 
 
-def _lose_store(saboteur: Saboteur) -> None:
-    """Ends the process that hosts the store, and this rank, so that the others have something to ask."""
+def _lose_store(injector: FaultInjector) -> None:
+    """Kills the process that hosts the store, and this rank, so that the other ranks query the store."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(os.environ["DRILL_STORE_PID"]), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _turn_clock(hours: float) -> Callable[[Saboteur], None]:
-    def deed(saboteur: Saboteur) -> None:
+def _turn_clock(hours: float) -> Callable[[FaultInjector], None]:
+    def action(injector: FaultInjector) -> None:
         true_time = time.time
         time.time = lambda: true_time() + hours * _HOUR_S
 
-    return deed
+    return action
 
 
-def _leave_order(saboteur: Saboteur) -> None:
-    """Gathers a unit before its turn, as a program with a wrong branch would.
+def _leave_order(injector: FaultInjector) -> None:
+    """Unshards a unit out of order, as a program with a rank-dependent branch would.
 
-    One of the same size as that whose turn it is: gloo ends a process that gets more than it expects.
+    Both units have one size, since gloo ends a process that receives more bytes than it expects.
     """
     inner = ParamGroup.unshard
 
     def unshard(group: ParamGroup, runtime: Any) -> None:
-        others = [each for unit in _units(saboteur) for each in unit.groups if each is not group]
+        others = [each for unit in _units(injector) for each in unit.groups if each is not group]
         alike = [each for each in others if each.shard.numel() == group.shard.numel() and each.is_sharded]
         if alike and group.is_sharded:
             setattr(ParamGroup, unshard.__name__, inner)
@@ -337,14 +336,14 @@ def _leave_order(saboteur: Saboteur) -> None:
     setattr(ParamGroup, unshard.__name__, unshard)
 
 
-def _units(saboteur: Saboteur) -> list[Any]:
+def _units(injector: FaultInjector) -> list[Any]:
     from shardgrad.engine.root import units_under
 
-    return units_under(saboteur.model) if saboteur.model is not None else []
+    return units_under(injector.model) if injector.model is not None else []
 
 
-def _poison_gradient(saboteur: Saboteur) -> None:
-    """Makes the next gradient that arrives here NaN in one element."""
+def _poison_gradient(injector: FaultInjector) -> None:
+    """Sets one element of the next gradient on this rank to NaN."""
     inner = Arrivals.take
 
     def take(arrivals: Arrivals, unsharded: torch.Tensor, streams: Any) -> bool:
@@ -356,7 +355,7 @@ def _poison_gradient(saboteur: Saboteur) -> None:
     setattr(Arrivals, take.__name__, take)
 
 
-def _poison_loss(saboteur: Saboteur) -> None:
+def _poison_loss(injector: FaultInjector) -> None:
     """Makes this rank's next loss NaN."""
     names = vars(model)
     inner = names["next_token_loss"]
@@ -369,9 +368,9 @@ def _poison_loss(saboteur: Saboteur) -> None:
     names["next_token_loss"] = poisoned
 
 
-def _flip_parameter(saboteur: Saboteur) -> None:
-    """Turns one bit of one weight on this rank, as failing memory would."""
-    parameters = [] if saboteur.model is None else [p for p in saboteur.model.parameters() if p.ndim == 2]
+def _flip_parameter(injector: FaultInjector) -> None:
+    """Flips one bit of one weight on this rank, as failing memory would."""
+    parameters = [] if injector.model is None else [p for p in injector.model.parameters() if p.ndim == 2]
     for parameter in parameters:
         managed = managed_by(parameter)
         local = local_of(parameter if managed is None else managed.sharded).detach()
@@ -380,26 +379,26 @@ def _flip_parameter(saboteur: Saboteur) -> None:
             return
 
 
-def _sleep(saboteur: Saboteur) -> None:
-    time.sleep(saboteur.plan.seconds)
+def _sleep(injector: FaultInjector) -> None:
+    time.sleep(injector.plan.seconds)
 
 
-def _cut_link(saboteur: Saboteur) -> None:
-    """Asks for the cable between the hosts to be pulled; for good if no time is given."""
+def _cut_link(injector: FaultInjector) -> None:
+    """Requests that the link between the hosts be cut, permanently if the plan gives no duration."""
     request = Path(os.environ["DRILL_CUT"])
     fresh = request.with_suffix(".new")
-    fresh.write_text(str(saboteur.plan.seconds or ""), encoding="ascii")
+    fresh.write_text(str(injector.plan.seconds or ""), encoding="ascii")
     fresh.replace(request)
-    time.sleep(0.2)  # for whoever pulls it
+    time.sleep(0.2)  # until the runner has seen the request
 
 
-_DEEDS: dict[str, Callable[[Saboteur], None]] = {
+_ACTIONS: dict[str, Callable[[FaultInjector], None]] = {
     "kill": _signal(signal.SIGKILL),
     "stop": _signal(signal.SIGSTOP),
     "terminate": _signal(signal.SIGTERM),
     "crash": _signal(signal.SIGSEGV),
     "abort": _signal(signal.SIGABRT),
-    "exit": lambda saboteur: os._exit(7),
+    "exit": lambda injector: os._exit(7),
     "sleep": _sleep,
     "raise": _raise(lambda: ValueError("a mistake in the program")),
     "end data": _raise(lambda: StopIteration("the data loader has ended")),

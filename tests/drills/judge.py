@@ -1,7 +1,7 @@
-"""Runs a drill and judges it: did all end, in time, with the right words, and what was left to go on with.
+"""Runs a drill and judges it: exits in time, the right report, nothing left behind, a resumable run.
 
-A drill is a run that is broken, or whose checkpoint is; then the same run resumed, whose losses have to be
-those of a run that nothing happened to: the same bits on the same ranks, close on others.
+A drill injects a fault into a run, or damages its checkpoint, and then resumes the run. The losses have to be
+those of an undisturbed run: bitwise equal on the same number of ranks, close on another number.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardgrad.drills.faults import Expectation, Fault, Tampering
-from shardgrad.drills.saboteur import Trace
-from shardgrad.drills.stage import PATIENT_S, STEPS, Command, Outcome, Program, Stage, losses
-from shardgrad.drills.truth import read_accounts, reports_in
 from shardgrad.train.rank import INQUEST
+from tests.drills.faults import Expectation, Fault, Tampering
+from tests.drills.injector import Trace
+from tests.drills.processes import PATIENT_S, STEPS, Command, Outcome, Program, ProgramRunner, losses
+from tests.drills.reports import read_accounts, reports_in
 
-__all__ = ["Referee", "Verdict"]
+__all__ = ["Judge", "Verdict"]
 
-_OTHER_WORLD = 0.25  # of the resumed runs are resumed on another number of ranks
-_ROUNDING = 1e-4  # relative, of losses on other ranks: sums of fp32 in another order, over six steps
+_OTHER_WORLD = 0.25  # share of the runs that are resumed on another number of ranks
+_ROUNDING = 1e-4  # relative, for losses on other ranks: sums of fp32 in another order, over six steps
 _STOPPED = (130, -signal.SIGKILL)
-_DRAWS = 4  # until a spot comes by: which ranks write which files is theirs to decide
+_DRAWS = 4  # a drawn point may not occur: which ranks write which files depends on the state
 _PREFIX = "shardgrad train: "
 _HOME = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a drill went.
+    """The result of a drill.
 
     Attributes:
-        kind: of the fault.
-        seed: with which it can be held again.
-        ranks: of the broken run.
-        place: where it struck, in words.
-        sentence: the last one that was printed.
-        exit_s: from the fault to the last exit.
-        resumed_on: ranks of the resumed run; 0 if there was none.
-        problems: what was not as it has to be; empty if all was.
+        kind: name of the fault.
+        seed: seed that repeats the drill.
+        ranks: number of ranks of the disturbed run.
+        place: rank, step and phase of the injection, as text.
+        sentence: the last report that was printed.
+        exit_s: seconds from the fault to the last exit.
+        resumed_on: number of ranks of the resumed run; 0 if there was none.
+        problems: deviations from the expected outcome; empty if there were none.
     """
 
     kind: str
@@ -54,22 +54,22 @@ class Verdict:
     problems: tuple[str, ...]
 
 
-class Referee:
-    """Holds drills in a folder, one after the other.
+class Judge:
+    """Runs and judges drills in a folder, one after the other.
 
     Args:
-        command: the command line: `shardgrad`, given its arguments.
-        folder: an empty one; undisturbed runs are kept there to compare with.
-        bound_s: from the fault to the last exit.
+        command: the `shardgrad` command line as a function of its arguments.
+        folder: an empty folder; undisturbed runs are kept there as references.
+        bound_s: largest allowed number of seconds from the fault to the last exit.
     """
 
     def __init__(self, command: Command, folder: Path, *, bound_s: float) -> None:
-        self._stage = Stage(command, folder, bound_s=bound_s)
+        self._runner = ProgramRunner(command, folder, bound_s=bound_s)
         self._folder = folder
         self._undisturbed: dict[Program, Path] = {}
 
     def hold(self, kind: Fault | Tampering, seed: int) -> Verdict:
-        """Holds one drill; everything that is drawn for it follows from the seed."""
+        """Runs one drill; everything that is drawn for it follows from the seed."""
         draw = random.Random(f"{kind.name} {seed}")
         run = self._folder / "run"
         shutil.rmtree(run, ignore_errors=True)
@@ -77,7 +77,7 @@ class Referee:
             return self._hold_tampering(kind, seed, draw, run)
         for _ in range(_DRAWS):
             program, plan = kind.draw(draw)
-            outcome = self._stage.run(program, program.arguments(run), plan)
+            outcome = self._runner.run(program, program.arguments(run), plan)
             if outcome.trace is not None or not outcome.succeeded:
                 break
             shutil.rmtree(run, ignore_errors=True)
@@ -103,16 +103,16 @@ class Referee:
         )
 
     def _hold_tampering(self, kind: Tampering, seed: int, draw: random.Random, run: Path) -> Verdict:
-        """Resumes a run whose newest checkpoint was tampered with; it may go on only if that is exact."""
+        """Resumes a run whose newest checkpoint is damaged; it may continue only with the exact losses."""
         program = Program(2)
         self._cut_short(program, run)
         kind.tamper(run, draw)
-        outcome = self._stage.run(program, program.resumption(run))
+        outcome = self._runner.run(program, program.resumption(run))
         problems = [] if outcome.ended else ["it did not end within the bound"]
         if outcome.succeeded:
             problems += self._compare(run, program, program.ranks)
         elif _sentence(outcome.words) == "" or "Traceback" in outcome.words:
-            problems.append(f"it did not say why in a sentence: {outcome.words[-300:]!r}")
+            problems.append(f"no report says why: {outcome.words[-300:]!r}")
         return Verdict(
             kind.name,
             seed,
@@ -125,7 +125,7 @@ class Referee:
         )
 
     def _cut_short(self, program: Program, run: Path) -> None:
-        """Makes a run folder as if the run had been cut off after its second checkpoint of three."""
+        """Creates the folder of a run that ended after its second checkpoint of three."""
         shutil.copytree(self._reference(program), run)
         checkpoints = run / "checkpoints"
         names = sorted(path.name for path in checkpoints.glob("step_*"))
@@ -137,18 +137,18 @@ class Referee:
         path.write_text(text, encoding="utf-8")
 
     def _reference(self, program: Program) -> Path:
-        """The folder of a run of this program that nothing happened to."""
+        """Returns the folder of an undisturbed run of this program."""
         if program not in self._undisturbed:
             folder = self._folder / f"undisturbed{len(self._undisturbed)}"
             patient = ("--keep", "3", "--timeout", str(PATIENT_S))
-            outcome = self._stage.run(program, [*program.arguments(folder), *patient])
+            outcome = self._runner.run(program, [*program.arguments(folder), *patient])
             if not outcome.succeeded:
                 raise RuntimeError(f"the program does not even run undisturbed: {outcome.words}")
             self._undisturbed[program] = folder
         return self._undisturbed[program]
 
     def _shortened(self, words: str) -> str:
-        """With paths as they are seen from the drill's folder, and from where the package lies."""
+        """Returns text with paths relative to the drill's folder and to the repository."""
         return words.replace(f"{self._folder}/", "").replace(f"{_HOME}/", "")
 
     @staticmethod
@@ -158,7 +158,7 @@ class Referee:
 
     def _resume(self, run: Path, program: Program, ranks: int) -> list[str]:
         arguments = program.resumption(run, ranks=None if ranks == program.ranks else ranks)
-        outcome = self._stage.run(Program(ranks), arguments)
+        outcome = self._runner.run(Program(ranks), arguments)
         if not outcome.succeeded:
             return [f"the resume on {ranks} ranks failed: {outcome.words[-500:]}"]
         if outcome.left or outcome.litter:
@@ -166,7 +166,7 @@ class Referee:
         return self._compare(run, program, ranks)
 
     def _compare(self, run: Path, program: Program, ranks: int) -> list[str]:
-        """What is wrong with the losses of a run that has come to its end."""
+        """Returns what is wrong with the losses of a finished run."""
         ours, theirs = losses(run), losses(self._reference(program))
         if set(ours) != {*range(1, STEPS + 1), -1}:
             return [f"steps are missing or too many: {sorted(ours)}"]
@@ -182,7 +182,7 @@ def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
         return [f"the fault never struck: {outcome.words[-300:]}"]
     if not outcome.ended:
         problems.append(f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}")
-    # Where the launcher was killed, nobody is left to remove the folder in which the ranks met.
+    # A launcher that was killed cannot remove the folder of its rendezvous store.
     if outcome.litter and -signal.SIGKILL not in outcome.statuses:
         problems.append(f"left behind: {outcome.litter}")
     if "Traceback" in outcome.words:
@@ -196,15 +196,15 @@ def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
     if any(status == 0 for status in outcome.statuses):
         problems.append(f"a rank ended with 0: {outcome.statuses}")
     sentence = _sentence(outcome.words)
-    # Another launcher says itself by which signal a rank ended.
+    # Another launcher prints by which signal a rank ended, not the program.
     words = () if outcome.statuses[1:] and kind.expects is Expectation.ENDS else kind.words
     problems += [f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence]
     reports = reports_in(outcome.words, read_accounts(run / INQUEST))
     if not reports:
         problems.append(f"nothing was reported: {outcome.words[-300:]}")
     for report in reports:
-        is_told = kind.expects is Expectation.ENDS
-        problems += report.untruths(trace) if is_told else report.vagueness(trace)
+        names_the_rank = kind.expects is Expectation.ENDS
+        problems += report.wrong_claims(trace) if names_the_rank else report.missing_claims(trace)
     return problems
 
 
@@ -216,6 +216,6 @@ def _place(trace: Trace | None) -> str:
 
 
 def _sentence(words: str) -> str:
-    """The last sentence that the program printed for its user."""
+    """Returns the last report that the program printed."""
     said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
     return said[-1] if said else ""

@@ -1,8 +1,8 @@
-"""Where a drill happens: the training program, its ranks forked from this warm process, and what they leave.
+"""Runs the training program in forked processes and collects what they leave behind.
 
 Importing PyTorch takes longer than a whole run of a model this small. The process that runs drills imports
-all that a rank needs, never uses it, and forks: a launcher that forks its ranks, or ranks side by side as
-torchrun would start them. Everything else is the program as people run it, from its command line on.
+everything a rank needs, does not use it, and forks: a launcher that forks its ranks, or all ranks, as
+torchrun starts them. Everything else is the program as users run it, beginning with its command line.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardgrad.drills.hosts import Hosts
-from shardgrad.drills.saboteur import Plan, Trace, arm
 from shardgrad.train import launch, loop, spawn
+from tests.drills.hosts import Hosts
+from tests.drills.injector import Plan, Trace, arm
 
-__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "Stage", "losses", "orphaned_segments"]
+__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "ProgramRunner", "losses", "orphaned_segments"]
 
 STEPS, EVERY = 6, 2
 TIMEOUT_S = 8.0
@@ -35,7 +35,7 @@ PATIENT_S = 60.0  # where nothing is to break: a busy machine may be slow
 _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
 _SEGMENTS = re.compile(r"torch_(\d+)_")  # of shared memory, with the process that made them
-# What every rank imports late: once here, so that those that are forked have it.
+# Modules that every rank imports late. Imported here once, so that forked ranks have them.
 _WARM = (launch, loop, *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")))
 
 Command = Callable[[Sequence[str]], None]
@@ -46,10 +46,10 @@ class Program:
     """How the training program is started.
 
     Args:
-        ranks: processes.
-        options: of `shardgrad train`, added to those that make it small.
-        launched: by a launcher with a rank in each process, instead of `--ranks`.
-        hosts: number of hosts to lie on, with `launched`: ranks are dealt out in turn.
+        ranks: number of ranks.
+        options: options of `shardgrad train`, in addition to those that make the model small.
+        launched: start one process per rank, as torchrun does, instead of passing `--ranks`.
+        hosts: number of hosts, with `launched`; ranks are assigned round-robin.
     """
 
     ranks: int = 2
@@ -58,7 +58,7 @@ class Program:
     hosts: int = 1
 
     def arguments(self, folder: Path) -> list[str]:
-        """Of a new run."""
+        """Returns the command line of a new run."""
         small = {"width": 16, "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2}
         overrides = [word for key, value in small.items() for word in ("--override", f"{key}={value}")]
         numbers: dict[str, Any] = {
@@ -80,7 +80,7 @@ class Program:
         return ["train", "--device", "cpu", "--no-plot", *overrides, *flags, *sized, *self.options]
 
     def resumption(self, folder: Path, *, ranks: int | None = None) -> list[str]:
-        """Of a run to go on with, perhaps on another number of ranks."""
+        """Returns the command line that resumes a run, by default on the same number of ranks."""
         sized = [] if self.launched else ["--ranks", str(ranks or self.ranks)]
         if "--mesh" in self.options and ranks is None:
             sized = list(self.options[self.options.index("--mesh") :][:2])
@@ -92,13 +92,13 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        statuses: exit status of the launcher, or of each rank; negative for a signal, None if it had to be
-            killed at the end of the bound.
-        words: what was printed to standard error.
-        trace: of the deed; None if its spot never came by.
-        took_s: from the deed to the last exit, or from the start without a deed.
-        left: processes that were still there afterwards; they were ended.
-        litter: segments of shared memory, and temporary files of ours, that were still there.
+        statuses: exit status of the launcher, or of each rank; negative for a signal, None if the process was
+            killed when the time bound was reached.
+        words: text printed to standard error.
+        trace: trace of the injected action; None if the program never reached the injection point.
+        took_s: seconds from the action, or from the start if there is no plan, to the last exit.
+        left: ids of processes that were still running; they were killed.
+        litter: names of shared-memory segments and temporary files that the run left.
     """
 
     statuses: tuple[int | None, ...]
@@ -110,7 +110,7 @@ class Outcome:
 
     @property
     def ended(self) -> bool:
-        """Whether everything ended by itself."""
+        """Whether every process exited without being killed by the runner."""
         return None not in self.statuses and not self.left
 
     @property
@@ -119,13 +119,14 @@ class Outcome:
         return all(status == 0 for status in self.statuses)
 
 
-class Stage:
-    """Runs programs in a folder of their own, one at a time.
+class ProgramRunner:
+    """Runs programs in one folder, one at a time.
 
     Args:
-        command: the command line: `shardgrad`, given its arguments.
-        folder: for runs and traces; it has to exist.
-        bound_s: from the deed to the last exit; what takes longer is ended, and counts as a hang.
+        command: the `shardgrad` command line as a function of its arguments.
+        folder: folder for runs and traces; it must exist.
+        bound_s: seconds from the action to the last exit; a process that takes longer is killed and counts as
+            hung.
     """
 
     def __init__(self, command: Command, folder: Path, *, bound_s: float) -> None:
@@ -134,7 +135,7 @@ class Stage:
         self.bound_s = bound_s
 
     def run(self, program: Program, arguments: Sequence[str], plan: Plan | None = None) -> Outcome:
-        """Runs it to its end, with the saboteur inside if there is a plan."""
+        """Runs a program to its end, with the injector installed if there is a plan."""
         trace = self.folder / "trace.json"
         trace.unlink(missing_ok=True)
         errors = self.folder / "errors.txt"
@@ -158,22 +159,22 @@ class Stage:
             else:
                 leaders = [_fork(main, errors)]
             statuses, left = self._wait(leaders, trace, hosts)
-            told = Trace.read(trace)
-            took_s = time.monotonic() - (began_s if told is None else told.at_s)
+            found = Trace.read(trace)
+            took_s = time.monotonic() - (began_s if found is None else found.at_s)
         words = errors.read_text(encoding="utf-8", errors="replace") if errors.exists() else ""
         litter = [*(orphaned_segments() - shared), *os.listdir(temporary)]
-        return Outcome(tuple(statuses), words, told, took_s, left, tuple(litter))
+        return Outcome(tuple(statuses), words, found, took_s, left, tuple(litter))
 
     def _wait(
         self, leaders: list[int], trace: Path, hosts: Hosts
     ) -> tuple[list[int | None], tuple[int, ...]]:
-        """Exit statuses of the leaders, None for those that took longer than the bound; and who is left then.
+        """Returns the exit statuses of the leaders, None after the bound, and the processes still running.
 
-        A rank that was stopped, and is the last one, is ended, as launchers do once others have failed.
+        A stopped rank that is the last one running is killed, as launchers do after another rank has failed.
         """
         statuses: dict[int, int] = {}
-        deadline_s = time.monotonic() + 4 * self.bound_s  # until a deed sets it
-        told: Trace | None = None
+        deadline_s = time.monotonic() + 4 * self.bound_s  # until an action sets it
+        found: Trace | None = None
         while time.monotonic() < deadline_s:
             hosts.obey()
             for pid in set(leaders) - set(statuses):
@@ -181,11 +182,11 @@ class Stage:
                 if ended:
                     statuses[pid] = os.waitstatus_to_exitcode(status)
             running = set(leaders) - set(statuses)
-            if told is None:
-                told = Trace.read(trace)
-                deadline_s = deadline_s if told is None else told.at_s + self.bound_s
-            elif len(leaders) > 1 and running == {told.pid}:
-                os.kill(told.pid, signal.SIGKILL)
+            if found is None:
+                found = Trace.read(trace)
+                deadline_s = deadline_s if found is None else found.at_s + self.bound_s
+            elif len(leaders) > 1 and running == {found.pid}:
+                os.kill(found.pid, signal.SIGKILL)
             if not running and not _members(leaders):
                 break
             time.sleep(_POLL_S)
@@ -198,13 +199,13 @@ class Stage:
 
 
 def orphaned_segments() -> set[str]:
-    """Names of torch's segments of shared memory whose process has ended."""
+    """Returns the names of torch's shared-memory segments whose process has ended."""
     made = {name: _SEGMENTS.match(name) for name in os.listdir("/dev/shm")}
     return {name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()}
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Every step's training loss, and under -1 the last validation's, from a run folder."""
+    """Returns the training loss of every step of a run folder, and under -1 the last validation loss."""
     found = {}
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -223,10 +224,10 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def _fork_ranks() -> None:
-    """Makes the launcher in this process fork its ranks, where else it would start fresh interpreters."""
+    """Makes the launcher in this process fork its ranks instead of starting new interpreters."""
 
     class Forking:
-        """Stands for the `multiprocessing` module."""
+        """Replaces the `multiprocessing` module in the launcher."""
 
         @staticmethod
         def get_context(method: str) -> Any:
@@ -236,11 +237,11 @@ def _fork_ranks() -> None:
 
 
 def _fork(main: Callable[[], None], errors: Path, prepare: Callable[[], None] = lambda: None) -> int:
-    """Runs `main` in a child that leads a session of its own; returns its process id."""
+    """Runs `main` in a child that leads a new session; returns its process id."""
     pid = os.fork()
     if pid:
         return pid
-    status = 70  # of a child that failed outside of the program
+    status = 70  # a child that failed outside of the program
     try:
         os.setsid()
         descriptor = os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -257,7 +258,7 @@ def _fork(main: Callable[[], None], errors: Path, prepare: Callable[[], None] = 
 
 
 def _launch(ranks: int, main: Callable[[], None], errors: Path, hosts: Hosts) -> list[int]:
-    """Forks ranks side by side, as torchrun starts them."""
+    """Forks one process per rank, as torchrun does."""
     address, port = hosts.start_store(ranks)
     settle = partial(_settle, ranks=ranks, address=address, port=port, hosts=hosts)
     return [_fork(main, errors, prepare=partial(settle, rank)) for rank in range(ranks)]
@@ -271,7 +272,7 @@ def _settle(rank: int, ranks: int, address: str, port: int, hosts: Hosts) -> Non
 
 
 def _members(leaders: Sequence[int]) -> tuple[int, ...]:
-    """The processes of the sessions that these processes lead, or led."""
+    """Returns the running processes of the sessions that these processes lead or led."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

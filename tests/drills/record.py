@@ -1,4 +1,4 @@
-"""What is kept of drills: a line of JSON for each, and what many of them come to."""
+"""Records of drills: one line of JSON each, and totals by kind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardgrad.drills.referee import Verdict
+from tests.drills.judge import Verdict
 
 __all__ = ["Tally", "append", "read", "tallies"]
 
 
 def append(path: Path, verdict: Verdict, environment: Mapping[str, Any]) -> None:
-    """Adds a verdict, with the code and the machine it was reached on."""
+    """Appends a verdict to a file, with the commit and the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
         stream.write(json.dumps({**dataclasses.asdict(verdict), "environment": dict(environment)}) + "\n")
 
 
 def read(path: Path) -> list[Verdict]:
-    """All verdicts of a file, in their order."""
+    """Returns all verdicts of a file, in order."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return [_verdict(json.loads(line)) for line in lines]
 
@@ -35,15 +35,15 @@ def _verdict(facts: dict[str, Any]) -> Verdict:
 
 @dataclass(frozen=True)
 class Tally:
-    """All drills of a kind.
+    """Totals of one kind.
 
     Attributes:
-        kind: of the fault.
-        held: how many.
-        wrong: of them.
-        resumed: of them, after which a run went on to its end.
-        median_s: from the fault to the last exit.
-        worst_s: the same.
+        kind: name of the fault.
+        held: number of drills.
+        wrong: number of drills with an unexpected outcome.
+        resumed: number of drills after which the run was resumed to its end.
+        median_s: median seconds from the fault to the last exit.
+        worst_s: largest number of seconds from the fault to the last exit.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Tally:
 
 
 def tallies(verdicts: Sequence[Verdict]) -> Iterator[Tally]:
-    """One for each kind, in the order in which they first come."""
+    """Yields the totals of each kind, in the order in which the kinds first occur."""
     for kind in dict.fromkeys(verdict.kind for verdict in verdicts):
         held = [verdict for verdict in verdicts if verdict.kind == kind]
         times = [verdict.exit_s for verdict in held]

@@ -1,4 +1,4 @@
-"""Whether a report is true: what it says of rank, step and place, against what the saboteur wrote down."""
+"""Checks a report's rank, step and location against the injector's trace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardgrad.diagnosis.rank_status import Account
-from shardgrad.drills.saboteur import Trace
+from tests.drills.injector import Trace
 
 __all__ = ["Report", "read_accounts", "reports_in"]
 
@@ -18,31 +18,32 @@ _STEP = re.compile(r"\bstep (\d+)\b")
 _NUMBER = re.compile(r"\(number (\d+) of their group\)")
 _PARAMETER = re.compile(r"\bparameter [\w.]+")
 _OWN_PLACE = re.compile(r"Rank \d+ was (waiting for it )?in the .+, step \d+")
-# Others may wait in what the culprit had begun: what is gathered ahead, and a ring's last round.
+# Other ranks may wait in a collective that the faulty rank had launched: prefetched all-gathers, and the last
+# round of a ring of slots.
 _BEGUN_AHEAD = 4
 
 
 class Report:
-    """One sentence of the program, on how a run came to its end.
+    """One report of the program on why a run ended.
 
     Args:
-        sentence: as it was printed.
-        accounts: what the ranks said of themselves, as far as they were asked.
+        sentence: the report as printed.
+        accounts: status of the ranks, as far as they were queried.
     """
 
     def __init__(self, sentence: str, accounts: Sequence[Account] = ()) -> None:
         self.sentence = sentence
         self._accounts = accounts
 
-    def untruths(self, trace: Trace) -> list[str]:
-        """What is wrong in a report that has to name whom, and where, the saboteur struck."""
+    def wrong_claims(self, trace: Trace) -> list[str]:
+        """Returns what is wrong in a report that has to name the faulty rank, the step and the location."""
         return [
             f"{words}: {self.sentence}"
             for words in (*self._rank(trace), *self._step(trace), *self._place(trace))
         ]
 
-    def vagueness(self, trace: Trace) -> list[str]:
-        """What is wrong in a report of a fault that lies with no rank: it has to say where its rank was."""
+    def missing_claims(self, trace: Trace) -> list[str]:
+        """Returns what is missing in a report of a fault without a faulty rank: its rank's own location."""
         is_placed = _PARAMETER.search(self.sentence) or _OWN_PLACE.search(self.sentence)
         words = [] if is_placed else ["the report names neither a collective nor a parameter"]
         return [f"{what}: {self.sentence}" for what in (*words, *self._step(trace))]
@@ -52,13 +53,13 @@ class Report:
         ranks = [] if named is None else [int(rank) for rank in re.findall(r"\d+", named[1])]
         if trace.plan_rank not in ranks or re.match(r"Rank \d+: ", self.sentence):
             return [f"the report does not accuse rank {trace.plan_rank}"]
-        # Of two replicas that differ, nobody knows which is wrong.
+        # With two replicas that differ, either may be the wrong one.
         if len(ranks) > 1 and "between the replicas" not in self.sentence:
             return [f"the report does not accuse rank {trace.plan_rank} alone"]
         return []
 
     def _step(self, trace: Trace) -> list[str]:
-        """Ranks are less than a step apart, and replicas are compared after one."""
+        """Checks the step. Ranks are less than a step apart, and replicas are compared after a step."""
         steps = [int(step) for step in _STEP.findall(self.sentence)]
         if steps and all(abs(step - trace.step) <= 1 for step in steps):
             return []
@@ -77,7 +78,7 @@ class Report:
         return self._waits(trace)
 
     def _waits(self, trace: Trace) -> list[str]:
-        """Who waits for the culprit itself has to wait in a collective that it has not ended."""
+        """Checks that ranks which wait for the faulty rank wait in a collective that it has not finished."""
         waits = [
             (each.awaited, trace.begun.get(each.group, 0))
             for each in self._accounts
@@ -86,7 +87,7 @@ class Report:
         ]
         wrong = [entry.what for entry, begun in waits if not _is_near(entry.number, begun)]
         if wrong:
-            return [f"somebody waits in {', '.join(wrong)}, which rank {trace.plan_rank} was not near"]
+            return [f"a rank waits in {', '.join(wrong)}, which rank {trace.plan_rank} was not near"]
         if not any(f"in the {entry.what}, step" in self.sentence for entry, _ in waits):
             return ["the report does not name the collective in which the others waited"]
         return []
@@ -97,7 +98,7 @@ def _is_near(number: int, begun: int) -> bool:
 
 
 def read_accounts(path: Path) -> list[Account]:
-    """What every rank said, from the file that an inquest leaves; nothing if there was none."""
+    """Returns the status of every rank from the file in the run folder; empty if there is no file."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["ranks"]
     except (OSError, ValueError):
@@ -106,6 +107,6 @@ def read_accounts(path: Path) -> list[Account]:
 
 
 def reports_in(words: str, accounts: Sequence[Account]) -> list[Report]:
-    """The program's reports in what was printed, in their order; each ends with how to go on."""
+    """Returns the program's reports in a text, in order; each ends with the command that resumes the run."""
     said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
     return [Report(line, accounts) for line in said if "esume with: " in line]

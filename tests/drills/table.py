@@ -1,9 +1,9 @@
-"""Writes the table of drills into `explanation/faults.md`, from the record of the long run.
+"""Writes the table of drills into `docs/explanation/faults.md`, from the record of the long run.
 
-    python docs/drills.py            write it
-    python docs/drills.py --check    exit with status 1 if it is out of date
+    python -m tests.drills.table            write it
+    python -m tests.drills.table --check    exit with status 1 if it is out of date
 
-The record is `benchmarks/results/drills.jsonl`, as `shardgrad drill --record` leaves it.
+The record is `benchmarks/results/drills.jsonl`, written by `python -m tests.drills --record`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-DOCS = Path(__file__).parent
-PAGE = DOCS / "explanation" / "faults.md"
-RECORD = DOCS.parent / "benchmarks" / "results" / "drills.jsonl"
-BEGIN, END = "<!-- drills: begin; python docs/drills.py -->", "<!-- drills: end -->"
-sys.path.insert(0, str(DOCS.parent))
+from tests.drills.judge import Verdict
+from tests.drills.record import read, tallies
 
-from shardgrad.drills.record import read, tallies  # noqa: E402
-from shardgrad.drills.referee import Verdict  # noqa: E402
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "explanation" / "faults.md"
+RECORD = ROOT / "benchmarks" / "results" / "drills.jsonl"
+BEGIN, END = "<!-- drills: begin; python -m tests.drills.table -->", "<!-- drills: end -->"
 
 
 def main(arguments: list[str]) -> int:
@@ -29,13 +28,17 @@ def main(arguments: list[str]) -> int:
     if "--check" not in arguments:
         PAGE.write_text(fresh, encoding="utf-8")
     elif fresh != text:
-        print("explanation/faults.md is out of date; run: python docs/drills.py")
+        print("explanation/faults.md is out of date; run: python -m tests.drills.table")
         return 1
     return 0
 
 
 def renewed(text: str, verdicts: Sequence[Verdict]) -> str:
-    """The page with everything between the marks replaced."""
+    """Returns the page with a new table between the marks.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -45,7 +48,7 @@ def renewed(text: str, verdicts: Sequence[Verdict]) -> str:
 
 
 def lines(verdicts: Sequence[Verdict]) -> Iterator[str]:
-    """What it all comes to, and a row for each kind."""
+    """Yields the total and a row for each kind."""
     found = list(tallies(verdicts))
     wrong = sum(each.wrong for each in found)
     yield f"{len(verdicts)} drills of {len(found)} kinds, {wrong} of them wrong.\n"

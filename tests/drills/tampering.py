@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint that lies on a disk. It knows files and folders, not what is in them."""
+"""Damage to a checkpoint on a disk. Only files and folders are known here, not the format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["TAMPERINGS", "newest"]
 
 
 def newest(run: Path) -> Path:
-    """The checkpoint that a resume begins with."""
+    """Returns the checkpoint that a resume loads."""
     checkpoints = run / "checkpoints"
     return checkpoints / (checkpoints / "latest").read_text(encoding="ascii").strip()
 
@@ -22,7 +22,7 @@ def _data_file(run: Path) -> Path:
 
 
 def _index_file(run: Path) -> Path:
-    """The smallest one, which says what is where."""
+    """The smallest file of the newest checkpoint, which is its index."""
     return min((p for p in newest(run).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p.name))
 
 
@@ -35,7 +35,7 @@ def _truncate(run: Path, random: random.Random) -> None:
 def _flip_bit(run: Path, random: random.Random) -> None:
     path = _data_file(run)
     content = bytearray(path.read_bytes())
-    # In the middle half: among the tensors, whatever the format puts around them.
+    # In the middle half, where the tensors are in any format.
     content[random.randrange(len(content) // 4, 3 * len(content) // 4)] ^= 1 << random.randrange(8)
     path.write_bytes(content)
 
@@ -58,7 +58,7 @@ def _remove_all(run: Path, random: random.Random) -> None:
 
 
 def _half_written(run: Path, random: random.Random) -> None:
-    """As if the machine had lost power in the middle of a write that nobody had waited for."""
+    """Halves every file, as after a power failure during a write without fsync."""
     for path in newest(run).rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
@@ -73,12 +73,12 @@ def _point_outside(run: Path, random: random.Random) -> None:
 
 
 def _another_model(run: Path, random: random.Random) -> None:
-    """Says in the run's settings that the model is wider than what was saved."""
+    """Changes the model in the run's settings to a wider one."""
     _replace_in_settings(run, '"hidden": 32', '"hidden": 48')
 
 
 def _another_version(run: Path, random: random.Random) -> None:
-    """Adds a setting of a version to come."""
+    """Adds a setting that this version does not have."""
     _replace_in_settings(run, "{", '{"tomorrow": 1,')
 
 

@@ -1,26 +1,25 @@
-"""The training program is broken on purpose; `shardgrad drill` breaks it in more ways, and more often."""
+"""Faults in the training program end as they have to; `python -m tests.drills` injects more of them."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from shardgrad.drills.faults import CATALOGUE
-from shardgrad.drills.hosts import can_have_hosts
-from shardgrad.drills.record import append, read
-from shardgrad.drills.referee import Verdict
+from tests.drills import table
+from tests.drills.faults import CATALOGUE
+from tests.drills.hosts import can_have_hosts
+from tests.drills.judge import Verdict
+from tests.drills.record import append, read
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # of one drill, on a busy machine
 
-# One for each way in which something is noticed; the long run has them all, many times.
+# One for each way in which a fault is noticed; the long run has all kinds, several times.
 SHORT = [
     "killed in reduction",
     "stopped in forward",
@@ -42,7 +41,8 @@ SHORT = [
 
 def drill(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shardgrad", "drill", *options],
+        [sys.executable, "-m", "tests.drills", *options],
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -61,7 +61,7 @@ def test_every_fault_ends_in_time_is_named_and_is_recovered_from() -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not can_have_hosts(), reason="network namespaces are not permitted here")
 @pytest.mark.timeout(2 * LIMIT_S)
-def test_a_cable_that_is_pulled_for_good_ends_both_hosts() -> None:
+def test_a_link_that_is_cut_permanently_ends_both_hosts() -> None:
     done = drill("--kind", "link cut for good")
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -81,42 +81,31 @@ def test_a_kind_that_there_is_not_is_refused() -> None:
 # -- the record ---------------------------------------------------------------------------------------------
 
 
-def table_program() -> ModuleType:
-    """`docs/drills.py`, which is in no package."""
-    spec = importlib.util.spec_from_file_location("drills", ROOT / "docs" / "drills.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def verdict(kind: str, exit_s: float, *problems: str) -> Verdict:
     return Verdict(kind, 0, 2, "rank 1, step 5, forward", "Rank 1 was ended.", exit_s, 2, problems)
 
 
 def test_the_table_of_drills_is_made_of_their_record(tmp_path: Path) -> None:
-    program, record = table_program(), tmp_path / "new" / "drills.jsonl"
+    record = tmp_path / "new" / "drills.jsonl"
     held = [verdict("killed", 1.0), verdict("stopped", 9.0, "it hangs"), verdict("killed", 2.5)]
     for each in held:
         append(record, each, {"git": "0" * 40})
     assert read(record) == held
-    page = f"before\n{program.BEGIN}\nold\n{program.END}\nafter\n"
-    fresh = program.renewed(page, held)
+    page = f"before\n{table.BEGIN}\nold\n{table.END}\nafter\n"
+    fresh = table.renewed(page, held)
     assert "3 drills of 2 kinds, 1 of them wrong.\n" in fresh
     assert "| killed | 2 | 0 | 2 | 1.8 | 2.5 |\n| stopped | 1 | 1 | 1 | 9.0 | 9.0 |\n" in fresh
     assert fresh.startswith("before\n")
     assert fresh.endswith("\nafter\n")
-    assert program.renewed(fresh, held) == fresh
+    assert table.renewed(fresh, held) == fresh
     with pytest.raises(ValueError, match="lacks the marks"):
-        program.renewed("no marks", held)
+        table.renewed("no marks", held)
 
 
 def test_the_long_run_is_what_the_page_says_and_of_known_code() -> None:
-    program = table_program()
-    if not program.RECORD.exists():
+    if not table.RECORD.exists():
         pytest.skip("no long run has been recorded")
-    text = program.PAGE.read_text(encoding="utf-8")
-    assert program.renewed(text, read(program.RECORD)) == text
-    lines = program.RECORD.read_text(encoding="utf-8").splitlines()
+    text = table.PAGE.read_text(encoding="utf-8")
+    assert table.renewed(text, read(table.RECORD)) == text
+    lines = table.RECORD.read_text(encoding="utf-8").splitlines()
     assert all(json.loads(line)["environment"]["git_is_clean"] for line in lines)

@@ -1,4 +1,4 @@
-"""torchrun starts the ranks anew after a failure, with the same command line: the run goes on."""
+"""torchrun restarts the ranks after a failure with the same command line, and the run continues."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardgrad.drills.stage import losses
+from tests.drills.processes import losses
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, LIMIT_S = 30, 5, 250

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardgrad.drills.stage import losses, orphaned_segments
+from tests.drills.processes import losses, orphaned_segments
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150  # a few seconds on a quiet machine
@@ -104,5 +104,5 @@ def test_no_process_shared_memory_or_temporary_file_is_left(how: str, tmp_path: 
         for pid in members(process.pid):
             os.kill(pid, signal.SIGKILL)
     assert orphaned_segments() <= segments
-    # Nobody is left to remove the folder in which the ranks met, where it was the launcher that was killed.
+    # A launcher that was killed cannot remove the folder of its rendezvous store.
     assert how == "killed parent" or list(temporary.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The referee of the drills believes no report that names the wrong rank, step or place."""
+"""The judge of the drills rejects every report that names the wrong rank, step or location."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from shardgrad.diagnosis.flight_recorder import Journal, Line
 from shardgrad.diagnosis.rank_status import Account, give_account
-from shardgrad.drills.saboteur import Trace
-from shardgrad.drills.truth import Report, reports_in
+from tests.drills.injector import Trace
+from tests.drills.reports import Report, reports_in
 
 COLLECTIVES = [f"all-gather of layers.{i}" for i in range(20)]
 TRACE = Trace(1, 0.0, 5, "forward", "layers.9", (), {"world": 10}, 4711)
@@ -51,11 +51,11 @@ def waits(number: int, *, step: int = 5) -> str:
     ],
 )
 def test_a_true_report_is_believed(sentence: str) -> None:
-    assert Report(sentence, [waiting(0, 11), waiting(2, 11)]).untruths(TRACE) == []
+    assert Report(sentence, [waiting(0, 11), waiting(2, 11)]).wrong_claims(TRACE) == []
 
 
 @pytest.mark.parametrize(
-    ("sentence", "untruth"),
+    ("sentence", "wrong_claim"),
     [
         (f"Rank 0 was ended by SIGKILL. {waits(11)} Rank 1 was at step 5.", "does not accuse rank 1"),
         (f"Ranks 1 and 2 do not answer. {waits(11)}", "rank 1 alone"),
@@ -71,20 +71,20 @@ def test_a_true_report_is_believed(sentence: str) -> None:
         ),
     ],
 )
-def test_a_report_that_is_wrong_in_one_thing_is_not_believed(sentence: str, untruth: str) -> None:
-    (found,) = Report(sentence, [waiting(0, 11), waiting(2, 11)]).untruths(TRACE)
-    assert untruth in found
+def test_a_report_that_is_wrong_in_one_thing_is_not_believed(sentence: str, wrong_claim: str) -> None:
+    (found,) = Report(sentence, [waiting(0, 11), waiting(2, 11)]).wrong_claims(TRACE)
+    assert wrong_claim in found
 
 
-def test_nobody_waits_for_the_culprit_where_it_has_long_been() -> None:
-    (found,) = Report(f"{KILLED} {waits(4)}", [waiting(0, 4), waiting(2, 4)]).untruths(TRACE)
-    assert "somebody waits in all-gather of layers.3" in found
+def test_a_rank_cannot_wait_for_the_faulty_rank_in_a_collective_that_it_has_passed() -> None:
+    (found,) = Report(f"{KILLED} {waits(4)}", [waiting(0, 4), waiting(2, 4)]).wrong_claims(TRACE)
+    assert "a rank waits in all-gather of layers.3" in found
 
 
-def test_a_fault_of_no_rank_has_to_say_where_somebody_was() -> None:
+def test_a_report_without_a_faulty_rank_has_to_name_a_location() -> None:
     said = "The store is gone. Rank 0 was in the all-gather of layers.1, step 5, forward."
-    assert Report(said).vagueness(TRACE) == []
-    assert len(Report("The store is gone.").vagueness(TRACE)) == 2
+    assert Report(said).missing_claims(TRACE) == []
+    assert len(Report("The store is gone.").missing_claims(TRACE)) == 2
 
 
 def test_reports_are_told_from_remarks() -> None:
