@@ -58,12 +58,12 @@ def measure(preset: str, rounds: int, repeats: int) -> dict[str, Any]:
     """Returns CPU seconds of a step by mode and round, and of the parts alone."""
     from benchmarks.trainer import make_step
     from shardgrad.train.config import TrainConfig
-    from shardgrad.train.health import Health
+    from shardgrad.train.health import NonfiniteCheck
 
     config = TrainConfig(preset=preset, steps=10**9, graph="off")
     step, place = make_step(config, "cpu")
     names = [name for name, p in step._state.model.named_parameters() if p.requires_grad]
-    health = Health(names, config.on_nonfinite, Path(), place)
+    health = NonfiniteCheck(names, config.on_nonfinite, Path(), place)
 
     def work(mode: str) -> None:
         with _mode(mode, len(names)):

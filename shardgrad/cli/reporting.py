@@ -1,4 +1,4 @@
-"""How every command reports an expected error: one sentence on standard error, and the exit status."""
+"""How every command reports an expected error: one message on standard error, and the exit status."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import click
 from shardgrad.errors import PartnerUnavailableError, ShardgradError
 from shardgrad.train.failure import TrainingError
 
-__all__ = ["reported"]
+__all__ = ["escaped", "reported"]
 
 
 @contextmanager
 def reported(program: str) -> Iterator[None]:
-    """Prints expected errors of a block and exits; any other exception passes.
+    """Prints an expected error of the block and exits; other exceptions pass.
 
-    A missing package and a usage error exit with status 2, other errors with 1 or the error's own status.
+    The exit status is 2 for a missing package, the error's own for a `TrainingError`, and 1 for other errors.
 
     Args:
         program: prefix of the message, such as "shardgrad train".
@@ -36,11 +36,12 @@ def reported(program: str) -> Iterator[None]:
         _exit(f"{program}: {error}: free space, or correct the path.", 1)
 
 
-def _exit(text: str, status: int) -> NoReturn:
-    # Names in a message may come from a file: escape control characters, keep the lines of an error.
-    escaped = "\n".join(
-        "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)
-        for line in text.split("\n")
-    )
-    click.echo(escaped, err=True)
+def escaped(text: object) -> str:
+    """Returns text with control characters escaped, so that names from files cannot steer the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def _exit(message: str, status: int) -> NoReturn:
+    for line in message.split("\n"):  # a ShardgradError has several lines
+        click.echo(escaped(line), err=True)
     sys.exit(status)

@@ -1,1 +1,1 @@
-"""`shardgrad train`: a complete, resumable training program on top of the engine."""
+"""The training program of `shardgrad train`: complete and resumable, on the engine's public interface."""

@@ -1,4 +1,4 @@
-"""The training program's checkpoints: what a run consists of, and how its parts go in and out."""
+"""The training program's checkpoints: the state of a run, and how it is saved and loaded."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardgrad.checkpoint import Saving, Series, load, save, save_async
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.train.failure import TrainingError, UsageError
-from shardgrad.train.parallel import Place
+from shardgrad.train.parallel import World
 from shardgrad.train.sharding import LanguageModel
 
-# Each rank has its own generator; on another number of ranks, some are missing or left over.
+# Each rank has its own generator. On another number of ranks, entries are missing or unused.
 _OPTIONAL = ("rng_*",)
 
 
 @dataclass
 class TrainState:
-    """All that a step changes.
+    """The state that a training step changes.
 
     Args:
-        model: the (sharded) model.
-        optimizer: over its parameters.
-        schedule: of the optimizer's learning rate.
-        step: optimizer steps done.
-        samples: sequences consumed by all ranks together; the position in the data.
+        model: the model, sharded or not.
+        optimizer: optimizer over the model's parameters.
+        schedule: schedule of the optimizer's learning rate.
+        step: number of optimizer steps done.
+        samples: number of sequences consumed by all ranks together, which is the position in the data.
     """
 
     model: LanguageModel
@@ -50,16 +50,17 @@ class TrainState:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder: a `Series`, with the program's state and the program's words.
+    """The checkpoints of a run folder.
 
-    At every instant, whatever is interrupted or killed, `latest` names a whole checkpoint or there is none.
+    At every moment, also after an interruption or a kill, `latest` names a complete checkpoint or does not
+    exist.
 
     Args:
-        folder: `checkpoints` in the run folder; all ranks must see it.
-        keep: how many to keep.
-        is_async: write while training goes on, from a copy; a checkpoint is there when the next one begins,
-            or after :meth:`finish`.
-        timeout_s: after which ranks that write meanwhile give each other up.
+        folder: folder of the checkpoints, visible to all ranks.
+        keep: number of checkpoints to keep.
+        is_async: write in the background from a copy. The checkpoint is complete when the next save begins or
+            :meth:`finish` returns.
+        timeout_s: timeout of the background collectives, in seconds.
     """
 
     def __init__(self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0) -> None:
@@ -71,43 +72,46 @@ class Checkpoints:
         self._saving: Saving | None = None
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint, or the one that somebody has named."""
+        """Returns the checkpoint that `latest` names, else the newest complete one."""
         return self._series.latest()
 
-    def save(self, state: TrainState, place: Place) -> Path:
-        """Write and publish the state, or begin to; all ranks call it together.
+    def save(self, state: TrainState, world: World) -> Path:
+        """Saves the state, or starts to save it in the background. A collective.
+
+        Returns:
+            The folder of the checkpoint.
 
         Raises:
-            TrainingError: on every rank if any could not write, now or in the save before; what was
-                published before is untouched.
+            TrainingError: on every rank if any rank could not write, in this save or in the previous
+                background save. Existing checkpoints are unchanged.
         """
         self.finish()
         final = self._series.path_of(state.step)
-        with _told():
-            what = _gather_state(state, place)
+        with _translated_errors():
+            what = _gather_state(state, world)
             if self._is_async:
-                group = self._own_group(place)
+                group = self._own_group(world)
                 self._saving = save_async(what, final, group=group, then=lambda: self._series.publish(final))
             else:
-                save(what, final, group=place.control, then=lambda: self._series.publish(final))
+                save(what, final, group=world.control, then=lambda: self._series.publish(final))
         return final
 
     def finish(self) -> None:
-        """Wait for a save that is under way; all ranks call it.
+        """Waits for a background save. A collective.
 
         Raises:
-            TrainingError: it failed.
+            TrainingError: the save failed.
         """
         saving, self._saving = self._saving, None
         if saving is not None:
-            with _told():
+            with _translated_errors():
                 saving.wait()
 
-    def load(self, state: TrainState, place: Place) -> None:
-        """Fill `state` from the newest checkpoint, whatever ranks wrote it; all ranks call it together.
+    def load(self, state: TrainState, world: World) -> None:
+        """Loads the newest checkpoint into `state`; the number of ranks may differ. A collective.
 
         Raises:
-            TrainingError: it is damaged or does not fit; `state` is what it was.
+            TrainingError: the checkpoint is damaged or does not fit; `state` is unchanged.
         """
         path = self.latest()
         if path is None:
@@ -115,63 +119,63 @@ class Checkpoints:
                 f"There is no checkpoint in {self._folder}: start the run again without --resume."
             )
         try:
-            loaded = load(_gather_state(state, place), path, optional=_OPTIONAL, group=place.control)
+            loaded = load(_gather_state(state, world), path, optional=_OPTIONAL, group=world.control)
         except CheckpointError as error:
             raise TrainingError(
                 f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): write the name of an "
                 f"older checkpoint into {self._folder / 'latest'}."
             ) from error
-        _scatter_state(loaded, state, place)
+        _scatter_state(loaded, state, world)
 
     def discard_unfinished(self) -> None:
-        """Put right what an interrupted save left behind; rank 0 calls it before training."""
+        """Removes or completes what an interrupted save left behind; rank 0 calls it before training."""
         self._series.recover()
 
-    def _own_group(self, place: Place) -> dist.ProcessGroup | None:
-        # Made once, by all ranks together: saves go on while `place.control` is used by the steps.
-        if self._group is None and place.world_size > 1:
+    def _own_group(self, world: World) -> dist.ProcessGroup | None:
+        # Created once, by all ranks together: the steps use `world.control` during a background save.
+        if self._group is None and world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Turns the errors of a save into the program's."""
+def _translated_errors() -> Iterator[None]:
+    """Translates the errors of a save into `TrainingError`."""
     try:
         with warnings.catch_warnings():
-            # torch's remarks about its own internals would tear the progress display.
+            # torch's warnings about its own internals would break the progress display.
             warnings.filterwarnings("ignore", module=r"torch\.distributed.*")
             yield
     except (CheckpointSaveError, CheckpointError) as error:
-        if error.__cause__ is not None:  # this rank's own: told as what it is, with the rank and the place
+        if error.__cause__ is not None:  # this rank's own error, reported with rank and location
             raise error.__cause__ from None
         raise TrainingError(
             f"The checkpoint was not written ({error.what}; {error.got}, at {error.where})."
         ) from error
 
 
-def _gather_state(state: TrainState, place: Place) -> dict[str, Any]:
-    """The state as nested dictionaries of tensors, which are saved from, and loaded into, in place."""
+def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
+    """Returns the state as nested dictionaries of tensors, which are saved from and loaded in world."""
     return {
         "model": get_model_state_dict(state.model),
         "optimizer": get_optimizer_state_dict(state.model, state.optimizer),
         "schedule": state.schedule.state_dict(),
         "progress": {"step": state.step, "samples": state.samples},
-        _rng_key(place): _rng_state(place.device),
+        _rng_key(world): _rng_state(world.device),
     }
 
 
-def _scatter_state(loaded: dict[str, Any], state: TrainState, place: Place) -> None:
+def _scatter_state(loaded: dict[str, Any], state: TrainState, world: World) -> None:
     set_model_state_dict(state.model, loaded["model"])
     set_optimizer_state_dict(state.model, state.optimizer, loaded["optimizer"])
     state.schedule.load_state_dict(loaded["schedule"])
     state.step, state.samples = loaded["progress"]["step"], loaded["progress"]["samples"]
-    _set_rng_state(loaded[_rng_key(place)], place.device)
+    _set_rng_state(loaded[_rng_key(world)], world.device)
 
 
-def _rng_key(place: Place) -> str:
-    # One entry per rank: generators are not sharded state, each rank has its own.
-    return f"rng_{place.rank}"
+def _rng_key(world: World) -> str:
+    # One entry per rank: generators are not sharded.
+    return f"rng_{world.rank}"
 
 
 def _rng_state(device: torch.device) -> dict[str, torch.Tensor]:

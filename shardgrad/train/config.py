@@ -1,4 +1,4 @@
-"""Every setting of a run: one frozen record that the command line, a file and the run folder all speak."""
+"""The settings of a run: one frozen dataclass, from which options, file format and validation follow."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import PRESETS, Scalar, suggestion, transformer_config
 
-# A resumed run must find the tensors it saved.
+# A resumed run cannot change these: its checkpoint has the tensors of this model.
 MODEL_FIELDS = ("preset", "hf", "override")
 
 
@@ -27,11 +27,11 @@ def _setting(
     least: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A dataclass field that carries its help and its limits; the command line is generated from them."""
-    return field(default=default, metadata=_facts(words, choices, least, most))
+    """Declares a field with its help text and limits, from which the command line is generated."""
+    return field(default=default, metadata=_metadata(words, choices, least, most))
 
 
-def _facts(
+def _metadata(
     words: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
 ) -> dict[str, Any]:
     return {"help": words, "choices": choices, "least": least, "most": most}
@@ -39,85 +39,114 @@ def _facts(
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that decides a run. Sizes are counts, times are seconds, `None` means "decide for me"."""
+    """The settings of a training run. Times are in seconds; `None` selects a default at start."""
 
     preset: str = _setting("tiny", "Size of the built-in transformer.", choices=tuple(PRESETS))
     hf: str | None = _setting(
-        None, "Train a Hugging Face causal LM instead: a config.json, or a model type such as gpt2."
+        None,
+        "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as gpt2. "
+        "Needs transformers.",
     )
     override: dict[str, Scalar] = field(
-        default_factory=dict, metadata=_facts("Replace one field of the model's shape; may be repeated.")
+        default_factory=dict,
+        metadata=_metadata("Replace one field of the model's configuration; may be repeated."),
     )
     data: str | None = _setting(
-        None, "Folder or file to train on, as bytes.  [default: Python's standard library]"
+        None, "File or folder to train on, read as bytes.  [default: Python's standard library]"
     )
-    data_limit_mib: int = _setting(16, "Read at most this many MiB of it.", least=1)
+    data_limit_mib: int = _setting(16, "Read at most this many MiB of the data.", least=1)
     validation_fraction: float = _setting(
-        0.05, "Part of the bytes, at the end, held out.", least=0.001, most=0.5
+        0.05,
+        "Fraction of the data, taken from its end, that is held out for validation.",
+        least=0.001,
+        most=0.5,
     )
 
     ranks: int | None = _setting(
         None,
-        "Processes to start.  [default: one per accelerator, else 2; torchrun decides under torchrun]",
+        "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its ranks]",
         least=1,
     )
     mesh: str | None = _setting(
-        None, "4: shard over 4 ranks; 2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all]"
+        None,
+        "Device mesh: 4 shards over 4 ranks; 2x2 is HSDP with 2 replicas of 2 shards.  "
+        "[default: shard over all ranks]",
     )
-    device: str = _setting("auto", "Where to compute.", choices=("auto", "cpu", "accelerator"))
+    device: str = _setting(
+        "auto",
+        "Device type to train on; auto uses the accelerator if there is one.",
+        choices=("auto", "cpu", "accelerator"),
+    )
     engine: str = _setting(
-        "shardgrad", "Who shards; none: one plain process.", choices=("shardgrad", "fsdp2", "none")
+        "shardgrad",
+        "Engine that shards the model; none trains an unsharded model in one process.",
+        choices=("shardgrad", "fsdp2", "none"),
     )
     precision: str = _setting(
-        "fp32", "bf16-mixed computes in bf16, reduces and updates in fp32.", choices=("fp32", "bf16-mixed")
+        "fp32",
+        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in fp32.",
+        choices=("fp32", "bf16-mixed"),
     )
     activation_checkpointing: bool = _setting(
-        False, "Recompute each block's activations in backward instead of keeping them."
+        False, "Recompute the activations of each block in backward instead of keeping them."
     )
     graph: str = _setting(
         "auto",
-        "Capture a step as one graph, with the same numbers; auto: with --engine shardgrad, where a device "
-        "has graphs.",
+        "Capture each step as one CUDA graph, with the same results; auto does so with --engine shardgrad on "
+        "devices that have graphs.",
         choices=("auto", "on", "off"),
     )
-    timeout: float = _setting(120.0, "Seconds after which a collective gives up.", least=1)
+    timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1)
 
-    steps: int = _setting(400, "Optimizer steps.", least=1)
-    batch_size: int = _setting(8, "Sequences per rank and micro-batch.", least=1)
-    accumulate: int = _setting(1, "Micro-batches per step.", least=1)
+    steps: int = _setting(400, "Number of optimizer steps.", least=1)
+    batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1)
+    accumulate: int = _setting(1, "Micro-batches per step, whose gradients are accumulated.", least=1)
     sync_every_microbatch: bool = _setting(
-        False, "Reduce gradients after every micro-batch, not only the last: less memory, more traffic."
+        False,
+        "Reduce gradients after every micro-batch, not only after the last: less memory, more communication.",
     )
-    seq_len: int = _setting(128, "Bytes per sequence.", least=2)
+    seq_len: int = _setting(128, "Length of a sequence in bytes.", least=2)
     seed: int = _setting(0, "Seed of the initial weights and of the order of the data.", least=0)
 
-    optimizer: str = _setting("adamw", "Who updates.", choices=("adamw", "sgd"))
+    optimizer: str = _setting(
+        "adamw", "Optimizer that updates the weights; sgd has momentum.", choices=("adamw", "sgd")
+    )
     lr: float = _setting(3e-3, "Peak learning rate.", least=0)
-    warmup_steps: int = _setting(40, "Steps over which the rate rises to its peak.", least=0)
-    final_lr_ratio: float = _setting(0.1, "Rate at the last step, as a part of the peak.", least=0, most=1)
-    weight_decay: float = _setting(0.1, "Decoupled decay of matrices (not of norms).", least=0)
-    clip: float = _setting(1.0, "Largest gradient norm; 0 does not clip.", least=0)
+    warmup_steps: int = _setting(
+        40, "Steps over which the learning rate increases linearly to its peak.", least=0
+    )
+    final_lr_ratio: float = _setting(
+        0.1, "Learning rate of the last step, as a fraction of the peak.", least=0, most=1
+    )
+    weight_decay: float = _setting(
+        0.1, "Decoupled weight decay of matrices; norm weights do not decay.", least=0
+    )
+    clip: float = _setting(1.0, "Maximum gradient norm; 0 disables clipping.", least=0)
 
-    log_every: int = _setting(10, "Steps between metrics.", least=1)
-    eval_every: int = _setting(100, "Steps between validations; the last step always has one.", least=1)
-    eval_samples: int = _setting(64, "Held-out sequences in a validation.", least=1)
+    log_every: int = _setting(10, "Steps between two lines of metrics.", least=1)
+    eval_every: int = _setting(
+        100, "Steps between two validations; the last step is always validated.", least=1
+    )
+    eval_samples: int = _setting(64, "Number of held-out sequences in a validation.", least=1)
     check_every: int = _setting(
         100,
-        "Steps between checks for faults that make no noise: ranks that left the common order of "
-        "collectives, replicas that differ, parameters that do not move; 0: only before checkpoints.",
+        "Steps between checks for silent faults: ranks that issue different collectives, replicas that "
+        "differ, parameters that no step changes; 0 checks replicas before checkpoints only.",
         least=0,
     )
     on_nonfinite: str = _setting(
         "stop",
-        "After a step whose loss or gradients are not finite, and which updates nothing: stop; skip goes on "
-        "with the next; dump stops and leaves its numbers in the run folder.",
+        "Action after a step with a non-finite loss or gradient, which does not update the weights: stop; "
+        "skip continues with the next step; dump stops and writes the values into the run folder.",
         choices=("stop", "skip", "dump"),
     )
-    checkpoint_every: int = _setting(100, "Steps between checkpoints; the last step always has one.", least=1)
-    checkpoint_async: bool = _setting(
-        False, "Write checkpoints while training goes on, from a copy in host memory."
+    checkpoint_every: int = _setting(
+        100, "Steps between two checkpoints; the last step is always saved.", least=1
     )
-    keep: int = _setting(2, "Checkpoints kept.", least=1)
+    checkpoint_async: bool = _setting(
+        False, "Write checkpoints in the background, from a copy in host memory."
+    )
+    keep: int = _setting(2, "Number of checkpoints to keep.", least=1)
     run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
     plot: bool = _setting(True, "Do not draw the loss curve.")
 
@@ -138,26 +167,30 @@ class TrainConfig:
             raise UsageError("--engine none trains in one process: use --ranks 1, or an engine that shards.")
         if self.on_nonfinite == "skip" and self.engine == "fsdp2":
             raise UsageError(
-                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers leave out such "
-                "steps: choose one of them, or stop."
+                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers skip such steps: "
+                "choose one of them, or stop."
             )
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(
-                "--graph on is for --engine shardgrad or none, whose steps can be one graph as a whole: "
-                "choose one of them, or leave --graph out."
+                "--graph on is for --engine shardgrad or none, whose steps can be captured: choose one of "
+                "them, or leave --graph out."
             )
 
     def global_batch(self, world_size: int) -> int:
-        """Sequences that one step consumes on all ranks together."""
+        """Returns the number of sequences that one step consumes on all ranks together."""
         return self.batch_size * self.accumulate * world_size
 
     def to_json(self) -> str:
-        """The text of `config.json`."""
+        """Returns the text of `config.json`."""
         return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
 
 
 def mesh_shape(text: str | None) -> tuple[int, ...]:
-    """`2x2` to (2, 2), `4` to (4,), nothing to (); anything else is a :class:`UsageError`."""
+    """Parses `2x2` into (2, 2), `4` into (4,) and None into ().
+
+    Raises:
+        UsageError: the text is not a mesh of one or two dimensions.
+    """
     if text is None:
         return ()
     parts = text.lower().split("x")
@@ -169,7 +202,17 @@ def mesh_shape(text: str | None) -> tuple[int, ...]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings in a TOML or JSON file, by field name; names may be written with dashes."""
+    """Reads the settings in a TOML or JSON file.
+
+    Args:
+        path: a file ending in `.toml`, or a JSON file. Names may be written with dashes.
+
+    Returns:
+        The values by field name. Their types and limits are checked by `TrainConfig`.
+
+    Raises:
+        UsageError: the file cannot be read or parsed, or has an unknown name.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
@@ -179,7 +222,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UsageError(f"{path} is not valid {kind} ({error}): correct it there.") from error
     if not isinstance(raw, dict):
-        raise UsageError(f"{path} holds no table of settings: write one `name = value` for each.")
+        raise UsageError(f"{path} contains no table of settings: write `name = value` for each.")
     settings = {name.replace("-", "_"): value for name, value in raw.items()}
     known = [one.name for one in dataclasses.fields(TrainConfig)]
     for name in settings:
@@ -189,15 +232,18 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def resumed(saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None) -> TrainConfig:
-    """The configuration of a resumed run: what was saved, with `changes`, fitted to the ranks there are now.
+    """Returns the settings of a resumed run: the saved ones with `changes`, for the present number of ranks.
 
-    On another number of ranks the global batch, and with it the loss curve, stays: the sequences per rank are
-    divided anew into micro-batches no larger than before.
+    On another number of ranks the global batch size, and with it the loss curve, is kept: the sequences of a
+    rank are divided into micro-batches that are no larger than before.
 
     Args:
-        saved: what `config.json` holds; its `ranks` is the number that wrote it.
-        changes: settings given this time.
-        world_size: ranks a launcher has already started, or None where `ranks` (or `mesh`) decides.
+        saved: the settings in `config.json`; `ranks` is the number of ranks of the saved run.
+        changes: settings given for the resumed run.
+        world_size: number of ranks that a launcher started; None if `ranks` or `mesh` decides.
+
+    Raises:
+        UsageError: `changes` changes the model, or the ranks cannot share the global batch.
     """
     for name in MODEL_FIELDS:
         if name in changes and changes[name] != getattr(saved, name):

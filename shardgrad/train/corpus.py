@@ -1,4 +1,4 @@
-"""Text as bytes: what is read, which part is held out, and which sequence is sample number n."""
+"""The training data: text as bytes, its held-out part, and the mapping from sample numbers to sequences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shardgrad.train.failure import UsageError
 
-# Not the library's own text, or text about nothing.
+# Folders of third-party packages, caches and tests.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 
 
@@ -24,10 +24,10 @@ class Corpus:
 
     Args:
         train: uint8 `[bytes]`, the first part.
-        validation: uint8 `[bytes]`, the contiguous rest, never trained on.
-        source: where it was read from, for people.
-        file_count: files it was read from.
-        digest: SHA-256 of all bytes, by which a resumed run knows that the text is the same.
+        validation: uint8 `[bytes]`, the contiguous rest, which is held out.
+        source: description of where the text was read from.
+        file_count: number of files.
+        digest: SHA-256 of all bytes, with which a resumed run detects another text.
     """
 
     train: Tensor
@@ -38,28 +38,28 @@ class Corpus:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in both parts."""
+        """Number of bytes in both parts."""
         return len(self.train) + len(self.validation)
 
     def unigram_entropy(self) -> float:
-        """Entropy in nats per byte of the bytes' frequencies: the loss of a model that ignores context."""
+        """Returns the entropy of the byte frequencies in nats per byte: the loss without any context."""
         counts = torch.bincount(self.train, minlength=256) + torch.bincount(self.validation, minlength=256)
         shares = counts[counts > 0].double() / counts.sum()
         return float(-(shares * shares.log()).sum())
 
 
 def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int) -> Corpus:
-    """Read a text, the same bytes in the same order on every rank.
+    """Reads a text, the same bytes in the same order on every rank.
 
     Args:
-        path: a file, or a folder of which every visible file is read, in the order of relative paths; None
+        path: a file, or a folder whose visible files are read in the order of their relative paths; None
             reads the `*.py` files of Python's standard library.
-        limit_nbytes: stop after so many bytes.
-        validation_fraction: part of the bytes, at the end, to hold out.
-        seq_len: bytes per sequence, of which both parts must hold at least one, and the byte after it.
+        limit_nbytes: largest number of bytes to read.
+        validation_fraction: fraction of the bytes, at the end, to hold out.
+        seq_len: bytes per sequence. Both parts must hold one sequence and the byte after it.
 
     Raises:
-        UsageError: there is nothing at `path`, or too little.
+        UsageError: there is no text at `path`, or not enough.
     """
     if path is None:
         root = Path(sysconfig.get_paths()["stdlib"])
@@ -82,9 +82,9 @@ def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: flo
 
 
 def _files_under(root: Path, *, suffix: str) -> Iterator[Path]:
-    """Files below `root` in a fixed order, without hidden ones and those of `_SKIPPED_FOLDERS`."""
+    """Yields the files below `root` in a fixed order, without hidden and skipped folders and files."""
     for folder, subfolders, names in os.walk(root):
-        # In place: this is how os.walk is told where to go, and in which order.
+        # Assigned in place: os.walk visits the folders of this list, in its order.
         subfolders[:] = sorted(s for s in subfolders if s not in _SKIPPED_FOLDERS and not s.startswith("."))
         for name in sorted(names):
             if name.endswith(suffix) and not name.startswith("."):
@@ -107,14 +107,14 @@ def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:
 class Sampler:
     """Sequences drawn from a text, with replacement.
 
-    Sample number n starts at a place that depends on `seed` and n alone. Ranks, micro-batches and steps only
-    decide who reads which numbers, so the same global batch is the same data on any number of ranks, and the
-    position of a resumed run is one integer.
+    The start of sample number n depends only on `seed` and n. Ranks, micro-batches and steps decide which
+    rank reads which numbers, so a global batch is the same data on any number of ranks, and the position of a
+    resumed run is one integer.
 
     Args:
         text: uint8 `[bytes]`.
         seq_len: bytes per sequence.
-        seed: of the order.
+        seed: seed of the order of sequences.
     """
 
     text: Tensor
@@ -122,24 +122,33 @@ class Sampler:
     seed: int
 
     def batch(self, first_sample: int, count: int) -> tuple[Tensor, Tensor]:
-        """`count` samples from `first_sample` on, as int64 `[count, seq_len]` tokens and targets."""
+        """Returns samples `first_sample` to `first_sample + count` as tokens and targets.
+
+        Returns:
+            Two int64 tensors `[count, seq_len]` on the host.
+        """
         starts = [self._start(number) for number in range(first_sample, first_sample + count)]
         return windows(self.text, starts, self.seq_len)
 
     def _start(self, number: int) -> int:
-        # A hash, not a generator: its n-th value costs no n steps and is the same in every PyTorch.
+        # A hash, not a generator: the n-th value takes constant time and is the same in every PyTorch
+        # release.
         digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % (len(self.text) - self.seq_len)
 
 
 def validation_starts(nbytes: int, *, seq_len: int, count: int) -> list[int]:
-    """Starts of at most `count` sequences spread evenly over a held-out text, without overlap."""
+    """Returns the starts of at most `count` sequences, evenly spaced over a text without overlap."""
     count = min(count, (nbytes - 1) // seq_len)
     return [number * (nbytes - 1) // count for number in range(count)]
 
 
 def windows(text: Tensor, starts: list[int], seq_len: int) -> tuple[Tensor, Tensor]:
-    """The sequences at `starts` and, one byte later, their targets: int64 `[len(starts), seq_len]` each."""
-    places = torch.tensor(starts).unsqueeze(1) + torch.arange(seq_len + 1)
-    sequences = text[places].long()
+    """Returns the sequences at `starts` and their targets, which start one byte later.
+
+    Returns:
+        Two int64 tensors `[len(starts), seq_len]`.
+    """
+    positions = torch.tensor(starts).unsqueeze(1) + torch.arange(seq_len + 1)
+    sequences = text[positions].long()
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -1,4 +1,4 @@
-"""Progress for people: a live panel on a terminal, plain lines elsewhere, silence on all ranks but one."""
+"""Progress display: a live panel on a terminal, plain lines elsewhere, nothing on all ranks but rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardgrad.train.record import StepMetrics
 
 
 class SilentDisplay:
-    """Shows nothing; also what the others build on."""
+    """Shows nothing; base class of the other displays."""
 
     def __enter__(self) -> Self:
         return self
@@ -29,39 +29,39 @@ class SilentDisplay:
         return None
 
     def note(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Shows a message that stays on the screen."""
 
     def progress(self, metrics: StepMetrics) -> None:
-        """Show where the run is."""
+        """Shows the progress of the run."""
 
 
 class PlainDisplay(SilentDisplay):
-    """One line for each report, for files, pipes and CI.
+    """Prints one line per message, for files, pipes and CI.
 
     Args:
-        steps: of the whole run.
+        steps: number of steps of the run.
     """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
 
     def note(self, text: str) -> None:
-        """Print the text."""
+        """Prints the text."""
         print(escaped(text), flush=True)
 
     def progress(self, metrics: StepMetrics) -> None:
-        """Print the numbers on a line."""
+        """Prints the metrics on one line."""
         values = "  ".join(f"{name} {value}" for name, value in _values(metrics))
         print(f"step {metrics.step}/{self._steps}  {values}", flush=True)
 
 
 class LiveDisplay(SilentDisplay):
-    """A panel that is redrawn in place; notes scroll above it.
+    """A panel that is redrawn in place; messages scroll above it.
 
     Args:
-        steps: of the whole run.
-        title: of the panel.
-        console: where to draw.
+        steps: number of steps of the run.
+        title: title of the panel.
+        console: console to draw on.
     """
 
     def __init__(self, steps: int, title: str, console: Console) -> None:
@@ -79,22 +79,22 @@ class LiveDisplay(SilentDisplay):
         self._live.stop()
 
     def note(self, text: str) -> None:
-        """Print the text above the panel."""
+        """Prints the text above the panel."""
         self._live.console.print(escaped(text), markup=False, highlight=False)
 
     def progress(self, metrics: StepMetrics) -> None:
-        """Redraw the panel."""
+        """Redraws the panel."""
         numbers = Table.grid(padding=(0, 2))
         values = _values(metrics)
         numbers.add_row(*(f"[dim]{name}[/dim]" for name, _ in values))
         numbers.add_row(*(f"[bold]{value}[/bold]" for _, value in values))
-        whole = Table.grid(expand=True)
-        whole.add_row(f"step {metrics.step} of {self._steps}")
-        whole.add_row(ProgressBar(total=self._steps, completed=metrics.step))
-        whole.add_row(numbers)
+        panel = Table.grid(expand=True)
+        panel.add_row(f"step {metrics.step} of {self._steps}")
+        panel.add_row(ProgressBar(total=self._steps, completed=metrics.step))
+        panel.add_row(numbers)
         self._live.update(
             Panel(
-                whole,
+                panel,
                 title=Text(escaped(self._title)),
                 expand=False,
                 width=min(100, self._live.console.width),
@@ -103,7 +103,7 @@ class LiveDisplay(SilentDisplay):
 
 
 def choose_display(*, leads: bool, steps: int, title: str) -> SilentDisplay:
-    """The display for this rank and this standard output."""
+    """Returns the display for this rank and its standard output."""
     if not leads:
         return SilentDisplay()
     console = Console()
@@ -113,7 +113,7 @@ def choose_display(*, leads: bool, steps: int, title: str) -> SilentDisplay:
 
 
 def nice_nbytes(count: float) -> str:
-    """`1.5 GiB`."""
+    """Formats a number of bytes, such as `1.50 GiB`."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"
@@ -122,7 +122,7 @@ def nice_nbytes(count: float) -> str:
 
 
 def nice_seconds(seconds: float) -> str:
-    """`1:02:03`, or `2:03` within the hour."""
+    """Formats seconds as `1:02:03`, or as `2:03` if less than an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,4 +1,4 @@
-"""Failures that a person can act on: one sentence with what happened and what to do, and an exit status."""
+"""Errors of the training program: one sentence with what happened and what to do, and an exit status."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 class TrainingError(Exception):
-    """The run cannot go on; its text is a sentence for the person who started it."""
+    """The run cannot continue. The text is one sentence for the user."""
 
     exit_status = 1
 
 
 class UsageError(TrainingError):
-    """What was asked for makes no sense, so nothing was started."""
+    """The settings are invalid or contradict each other. Nothing was started."""
 
     exit_status = 2
 
 
 class Interrupted(TrainingError):
-    """A person or a scheduler asked the run to stop; the state is saved."""
+    """A user or a scheduler requested the run to stop. The state is saved."""
 
     exit_status = 130
 
 
 class DiskFull(TrainingError):
-    """A file could not be written for want of space, quota or permitted size."""
+    """A file could not be written: no space, quota exceeded, or larger than permitted."""
 
 
 class PeerLost(TrainingError):
-    """Another rank ended or stopped answering: a consequence, so it is reported only if no cause is known."""
+    """Another rank ended or does not answer. A consequence, reported only if no cause is known."""
 
 
 def explain(error: BaseException) -> TrainingError:
-    """Translate any exception into a :class:`TrainingError`, keeping those that already are one."""
+    """Translates an exception into a `TrainingError`; returns the exception if it is one already."""
     if isinstance(error, TrainingError):
         return error
     if isinstance(error, KeyboardInterrupt):
@@ -68,7 +68,7 @@ def explain(error: BaseException) -> TrainingError:
 
 
 def operating_system_reason(error: BaseException) -> OSError | None:
-    """The system's refusal behind an error: the error itself, or the first one that led to it."""
+    """Returns the `OSError` that caused an error: the error itself, or the first in its chain of causes."""
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError):

@@ -1,4 +1,4 @@
-"""Faults without noise: numbers that are not finite, replicas that differ, parameters that do not move."""
+"""Checks for silent faults: non-finite numbers, replicas that differ, parameters that no step changes."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from shardgrad.checks.replica_report import checksum, replica_report
 from shardgrad.engine.pending_scale import OwedGradient
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.failure import TrainingError
-from shardgrad.train.parallel import Place
+from shardgrad.train.parallel import World
 
 _SHOWN = 3  # names in one sentence
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves on the device, unread; the next step may overwrite it.
+    """The results of a step, on the device. The next step may overwrite them.
 
     Args:
-        loss: this rank's mean over its micro-batches, fp32 scalar.
-        grad_norm: of all gradients before clipping; a DTensor where the gradients are.
-        grad_sums: sum of this rank's part of each parameter's gradient, fp32 `[parameters]`.
-        lr: the learning rate that was used.
+        loss: this rank's mean loss over its micro-batches, fp32 scalar.
+        grad_norm: norm of all gradients before clipping, a scalar; a DTensor if the gradients are.
+        grad_sums: sum of the local part of each parameter's gradient, fp32 `[parameters]`.
+        lr: learning rate of the step.
     """
 
     loss: Tensor
@@ -36,9 +36,10 @@ class StepResult:
 
 
 def gradient_sums(parameters: list[Tensor]) -> Tensor:
-    """The sum of each parameter's local gradient, fp32 `[parameters]`, on the device.
+    """Returns the sum of each parameter's local gradient, fp32 `[parameters]`, on the device.
 
-    Not finite where the gradient is not, so that it can be said which one it was; one pass over them.
+    A sum is not finite if the gradient is not, so that a report can name the parameter. One pass over the
+    gradients; does not wait for the device.
     """
     sums = [_memory_of(parameter).sum(dtype=torch.float32) for parameter in parameters]
     return torch.stack(sums) if sums else torch.zeros(0)
@@ -53,36 +54,36 @@ def _memory_of(parameter: Tensor) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-class Health:
-    """Remembers, on the device, the first step of this rank that was not finite, and what of it was not.
+class NonfiniteCheck:
+    """Records, on the device, the first step of this rank with a non-finite loss or gradient.
 
-    Reading a loss waits for the device, so a step does not; the answer is read with the metrics, and before a
-    checkpoint, so that no checkpoint holds numbers that are lost. Meanwhile the optimizers of
-    `shardgrad.optim` skip such steps by themselves.
+    Reading a loss waits for the device. So steps do not read it: :meth:`examine` does, together with the
+    metrics and before a checkpoint, so that no checkpoint has non-finite values. Until then the optimizers of
+    `shardgrad.optim` skip such steps.
 
     Args:
-        names: of the parameters, in the order of `StepResult.grad_sums`.
+        names: names of the parameters, in the order of `StepResult.grad_sums`.
         policy: `stop`, `skip` or `dump`; see `TrainConfig.on_nonfinite`.
-        folder: of the run, for dumps.
-        place: this rank.
+        folder: folder of the run, for dumps.
+        world: this rank.
     """
 
-    def __init__(self, names: list[str], policy: str, folder: Path, place: Place) -> None:
+    def __init__(self, names: list[str], policy: str, folder: Path, world: World) -> None:
         self._names = names
         self._policy = policy
         self._folder = folder
-        self._place = place
+        self._world = world
         self._forget()
 
     def _forget(self) -> None:
-        device = self._place.device
+        device = self._world.device
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=device)
         self._loss = torch.zeros((), device=device)
         self._sums = torch.zeros(len(self._names), device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def watch(self, step: int, result: StepResult) -> None:
-        """Look at a step without waiting for it."""
+        """Records a step, without waiting for the device."""
         norm = result.grad_norm
         norm = norm.to_local() if isinstance(norm, DTensor) else norm
         bad = ~(torch.isfinite(result.loss) & torch.isfinite(norm))
@@ -93,16 +94,16 @@ class Health:
         self._count += bad
 
     def examine(self) -> str | None:
-        """Read what was remembered, on all ranks together; waits for the device.
+        """Reads the record. A collective; waits for the device.
 
         Returns:
-            Under the policy `skip`, a remark on the steps that were skipped since the last time, if any were.
+            With the policy `skip`, a message about the steps skipped since the last call; None if none were.
 
         Raises:
-            TrainingError: under the other policies, on every rank, if there was such a step.
+            TrainingError: with the other policies, on every rank, if any rank had a non-finite step.
         """
         bad = self._first_bad.item()
-        rows = self._place.gather(
+        rows = self._world.gather(
             [
                 float(bad),
                 float(torch.isfinite(self._loss)),
@@ -120,14 +121,14 @@ class Health:
             self._forget()
             return f"Skipped {skipped} step(s) that were not finite, the first {first}: {words}."
         if self._policy == "dump":
-            words += f"; what there was is in {self._dump(first)}"
+            words += f"; the values are in {self._dump(first)}"
         raise TrainingError(
             f"The loss or the gradients stopped being finite at step {first}: {words}. Lower --lr or --clip, "
             "or use --precision fp32."
         )
 
     def _first_name(self) -> int:
-        """The place of the first gradient that is not finite here, or -1."""
+        """Returns the index of the first non-finite gradient on this rank, or -1."""
         found = (~torch.isfinite(self._sums)).nonzero().flatten().tolist()
         return int(found[0]) if found else -1
 
@@ -150,55 +151,59 @@ class Health:
             "loss": self._loss.cpu(),
             "gradient_sums": dict(zip(self._names, self._sums.cpu().unbind(), strict=True)),
         }
-        torch.save(found, folder / f"rank_{self._place.rank}.pt")
+        torch.save(found, folder / f"rank_{self._world.rank}.pt")
         return folder
 
 
-class Vigil:
-    """Looks now and then, and before checkpoints, for what neither the loss nor an error tells.
+class SilentFaultCheck:
+    """Checks for faults that neither the loss nor an error shows.
 
     Args:
-        state: what the steps change.
-        place: this rank.
+        state: the state that steps change.
+        world: this rank.
     """
 
-    def __init__(self, state: TrainState, place: Place) -> None:
+    def __init__(self, state: TrainState, world: World) -> None:
         self._state = state
-        self._place = place
+        self._world = world
         self._names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self._sums: Tensor | None = None
         self._since = state.step
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def compare_replicas(self) -> None:
-        """Compare the replicas of parameters and optimizer state.
+        """Compares the replicas of parameters and optimizer state. A collective.
 
         Raises:
-            TrainingError: on every rank, naming what differs first, and where.
+            TrainingError: on every rank, naming the first tensors that differ, and their ranks.
         """
         report = replica_report(self._state.model, self._state.optimizer)
-        if not self._place.any(bool(report.differing)):
+        if not self._world.any(bool(report.differing)):
             return
         words = "; ".join(str(report).splitlines()[:_SHOWN]) if report.differing else ""
-        told = next(filter(None, self._place.tell_each_other(words)))
+        told = next(filter(None, self._world.all_gather_text(words)))
         raise TrainingError(
             f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank computes or "
             "remembers wrongly (failing memory or device?): resume, without that machine if it happens again."
         )
 
-    def standing_still(self) -> str | None:
-        """A remark on parameters that no step has moved since the last look; each is named once."""
+    def unchanged_parameters(self) -> str | None:
+        """Returns a message about parameters that no step has changed since the last call. A collective.
+
+        Returns:
+            None if there are none. Each parameter is named once in a run.
+        """
         params = [p for p in self._state.model.parameters() if p.requires_grad]
         sums = torch.stack([checksum(_shard_of(p)) for p in params]).cpu()
         before, since = self._sums, self._since
         self._sums, self._since = sums, self._state.step
         if before is None:
             return None
-        rows = self._place.gather((sums != before).double().tolist())
+        rows = self._world.gather((sums != before).double().tolist())
         moved = torch.tensor(rows).any(0).tolist()
         still = [name for name, has in zip(self._names, moved, strict=True) if not has]
-        fresh = [name for name in still if name not in self._told]
-        self._told.update(fresh)
+        fresh = [name for name in still if name not in self._reported]
+        self._reported.update(fresh)
         if not fresh:
             return None
         more = f" and {len(fresh) - _SHOWN} more" if len(fresh) > _SHOWN else ""

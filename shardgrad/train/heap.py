@@ -1,4 +1,4 @@
-"""Keep glibc from giving the training step's memory back to the kernel after every step."""
+"""Prevents glibc from returning the memory of a training step to the kernel after every step."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TOP_PAD_NBYTES = 64 * 2**20
 
 
 def keep_freed_memory() -> bool:
-    """Let freed memory stay in this process's heap, so that the next step finds it mapped.
+    """Keeps freed memory in this process's heap, so that the next step finds it mapped.
 
     On CPU PyTorch has no caching allocator: activations and gradients come from `malloc`. By default glibc
-    maps each block above a (moving, at most 32 MiB) threshold afresh and unmaps it on free, and trims the top
-    of the heap, so that every step pays a page fault and a zeroed page for every 4 KiB it touches. Here large
-    blocks come from the heap too, the heap is never trimmed, and it grows in steps of 64 MiB. The price is
-    that the process keeps its peak memory until it ends, which is what a training rank does anyway.
+    maps each block above a dynamic threshold (at most 32 MiB) separately and unmaps it on free, and trims the
+    top of the heap, so that every step pays a page fault and a zeroed page for every 4 KiB it touches. This
+    function makes large blocks come from the heap, which is never trimmed and grows in steps of 64 MiB. The
+    cost is that the process keeps its peak memory until it ends, as a training rank does in any case.
 
     Returns:
-        True where it took effect; False where the C library is not glibc, or refused.
+        True if it took effect; False if the C library is not glibc or refused.
     """
     if not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Any causal language model of the `transformers` package, built from a configuration, in our clothes."""
+"""Causal language models of the `transformers` package, built from a configuration."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardgrad.extras import require
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import next_token_loss
 from shardgrad.train.presets import BYTE_VALUES, Scalar
 
 
 class CausalLM(nn.Module):
-    """A `transformers` model that takes tokens and gives logits.
+    """Adapts a `transformers` model to the interface of :class:`~shardgrad.train.model.Transformer`.
 
     Args:
-        model: what `AutoModelForCausalLM.from_config` returned.
+        model: a model from `AutoModelForCausalLM.from_config`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,7 +31,7 @@ class CausalLM(nn.Module):
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The decoder's blocks, wherever this architecture keeps them."""
+        """The blocks of the decoder, found for any architecture as the largest module list."""
         # Looked up, not registered a second time: a parameter must not have two names.
         found = self.model.get_submodule(self._layers_path)
         if not isinstance(found, nn.ModuleList):
@@ -38,41 +39,43 @@ class CausalLM(nn.Module):
         return found
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
         logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token."""
+        """Returns the mean cross-entropy in nats per token, a scalar."""
         return next_token_loss(self(tokens), targets)
 
 
 def build_causal_lm(
     source: str, overrides: Mapping[str, Scalar], *, device: torch.device, seed: int
 ) -> CausalLM:
-    """A model with random weights, whole on `device`; the same on every rank.
+    """Builds an unsharded model with random weights, the same on every rank.
 
     Args:
         source: path of a `config.json`, or a model type such as `gpt2`.
         overrides: fields of the configuration to replace.
-        device: where to build it.
-        seed: of the weights.
+        device: device to build the model on.
+        seed: seed of the weights.
+
+    Raises:
+        UsageError: the configuration cannot be read, or `transformers` cannot build a model from it.
+        PartnerUnavailableError: `transformers` is not installed.
     """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM
-    except ImportError as error:
-        raise UsageError(
-            "--hf needs the package transformers: install it, or train a built-in model with --preset."
-        ) from error
+    require("transformers", feature="--hf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     settings = _read_config(source) | dict(overrides)
     kind = settings.pop("model_type", None)
     try:
         config = AutoConfig.for_model(kind, **settings)
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]  # it depends on the version
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
+            # it depends on the version
     except (ValueError, KeyError, TypeError) as error:
-        reason = textwrap.shorten(str(error), 120)  # it may list every architecture there is
+        reason = textwrap.shorten(str(error), 120)  # the message may list every architecture
         raise UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}") from error
     if model.config.vocab_size < BYTE_VALUES:
         raise UsageError(f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}.")
@@ -95,7 +98,7 @@ def _read_config(source: str) -> dict[str, Any]:
 
 
 def longest_module_list(model: nn.Module) -> str:
-    """The path of the module list with most parameters: the decoder's blocks, in every architecture."""
+    """Returns the path of the module list with the most parameters, which holds the decoder's blocks."""
     sizes: dict[str, int] = {
         name: sum(parameter.numel() for parameter in part.parameters())
         for name, part in model.named_modules()

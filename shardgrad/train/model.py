@@ -15,7 +15,7 @@ __all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "m
 
 
 class Projection(nn.Module):
-    """A matrix without bias, `[out_width, in_width]`, drawn from a normal distribution of deviation `std`."""
+    """A linear map without bias; its weight `[out_width, in_width]` is initialized with deviation `std`."""
 
     def __init__(self, in_width: int, out_width: int, *, std: float) -> None:
         super().__init__()
@@ -24,11 +24,11 @@ class Projection(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight anew from the default generator of its device."""
+        """Initializes the weight from the default generator of its device."""
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., in_width]` to `[..., out_width]`."""
+        """Maps `[..., in_width]` to `[..., out_width]`."""
         return functional.linear(inputs, self.weight)
 
 
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         self.output = Projection(config.width, config.width, std=_residual_std(config))
 
     def forward(self, inputs: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same; `cosine` and `sine` are `[sequence, head_width / 2]`."""
+        """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width / 2]`."""
         batch, sequence, width = inputs.shape
         query = self.query(inputs).view(batch, sequence, self.heads, self.head_width).transpose(1, 2)
         key = self.key(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
@@ -71,7 +71,7 @@ class FeedForward(nn.Module):
         self.down = Projection(config.hidden, config.width, std=_residual_std(config))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[..., width]` to the same."""
+        """Maps `[..., width]` to the same shape."""
         outputs: Tensor = self.down(functional.silu(self.gate(inputs)) * self.up(inputs))
         return outputs
 
@@ -87,14 +87,14 @@ class Block(nn.Module):
         self.feed_forward = FeedForward(config)
 
     def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same."""
+        """Maps `[batch, sequence, width]` to the same shape."""
         stream = stream + self.attention(self.attention_norm(stream), cosine, sine)
         outputs: Tensor = stream + self.feed_forward(self.feed_forward_norm(stream))
         return outputs
 
 
 class Embedding(nn.Module):
-    """Token vectors `[vocab_size, width]`; as `head` they are read the other way round."""
+    """The embedding, with weight `[vocab_size, width]`; a tied model uses its transpose as output head."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -103,19 +103,19 @@ class Embedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the vectors anew from the default generator of their device."""
+        """Initializes the weight from the default generator of its device."""
         nn.init.normal_(self.weight, std=self.std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integers `[batch, sequence]` to vectors `[batch, sequence, width]`."""
+        """Maps integers `[batch, sequence]` to vectors `[batch, sequence, width]`."""
         return functional.embedding(tokens, self.weight)
 
 
 class Transformer(nn.Module):
-    """The language model. `layers` holds the blocks, which are what an engine shards one by one.
+    """The language model. `layers` holds the blocks, which an engine shards one by one.
 
-    Under `torch.device("meta")` nothing is allocated; every module that owns parameters has
-    `reset_parameters()`, and :func:`materialise` fills them part by part.
+    Can be built under `torch.device("meta")`: every module that owns parameters has `reset_parameters()`, and
+    :func:`materialise` initializes them module by module.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -127,7 +127,7 @@ class Transformer(nn.Module):
         self.head = None if config.tied else Projection(config.width, config.vocab_size, std=config.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
         stream = self.embedding(tokens)
         cosine, sine = rotary_tables(tokens.shape[1], self.config, stream)
         for block in self.layers:
@@ -139,34 +139,40 @@ class Transformer(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token; `tokens` and `targets` are integers `[batch, sequence]`."""
-        # Calling self, not self.forward, is what lets an engine's hooks gather the parameters.
+        """Returns the mean cross-entropy in nats per token, for integers `[batch, sequence]`."""
+        # self(tokens), not self.forward(tokens): the engine's hooks unshard the parameters.
         return next_token_loss(self(tokens), targets)
 
 
 def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats, computed in fp32; targets of -100 do not count.
+    """Returns the cross-entropy in nats, computed in fp32; targets of -100 are ignored.
 
     Args:
         logits: `[batch, sequence, vocab_size]`, any floating dtype.
         targets: integers `[batch, sequence]`.
-        reduction: `mean` or `sum` over the targets that count.
+        reduction: `mean` or `sum` over the targets that are not ignored.
     """
     return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Numbers in the model's parameters, shared ones once; a sharded parameter counts in full."""
+    """Returns the number of elements of all parameters; shared ones count once, sharded ones in full."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed: int) -> None:
-    """Give the meta parameters of `part` storage on `device` and their initial values.
+    """Allocates and initializes the meta parameters of a submodule.
 
-    Each module draws from a generator seeded by `seed` and the module's name in `model`, so that the values
-    depend neither on the rank, nor on how many there are, nor on the order in which parts are filled: a
-    caller may fill a block, shard it, and only then fill the next. The global generators are left as they
-    were.
+    Each module draws from a generator seeded by `seed` and the module's name in `model`, so the values do not
+    depend on the rank, on the number of ranks or on the order of calls: a caller may materialize a block,
+        shard
+    it, and then materialize the next. The global generators are left unchanged.
+
+    Args:
+        model: the whole model.
+        part: the submodule, or `model` itself.
+        device: device of the parameters.
+        seed: seed of the initial values.
     """
     inside = set(part.modules())
     for name, module in model.named_modules():
@@ -185,15 +191,15 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _residual_std(config: TransformerConfig) -> float:
-    # 2 * layers projections add to the stream; so its variance at initialisation does not grow with depth.
+    # 2 * layers projections are added to the residual stream: its initial variance does not grow with depth.
     return config.init_std / math.sqrt(2 * config.layers)
 
 
 def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `[sequence, head_width / 2]` in the dtype of `like`.
+    """Returns cosines and sines `[sequence, head_width / 2]` in the dtype of `like`.
 
-    Made in every forward rather than kept as buffers: they cost nothing beside a block, and a model without
-    buffers needs no special care on the meta device.
+    Computed in every forward, not kept as buffers: the cost is small compared with a block, and a model
+    without buffers can be built on the meta device without special cases.
     """
     half = config.head_width // 2
     exponents = torch.arange(half, device=like.device, dtype=torch.float32) / half
@@ -203,6 +209,6 @@ def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tup
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair (i, i + head_width / 2) of `[batch, heads, sequence, head_width]` by its angle."""
+    """Rotates each pair (i, i + head_width / 2) of `[batch, heads, sequence, head_width]` by its angle."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

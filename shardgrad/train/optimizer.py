@@ -14,9 +14,9 @@ from shardgrad.train.config import TrainConfig
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW or SGD with momentum; matrices decay, vectors (the norms' scales) do not.
+    """Builds AdamW, or SGD with momentum. Matrices have weight decay, vectors (norm weights) do not.
 
-    shardgrad's own optimizers, unless another engine shards: those get torch's, as they would elsewhere.
+    With `--engine fsdp2` the optimizer is torch's, else shardgrad's.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -24,16 +24,16 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    home: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
-    # Of a model without units, the clipping's verdict does not reach the optimizer.
-    looking: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
+    library: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
+    # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not finite.
+    checks: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
     if config.optimizer == "sgd":
-        return home.SGD(groups, lr=config.lr, momentum=0.9, **looking)  # type: ignore[no-any-return]
-    return home.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **looking)  # type: ignore[no-any-return]
+        return library.SGD(groups, lr=config.lr, momentum=0.9, **checks)  # type: ignore[no-any-return]
+    return library.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), fused=True, **checks)  # type: ignore[no-any-return]
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> LambdaLR:
-    """The schedule of :func:`lr_ratio`, to be stepped once per optimizer step."""
+    """Builds the schedule of :func:`lr_ratio`, to be stepped once per optimizer step."""
 
     def ratio(step: int) -> float:
         return lr_ratio(
@@ -44,13 +44,13 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> Lam
 
 
 def lr_ratio(step: int, *, steps: int, warmup_steps: int, final_ratio: float) -> float:
-    """The learning rate of a step as a part of its peak: a linear rise, then half a cosine.
+    """Returns the learning rate of a step as a fraction of its peak: linear warmup, then cosine decay.
 
     Args:
-        step: 0 for the first step.
-        steps: steps of the whole run; the last one, `steps - 1`, and all after it get `final_ratio`.
-        warmup_steps: the first step that has the full rate, where the run is that long.
-        final_ratio: where the cosine ends.
+        step: number of the step, from 0.
+        steps: number of steps of the run; step `steps - 1` and later ones get `final_ratio`.
+        warmup_steps: the first step with the full rate, if the run is that long.
+        final_ratio: fraction at the end of the decay.
     """
     if step < warmup_steps:
         return (step + 1) / (warmup_steps + 1)

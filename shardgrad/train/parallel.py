@@ -1,4 +1,4 @@
-"""The ranks of a run: who we are among them, on which device, and how we talk."""
+"""The ranks of a run: process groups, this rank's device, and small host-side collectives."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from shardgrad.train.heap import keep_freed_memory
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process among the ranks.
+class World:
+    """This rank, and collectives of host values among all ranks.
 
     Args:
-        rank: 0 to `world_size - 1`; rank 0 speaks for all.
-        world_size: ranks on all machines.
-        device: where this rank computes.
-        control: a gloo group for small host-side agreements, so that they never wait for the accelerator.
+        rank: 0 to `world_size - 1`.
+        world_size: number of ranks on all machines.
+        device: device that this rank trains on.
+        control: a gloo group for host-side collectives, which therefore never wait for the accelerator.
     """
 
     rank: int
@@ -37,45 +37,45 @@ class Place:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank writes the files and speaks to the terminal."""
+        """Whether this rank writes files and prints, which is rank 0."""
         return self.rank == 0
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """Every rank's `values` (as many on each), in the order of ranks."""
+        """All-gathers numbers, equally many on every rank; returns one row per rank."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with journal.line(self.control).awaited("exchange of the ranks' numbers", mine):
+        with journal.line(self.control).awaited("all-gather of the ranks' numbers", mine):
             dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def any(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank."""
+        """Returns whether `flag` is true on any rank. A collective."""
         vote = torch.tensor([int(flag)])
         with journal.line(self.control).awaited("vote of the ranks", vote):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
-    def tell_all(self, text: str) -> str:
-        """Rank 0's `text`, on every rank."""
+    def broadcast_text(self, text: str) -> str:
+        """Returns rank 0's text on every rank. A collective."""
         box = [text]
-        with journal.line(self.control).awaited("words of rank 0"):
+        with journal.line(self.control).awaited("broadcast of a text"):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def tell_each_other(self, text: str) -> list[str]:
-        """Every rank's `text`, in the order of ranks."""
+    def all_gather_text(self, text: str) -> list[str]:
+        """Returns every rank's text, in the order of ranks. A collective."""
         texts = [""] * self.world_size
-        with journal.line(self.control).awaited("exchange of the ranks' words"):
+        with journal.line(self.control).awaited("all-gather of the ranks' texts"):
             dist.all_gather_object(texts, text, group=self.control)
         return texts
 
 
-def join(config: TrainConfig, *, init_method: str) -> Place:
-    """Take this process's place among the ranks that torchrun or the launcher started.
+def join(config: TrainConfig, *, init_method: str) -> World:
+    """Initializes the process groups of a rank that torchrun or `spawn` started.
 
     Args:
-        config: for the device and the collectives' time limit.
-        init_method: where the ranks meet; `env://` under torchrun.
+        config: settings; the device and the timeout are used.
+        init_method: as for `init_process_group`; `env://` under torchrun.
     """
     journal.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -91,54 +91,54 @@ def join(config: TrainConfig, *, init_method: str) -> Place:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=config.timeout)
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
-    return Place(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
+    return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
-def look_out(place: Place, *, stall_s: float, on_stall: OnStall) -> Lookout:
-    """Begin to answer other ranks that ask where this one is; see :class:`Lookout`."""
+def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Lookout:
+    """Starts the thread that answers other ranks' status queries; see :class:`Lookout`."""
     store = dist.distributed_c10d._get_default_store()
-    return Lookout(store, place.rank, place.world_size, stall_s=stall_s, on_stall=on_stall).start()
+    return Lookout(store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall).start()
 
 
-def build_mesh(place: Place, text: str | None, *, timeout_s: float) -> DeviceMesh:
-    """The mesh that `--mesh` describes: one axis to shard over, or an axis of replicas before it.
+def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMesh:
+    """Creates the mesh that `--mesh` describes: a shard axis, optionally after a replicate axis.
 
     Args:
-        place: this rank.
-        text: as given.
-        timeout_s: of collectives; a mesh that makes its own groups gives them half an hour.
+        world: this rank.
+        text: value of `--mesh`; None shards over all ranks.
+        timeout_s: timeout of collectives. `init_device_mesh` would give its groups the default of 30 minutes.
     """
-    shape = mesh_shape(text) or (place.world_size,)
+    shape = mesh_shape(text) or (world.world_size,)
     room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
-    if room != place.world_size:
-        raise UsageError(f"--mesh {text} has room for {room} ranks, but {place.world_size} are running.")
+    if room != world.world_size:
+        raise UsageError(f"--mesh {text} has room for {room} ranks, but {world.world_size} are running.")
     if len(shape) == 1:
-        return init_device_mesh(place.device.type, shape, mesh_dim_names=("shard",))
+        return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard",))
     ranks = torch.arange(room).view(shape)
     groups = [
         dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timedelta(seconds=timeout_s))[0]
         for rows in (ranks.T, ranks)
     ]
     names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, place.device.type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, world.device.type, ranks, mesh_dim_names=names)
 
 
 def default_ranks(device: str) -> int:
-    """Ranks to start where nobody says: one per accelerator, else two if there are two cores."""
+    """Returns the default number of ranks: one per accelerator, else two if there are two cores."""
     if device != "cpu" and torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return min(2, available_cores())
 
 
 def available_cores() -> int:
-    """Cores that this process may use, which in a container are fewer than the machine has."""
+    """Returns the number of cores this process may use; in a container, fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Memory in use by this rank: resident bytes on CPU, bytes reserved by PyTorch on an accelerator."""
+    """Returns this rank's memory: resident bytes on CPU, bytes reserved by PyTorch on an accelerator."""
     if device.type != "cpu":
         return torch.accelerator.memory_reserved(device)
     try:

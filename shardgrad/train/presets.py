@@ -1,4 +1,4 @@
-"""Shapes of the built-in models, as plain numbers that need no PyTorch."""
+"""Configurations of the built-in models. This module does not import PyTorch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class TransformerConfig:
     """A decoder-only transformer.
 
     Args:
-        width: numbers per token between blocks.
-        layers: blocks.
-        heads: query heads; `width` is divisible by it and each head's width is even, as RoPE turns pairs.
-        kv_heads: key and value heads; divides `heads` (grouped-query attention where smaller).
+        width: width of the residual stream.
+        layers: number of blocks.
+        heads: number of query heads; divides `width`, and the head width is even, as RoPE rotates pairs.
+        kv_heads: number of key and value heads; divides `heads` (grouped-query attention if smaller).
         hidden: inner width of the SwiGLU feed-forward.
-        vocab_size: rows of the embedding. Bytes use the first 256; presets named after a known model keep
-            that model's vocabulary, so that their memory and traffic are those of the name.
-        tied: the output head is the embedding, transposed.
+        vocab_size: rows of the embedding. Bytes use the first 256; presets named after a known model have
+            that model's vocabulary size, so that memory and communication are those of the model.
+        tied: use the transposed embedding as output head.
         rope_theta: base of RoPE's wavelengths.
-        norm_eps: added to the mean square in RMSNorm.
-        init_std: standard deviation of initial weights; projections into the residual stream are divided by
-            sqrt(2 * layers) besides.
+        norm_eps: number added to the mean square in RMSNorm.
+        init_std: standard deviation of initial weights; for projections into the residual stream, divided by
+            sqrt(2 * layers).
     """
 
     width: int
@@ -62,7 +62,7 @@ class TransformerConfig:
 
     @property
     def head_width(self) -> int:
-        """Numbers per head."""
+        """Width of one head."""
         return self.width // self.heads
 
 
@@ -90,7 +90,11 @@ PRESETS: Mapping[str, TransformerConfig] = {
 def transformer_config(
     preset: str, overrides: Mapping[str, Scalar], presets: Mapping[str, TransformerConfig] = PRESETS
 ) -> TransformerConfig:
-    """The preset's shape with single fields replaced; a field it lacks or of another type is refused."""
+    """Returns a preset's configuration with some fields replaced.
+
+    Raises:
+        UsageError: there is no such field, or a value has another type.
+    """
     base = presets[preset]
     fields = {field.name: type(getattr(base, field.name)) for field in dataclasses.fields(base)}
     changes: dict[str, Scalar] = {}
@@ -110,6 +114,6 @@ _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def suggestion(name: str, known: list[str]) -> str:
-    """`did you mean 'width'?` where something is close, else all that is known."""
+    """Returns `did you mean 'width'?` if a known name is close, else the list of known names."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {close[0]!r}?" if close else f"there are {', '.join(sorted(known))}."

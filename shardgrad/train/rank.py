@@ -1,6 +1,6 @@
-"""One rank from joining the others to leaving them, and the word it leaves behind.
+"""One rank: joins the process group, trains, and reports how it ended.
 
-Nothing here imports PyTorch before :func:`run_rank` does.
+Only :func:`run_rank` imports PyTorch.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from shardgrad.diagnosis.hang_watchdog import Lookout
     from shardgrad.diagnosis.rank_status import Account, Finding
 
-INQUEST = "inquest.json"  # in the run folder: what every rank said when it went wrong
-_PATIENCE_S = 10.0  # for the other ranks to say where they are
-_STALL = 0.8  # of the collectives' time limit: before a backend ends the process
+RANK_STATUS = "rank_status.json"  # in the run folder: the status of every rank when a run failed
+_PATIENCE_S = 10.0  # how long to wait for the other ranks' status
+_STALL = 0.8  # fraction of the collectives' timeout: report before a backend ends the process
 
 
-class Blame(IntEnum):
-    """How near a report is to the cause; the lowest is told to the user."""
+class Cause(IntEnum):
+    """How close a report is to the cause of a failure; the report with the lowest value is printed."""
 
-    OWN = 0  # happened on this rank
-    SHARED = 1  # the ranks found it together and say the same
-    CONSEQUENCE = 2  # of what happened on another rank
+    OWN = 0  # the failure happened on this rank
+    SHARED = 1  # all ranks found the failure together, with the same message
+    CONSEQUENCE = 2  # the failure happened on another rank
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class Report:
     """How a rank ended.
 
     Args:
-        rank: whose.
-        exit_status: 0 where all went well.
-        what: what happened, a sentence.
-        waits: where that left the other ranks, a sentence.
+        rank: the rank.
+        exit_status: 0 on success.
+        what: what happened, one sentence.
+        waits: where the other ranks wait because of it, one sentence.
         hint: what to do.
-        blame: how near it is to the cause.
-        speaks: whether it is for this rank to tell the user, where each rank has a terminal of its own.
-        stack: of the rank that is to blame, if it is not this one.
+        cause: how close the report is to the cause of the failure.
+        speaks: whether this rank prints its report, if every rank has its own terminal.
+        stack: stack of the faulty rank, if it is not this one.
     """
 
     rank: int
@@ -57,24 +57,24 @@ class Report:
     what: str = ""
     waits: str = ""
     hint: str = ""
-    blame: Blame = Blame.SHARED
+    cause: Cause = Cause.SHARED
     speaks: bool = False
     stack: tuple[str, ...] = ()
 
     @property
     def sentence(self) -> str:
-        """All of it."""
+        """The complete report."""
         return " ".join(filter(None, (self.what, self.waits, self.hint)))
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the ranks are told to do.
+class Job:
+    """What the ranks are to run.
 
     Args:
-        config: resolved, with a run folder.
+        config: resolved settings, with a run folder.
         folder: the run folder.
-        resume: go on from the folder's newest checkpoint.
+        resume: resume from the folder's newest checkpoint.
         debug: print tracebacks.
     """
 
@@ -84,34 +84,32 @@ class Order:
     debug: bool
 
 
-def run_rank(order: Order, *, init_method: str) -> Report:
-    """Train as the rank that the environment names (`RANK`, `WORLD_SIZE`, ...), and tell how it ended.
+def run_rank(job: Job, *, init_method: str) -> Report:
+    """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...); reports how it ended.
 
     Args:
-        order: the same on every rank.
-        init_method: where the ranks meet, as `init_process_group` takes it.
+        job: what to run, the same on every rank.
+        init_method: as for `init_process_group`.
     """
     stop = StopRequest().install()
-    folder = order.folder
+    folder = job.folder
     rank = int(os.environ["RANK"])
     lookout: Lookout | None = None
     try:
         import torch.distributed as dist
 
         from shardgrad.train.loop import train
-        from shardgrad.train.parallel import join, look_out
+        from shardgrad.train.parallel import join, start_hang_watchdog
 
-        place = join(order.config, init_method=init_method)
-        lookout = look_out(place, stall_s=_STALL * order.config.timeout, on_stall=_tell_of_stall)
-        # torchrun's ranks each looked at their own clock to name the folder: the first one's counts.
-        folder = Path(place.tell_all(str(folder)))
-        train(
-            dataclasses.replace(order.config, run_dir=str(folder)), place, folder, stop, resume=order.resume
-        )
+        world = join(job.config, init_method=init_method)
+        lookout = start_hang_watchdog(world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall)
+        # Ranks of torchrun each derive the folder's name from their clock: all use rank 0's.
+        folder = Path(world.broadcast_text(str(folder)))
+        train(dataclasses.replace(job.config, run_dir=str(folder)), world, folder, stop, resume=job.resume)
         lookout.close()
         dist.destroy_process_group()
-    except BaseException as error:  # CheckpointException, for one, is no Exception
-        if order.debug:
+    except BaseException as error:  # CheckpointException of torch is not an Exception
+        if job.debug:
             traceback.print_exc()
         try:
             return _failed(error, rank, folder, lookout)
@@ -122,12 +120,12 @@ def run_rank(order: Order, *, init_method: str) -> Report:
 
 
 def resume_hint(folder: Path) -> str:
-    """How to go on with the run in `folder`, as a sentence."""
+    """Returns a sentence that says how to resume the run in `folder`."""
     from shardgrad.checkpoint import Series
 
     try:
         newest = Series(folder / "checkpoints").latest()
-    except OSError:  # nothing can be read here, for want of descriptors or of a network
+    except OSError:  # nothing can be read: out of descriptors, or a network file system is gone
         return f"Resume with: shardgrad train --resume {folder}"
     if newest is None:
         return "No checkpoint had been written yet, so start the run again."
@@ -138,12 +136,12 @@ def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | No
     failure = explain(error)
     hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
     if isinstance(error, TrainingError) or lookout is None:
-        blame = Blame.CONSEQUENCE if isinstance(failure, PeerLost) else Blame.SHARED
-        return Report(rank, failure.exit_status, str(failure), hint=hint, blame=blame, speaks=rank == 0)
+        cause = Cause.CONSEQUENCE if isinstance(failure, PeerLost) else Cause.SHARED
+        return Report(rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0)
     if not isinstance(failure, PeerLost):
         lookout.report(error)
         what = f"Rank {rank} failed at {lookout.place}: {failure}"
-        return Report(rank, failure.exit_status, what, hint=hint, blame=Blame.OWN, speaks=True)
+        return Report(rank, failure.exit_status, what, hint=hint, cause=Cause.OWN, speaks=True)
     finding, answers = lookout.ask(patience_s=_PATIENCE_S)
     witnesses = set(answers) - set(finding.culprits)
     speaks = rank == min(witnesses, default=rank)
@@ -155,25 +153,25 @@ def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | No
         finding.what if finding.culprits else f"Rank {rank}: {failure} {finding.what}",
         finding.waits,
         hint,
-        Blame.CONSEQUENCE,
-        # A rank that failed by itself has a voice of its own.
+        Cause.CONSEQUENCE,
+        # A rank that failed by itself prints its own report.
         speaks and not any(answers[culprit].error for culprit in finding.culprits if culprit in answers),
         finding.stack,
     )
 
 
 def _tell_of_stall(finding: Finding, answers: dict[int, Account]) -> None:
-    """Say who holds up the others, while it lasts, once: the lowest of those who wait does."""
+    """Prints which rank the others wait for, on the lowest waiting rank, once per stall."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
         print(f"shardgrad train: {finding.sentence}", *finding.stack, sep="\n  ", file=sys.stderr, flush=True)
 
 
 def _keep(finding: Finding, answers: dict[int, Account], folder: Path) -> None:
-    """Leave what was found, and what every rank said, in the run folder, if that can be written."""
+    """Writes the finding and the status of every rank into the run folder, if it is writable."""
     facts = {
         "finding": dataclasses.asdict(finding),
         "ranks": [json.loads(t.to_json()) for t in answers.values()],
     }
     with contextlib.suppress(OSError):
-        (folder / INQUEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (folder / RANK_STATUS).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What a run leaves behind: its configuration, its surroundings, its metrics, and a picture."""
+"""The files of a run folder: settings, environment, metrics, and the picture of the loss curve."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from typing import Any
 import torch
 
 from shardgrad.train.config import TrainConfig
-from shardgrad.train.parallel import Place, available_cores
+from shardgrad.train.parallel import World, available_cores
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of progress.
+    """The metrics of a step.
 
     Args:
-        step: optimizer steps done.
-        loss: of this step, nats per byte, mean over its whole global batch.
-        lr: learning rate of this step.
-        grad_norm: before clipping.
-        tokens_per_s: of all ranks together, since the line before.
-        memory_nbytes: of each rank.
-        elapsed_s: since this process began to train.
-        remaining_s: at the mean speed so far.
+        step: number of optimizer steps done.
+        loss: mean loss of the step over its global batch, in nats per byte.
+        lr: learning rate of the step.
+        grad_norm: gradient norm before clipping.
+        tokens_per_s: tokens per second of all ranks together, since the last metrics.
+        memory_nbytes: memory of each rank.
+        elapsed_s: seconds since this process started to train.
+        remaining_s: estimate of the remaining seconds, from the mean speed so far.
     """
 
     step: int
@@ -43,48 +43,48 @@ class StepMetrics:
 
 
 class RunRecord:
-    """Writes the run folder; only rank 0 has one.
+    """Writes the run folder; exists on rank 0 only.
 
-    - `config.json`: every setting, resolved; what `--resume` reads.
+    - `config.json`: every setting, resolved; `--resume` reads it.
     - `environment.json`: versions and hardware.
     - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or checkpoint.
     - `loss.png`: the loss curve.
 
     Args:
-        folder: the run folder; made if it is missing.
+        folder: the run folder, created if it is missing.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._metrics = folder / "metrics.jsonl"
 
-    def begin(self, config: TrainConfig, place: Place, *, step: int, facts: dict[str, Any]) -> None:
-        """Write the settings and the surroundings, and forget metrics of steps that will be made again.
+    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> None:
+        """Writes settings and environment, and removes the metrics of steps that will be repeated.
 
         Args:
-            config: resolved.
-            place: for the device.
-            step: steps already done; 0 for a new run.
-            facts: about the corpus and the model, for the `start` event.
+            config: resolved settings.
+            world: this rank.
+            step: number of steps already done; 0 for a new run.
+            facts: values about the corpus and the model, for the `start` event.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         _replace(self._folder / "config.json", config.to_json())
-        _replace(self._folder / "environment.json", json.dumps(_environment(place), indent=2) + "\n")
+        _replace(self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n")
         kept = [event for event in self.events() if event.get("step", 0) <= step]
         _replace(self._metrics, "".join(json.dumps(event) + "\n" for event in kept))
         self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
 
     def write(self, event: str, **values: Any) -> None:
-        """Append one event."""
+        """Appends an event to `metrics.jsonl`."""
         with self._metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"event": event, **values}) + "\n")
 
     def step(self, metrics: StepMetrics) -> None:
-        """Append a `step` event."""
+        """Appends a `step` event."""
         self.write("step", **dataclasses.asdict(metrics))
 
     def events(self) -> list[dict[str, Any]]:
-        """All events so far; a line cut short by a crash or a full disk is left out."""
+        """Returns all events; a line truncated by a crash or a full disk is left out."""
         if not self._metrics.exists():
             return []
         events = []
@@ -96,7 +96,7 @@ class RunRecord:
         return events
 
     def draw(self, *, unigram_entropy: float) -> Path | None:
-        """Draw the loss curve; None where matplotlib is not installed."""
+        """Draws the loss curve and returns its file; None if matplotlib is not installed."""
         try:
             from matplotlib.figure import Figure
         except ImportError:
@@ -116,14 +116,14 @@ class RunRecord:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file so that it is either the old one or the new one, whatever happens."""
+    """Replaces a file atomically: after an interruption it has the old text or the new text."""
     fresh = path.with_name(path.name + ".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 
-def _environment(place: Place) -> dict[str, Any]:
-    device = place.device
+def _environment(world: World) -> dict[str, Any]:
+    device = world.device
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -131,7 +131,7 @@ def _environment(place: Place) -> dict[str, Any]:
         "host": platform.node(),
         "cores": available_cores(),
         "threads_per_rank": torch.get_num_threads(),
-        "world_size": place.world_size,
+        "world_size": world.world_size,
         "device": device.type,
         "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
     }

@@ -1,4 +1,4 @@
-"""Building the model and handing it to an engine, one block after another."""
+"""Builds the model and applies `fully_shard`, one block after another."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ ShardModule = Callable[..., Any]
 
 
 def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> LanguageModel:
-    """The model of `config`, sharded over `mesh`, with its initial values; the same for any mesh.
+    """Builds the model of `config`, sharded over `mesh`, with initial values that do not depend on the mesh.
 
-    The built-in transformer never exists whole on a rank: a block gets its memory and values, is sharded, and
-    only then comes the next.
+    A rank never holds all unsharded parameters of the built-in transformer: a block is materialized and
+    sharded before the next block is materialized.
 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
+
+    Raises:
+        UsageError: the engine cannot train with this mesh or precision.
     """
     shard = choose_engine(config.engine, mesh)
     policy = precision_policy(config.precision)
@@ -40,7 +43,8 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
         if config.activation_checkpointing:
-            # Before sharding, so that the recomputation runs inside the engine's hooks and finds parameters.
+            # Before sharding, so that the recomputation runs inside the engine's hooks, with unsharded
+            # parameters.
             block = checkpoint_wrapper(block)
             model.layers.register_module(name, block)
         shard(block, mesh=mesh, mp_policy=policy)
@@ -50,7 +54,7 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
 
 
 def choose_engine(name: str, mesh: DeviceMesh) -> ShardModule:
-    """The function that shards a module; all engines have the signature of torch's `fully_shard`."""
+    """Returns the function that shards a module, with the signature of torch's `fully_shard`."""
     if name == "shardgrad":
         from shardgrad import fully_shard
 
@@ -63,10 +67,10 @@ def choose_engine(name: str, mesh: DeviceMesh) -> ShardModule:
         raise UsageError(
             f"--engine none trains in one process, but {mesh.size()} are running: use --ranks 1."
         )
-    return _leave_whole
+    return _unsharded
 
 
-def _leave_whole(module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> nn.Module:
+def _unsharded(module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> nn.Module:
     if mp_policy.param_dtype is not None:
         raise UsageError(
             "--engine none computes in fp32: leave --precision out, or use an engine that shards."
@@ -75,14 +79,14 @@ def _leave_whole(module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisi
 
 
 def precision_policy(name: str) -> MixedPrecisionPolicy:
-    """`fp32` changes nothing; `bf16-mixed` computes in bf16 and reduces gradients in fp32."""
+    """Returns the policy of `--precision`: `bf16-mixed` computes in bf16 and reduces gradients in fp32."""
     if name == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 def set_gradient_sync(model: nn.Module, wanted: bool) -> None:
-    """Say whether the next backward reduces gradients; a model that is not sharded has nothing to reduce."""
+    """Sets whether the next backward reduces gradients; no effect on an unsharded model."""
     setter = getattr(model, "set_requires_gradient_sync", None)
     if setter is not None:
         setter(wanted)

@@ -1,4 +1,4 @@
-"""A polite request to stop: Ctrl-C, a scheduler's signal, or a launcher that is gone."""
+"""Requests to stop a run: Ctrl-C, a scheduler's signal, or a launcher that has ended."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from types import FrameType
 
 from shardgrad.train.failure import Interrupted
 
-# A terminal, torchrun and our own launcher may each pass on the same Ctrl-C.
+# A terminal, torchrun and our launcher may each forward the same Ctrl-C.
 ECHO_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Remembers that somebody asked this process to stop; a second, later request ends it at once."""
+    """Records a request to stop this process; a second, later request ends the process at once."""
 
     def __init__(self) -> None:
         self._first_s: float | None = None
         self._parent = os.getppid()
 
     def install(self) -> StopRequest:
-        """Take over the signals; only the main thread may call this."""
+        """Installs the signal handlers; only the main thread may call this."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         return self
 
     @property
     def requested(self) -> bool:
-        """Whether to finish the step, save, and leave."""
+        """Whether to finish the step, save, and exit."""
         return self._first_s is not None or os.getppid() != self._parent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -13,7 +13,7 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardgrad.train.rank import INQUEST
+from shardgrad.train.rank import RANK_STATUS
 from tests.drills.faults import Expectation, Fault, Tampering
 from tests.drills.injector import Trace
 from tests.drills.processes import PATIENT_S, STEPS, Command, Outcome, Program, ProgramRunner, losses
@@ -199,7 +199,7 @@ def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
     # Another launcher prints by which signal a rank ended, not the program.
     words = () if outcome.statuses[1:] and kind.expects is Expectation.ENDS else kind.words
     problems += [f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence]
-    reports = reports_in(outcome.words, read_accounts(run / INQUEST))
+    reports = reports_in(outcome.words, read_accounts(run / RANK_STATUS))
     if not reports:
         problems.append(f"nothing was reported: {outcome.words[-300:]}")
     for report in reports:
