@@ -13,7 +13,7 @@ __all__ = ["EXTRAS", "require"]
 EXTRAS = {
     "click": "cli",
     "rich": "cli",
-    "numpy": "cli",
+    "numpy": "checkpoint",
     "matplotlib": "plots",
     "safetensors": "safetensors",
     "transformers": "hf",
@@ -35,9 +35,10 @@ def require(*packages: str, feature: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         extras = ",".join(dict.fromkeys(EXTRAS[package] for package in missing))
+        *first, last = missing
+        names = f"{', '.join(first)} and {last}" if first else last
         raise PartnerUnavailableError(
-            f"{feature} needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not "
-            "installed",
+            f"{feature} needs {names}, which {'is' if len(missing) == 1 else 'are'} not installed",
             expected=", ".join(packages),
             got=f"no {' and no '.join(missing)}",
             fix=f"pip install 'shardgrad[{extras}]'",

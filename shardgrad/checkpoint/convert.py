@@ -23,6 +23,7 @@ from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import split
 from shardgrad.errors import CheckpointError, OptionError
+from shardgrad.extras import require
 
 __all__ = ["FORMATS", "convert"]
 
@@ -52,6 +53,8 @@ def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") 
             got=printable(to),
             fix=f"to={next(iter(FORMATS))!r}",
         )
+    if to == "safetensors":
+        require("safetensors", feature="a safetensors file")
     with open_checkpoint(source) as opened:
         part = _Part(opened, only)
         for name in part.tensors:

@@ -15,6 +15,7 @@ import torch
 from shardgrad.checkpoint.index import BLOCK_NBYTES
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointError
+from shardgrad.extras import require
 
 __all__ = [
     "DataFile",
@@ -28,6 +29,9 @@ __all__ = [
 ]
 
 _ALIGNMENT = 64
+
+# At import: views of tensors' bytes, and torch's object collectives in `peers.py`, need numpy.
+require("numpy", feature="shardgrad.checkpoint")
 
 
 class DataFile:

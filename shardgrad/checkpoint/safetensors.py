@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.checkpoint.files import write_synced
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.publish import Publication
-from shardgrad.errors import PartnerUnavailableError
+from shardgrad.extras import require
 
 __all__ = ["FILE_NBYTES", "export_safetensors", "write_safetensors"]
 
@@ -71,7 +71,8 @@ def write_safetensors(
         file_nbytes: a file is ended before it would be larger.
         peers: those who share the work. The first one writes.
     """
-    save_file = _load_package()
+    require("safetensors", feature="a safetensors file")
+    package = import_module("safetensors.torch")
     publication = Publication(folder)
     peers.together("new folder", publication.begin if peers.leads else _nothing)
     files = _named(_filled(sizes, file_nbytes))
@@ -84,7 +85,8 @@ def write_safetensors(
                     content[member] = tensor.detach().to("cpu", copy=True).contiguous()
             path = publication.aside / name
             # Agreed upon for each file: a rank that stopped alone would leave the others in a gather.
-            peers.together("writing", partial(save_file, content, path) if content else _nothing)
+            write = partial(package.save_file, content, path, metadata={"format": "pt"})
+            peers.together("writing", write if content else _nothing)
         peers.together("publication", lambda: _finish(publication, files, sizes) if peers.leads else None)
     except BaseException:
         if peers.leads:
@@ -126,16 +128,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def _nothing() -> None:
     """What the other ranks do while the first one works."""
-
-
-def _load_package() -> Callable[[Mapping[str, torch.Tensor], Path], None]:
-    try:
-        package = import_module("safetensors.torch")
-    except ImportError as error:
-        raise PartnerUnavailableError(
-            "safetensors files cannot be written without the package safetensors",
-            expected="safetensors",
-            got=" ".join(str(error).split()),
-            fix="pip install safetensors; or another format, which needs no other package",
-        ) from error
-    return lambda tensors, path: package.save_file(dict(tensors), path, metadata={"format": "pt"})

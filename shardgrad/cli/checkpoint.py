@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import click
 
 from shardgrad.cli.reporting import reported
-from shardgrad.extras import require
 
 if TYPE_CHECKING:
     from shardgrad.checkpoint.index import Entry
@@ -86,8 +85,6 @@ def inspect(path: Path, everything: bool) -> None:
 def convert(path: Path, target: Path, to: str, only: str) -> None:
     """Verify a checkpoint and write it to TARGET in another format."""
     with reported("shardgrad checkpoint"):
-        if to == "safetensors":
-            require("safetensors", feature="--to safetensors")
         from shardgrad.checkpoint import convert as write
 
         write(_checkpoint_in(path), target, to=to, only=only)
