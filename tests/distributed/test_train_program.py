@@ -40,7 +40,7 @@ MICRO = [
     ),
     *("--data", argparse.__file__, "--no-plot"),
 ]
-TRAIN = [sys.executable, "-m", "shardgrad.cli", "train"]
+TRAIN = [sys.executable, "-m", "shardgrad", "train"]
 
 
 def start(*arguments: str | Path, program: list[str] = TRAIN) -> subprocess.Popen[str]:
@@ -165,7 +165,7 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: 
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "shardgrad.cli",
+        "shardgrad",
         "train",
     ]
     options = [
