@@ -23,7 +23,7 @@ class Contents:
         state: `optimizer.state`.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Mapping[str, Any]]) -> None:
+    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
         self._state = state
@@ -36,7 +36,7 @@ class Contents:
             _same(group["params"], params) for group, params in zip(groups, self._params, strict=True)
         )
 
-    def same_state(self, state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """Returns whether this is the same state, entry by entry and tensor by tensor."""
         return (
             state is self._state
@@ -45,8 +45,8 @@ class Contents:
         )
 
 
-def _values(entries: Iterable[Mapping[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(entry.values() for entry in entries))
+def _values(entries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, entries)))
 
 
 def _same(left: Sequence[Any], right: Sequence[Any]) -> bool:
