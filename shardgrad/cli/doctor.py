@@ -41,7 +41,7 @@ def doctor(script: Path | None, preset: str, cpu: bool) -> None:
 
     A few steps of a built-in model run on one rank, two of them watched; nothing is written.
     The exit status is 1 if there are obstacles. For the step of your own program, see
-    docs/how_to/why_did_my_capture_fail.md.
+    docs/how_to/migrate_to_graphed_step.md.
 
     With SCRIPT, a program for FSDP2, FSDP1, DDP, DeepSpeed or Megatron-FSDP: print instead what it would have
     to change, line by line. It is read and not run. The exit status is 1 if it has to change something.

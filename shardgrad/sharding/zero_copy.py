@@ -29,7 +29,7 @@ from shardgrad.engine.message_tag import Label
 __all__ = ["DIRECT_NBYTES", "DirectGather", "travels_directly"]
 
 # Bytes of a rank's piece on the wire, from which on a message of its own costs less than the copies that it
-# saves. Measured: docs/design/direct_parameters.md.
+# saves. Measured: docs/design/zero_copy_parameters.md.
 DIRECT_NBYTES = 2 * 2**20
 
 
