@@ -36,6 +36,7 @@ types: .venv/installed
 
 # Warnings are errors: a link or a reference that leads nowhere, a docstring that does not parse.
 docs: .venv/installed
+	rm -rf build/docs
 	.venv/bin/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/docs
 	@echo "build/docs/index.html"
 
