@@ -9,7 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.unit import unit_of
 from shardgrad.migration.advice import Advice
 
 __all__ = ["examine"]
