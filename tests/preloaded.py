@@ -13,7 +13,7 @@ import torch._dynamo
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
-import torch.testing
+import torch.testing  # noqa: F401
 
 import shardgrad  # noqa: F401
 

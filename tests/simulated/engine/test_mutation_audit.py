@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from shardgrad.engine.param_group import ParamGroup
-from tests.simulated.engine.audit import Verdict, _verdict, edges_of, table
+from tests.simulated.engine.audit import Verdict, _verdict, by_edge, edges_of, ran, table
 from tests.simulated.engine.edges import Edge
 from tests.simulated.engine.matrix import CASES
 
 
-@cache  # running every program takes as long as all the rest, and is needed once
+@cache
 def _edges() -> Mapping[Edge, Mapping[str, int]]:
-    return edges_of(CASES)
+    return by_edge({name: ran(name)[1] for name in CASES})
 
 
 def _without_each_edge(edges: Mapping[Edge, Mapping[str, int]]) -> list[Verdict]:
@@ -91,10 +91,9 @@ def _a_wait_that_nobody_needs() -> Iterator[None]:
 
 def test_a_new_wait_is_found_and_a_superfluous_one_is_told() -> None:
     name = "hooks on a side stream"
-    few = {name: CASES[name]}
-    before = edges_of(few)
+    before = edges_of(CASES[name])
     with _a_wait_that_nobody_needs():
-        edges = edges_of(few)
+        edges = by_edge({name: edges_of(CASES[name])})
         (new,) = set(edges) - set(before)
         (verdict,) = _without_each_edge({new: edges[new]})
         assert verdict == Verdict(str(new), "", "", tried=1)
