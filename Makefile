@@ -1,12 +1,12 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make lint types bench clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make drills lint types bench clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test lint types bench clean
+.PHONY: train test drills lint types bench clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
@@ -25,6 +25,9 @@ train: .venv/installed
 
 test: .venv/installed
 	.venv/bin/python -m pytest $(ARGS)
+
+drills: .venv/installed
+	.venv/bin/python -m tests.drills $(ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .
@@ -50,5 +53,5 @@ clean:
 	touch .venv/torch
 
 .venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[plots,test,lint,clients]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[cli,plots,test,lint,clients]' '$(TORCH)'
 	touch .venv/installed

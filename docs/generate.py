@@ -303,7 +303,7 @@ def cli_page() -> str:
     lines = [
         "# Command line\n",
         NOTICE,
-        "`shardgrad` is installed with the package; `python -m shardgrad.cli` is the same program, and what "
+        "`shardgrad` is installed with the package; `python -m shardgrad` is the same program, and what "
         "`torchrun` starts.\n",
     ]
     for name, command in commands(command_line, "shardgrad"):
@@ -337,7 +337,7 @@ def option_row(option: click.Option) -> tuple[str, str, str]:
 
 
 def status_rows() -> Iterator[tuple[str, str, str]]:
-    from shardgrad.training import failure
+    from shardgrad.train import failure
 
     yield "0", "the run is done", ""
     for cls in (failure.TrainingError, failure.UsageError, failure.Interrupted):

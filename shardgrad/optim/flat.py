@@ -11,8 +11,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param import ManagedParam, is_replaced, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import DeepcopyError, OptimizerParameterError
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
@@ -107,7 +107,7 @@ class FlatOptimizer(Optimizer):
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
         names = group.get("param_names") or [f"{i} of group {index}" for i in range(len(group["params"]))]
-        sharded: dict[ParamGroup, list[ManagedParam]] = {}
+        sharded: dict[ParamGroup, list[FSDPParam]] = {}
         plain: list[Segment] = []
         for param, name in zip(group["params"], names, strict=True):
             managed = managed_by(param)
@@ -115,17 +115,17 @@ class FlatOptimizer(Optimizer):
             if managed is None:
                 plain.append(PlainSegment(param, name))
             else:
-                sharded.setdefault(managed.group, []).append(managed)
+                sharded.setdefault(group_of(managed), []).append(managed)
         self._refuse_two_engines(group, sharded)
         return [*(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()), *plain]
 
-    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+    def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         if not param.is_floating_point():
             what = "complex" if param.is_complex() else str(param.dtype)
             raise self._cannot_update(
                 name, f"it is {what}", "floating-point parameters; torch.optim has others"
             )
-        if managed is not None and not managed.group.is_flat:
+        if managed is not None and not group_of(managed).is_flat:
             raise self._cannot_update(
                 name, "its shard is a tensor subclass of its own (fsdp_pre_all_gather)", "torch.optim for it"
             )
@@ -348,6 +348,6 @@ class FlatOptimizer(Optimizer):
             )
 
 
-def _in_order(group: ParamGroup, members: Iterable[ManagedParam]) -> list[ManagedParam]:
+def _in_order(group: ParamGroup, members: Iterable[FSDPParam]) -> list[FSDPParam]:
     chosen = {id(managed) for managed in members}
     return [managed for managed in group.params if id(managed) in chosen]

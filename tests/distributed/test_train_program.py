@@ -44,7 +44,7 @@ MICRO = [
     ),
     *("--data", argparse.__file__, "--no-plot"),
 ]
-TRAIN = [sys.executable, "-m", "shardgrad.cli", "train"]
+TRAIN = [sys.executable, "-m", "shardgrad", "train"]
 
 
 Started = subprocess.Popen[str] | Program
@@ -176,7 +176,7 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: 
         "--standalone",
         "--nproc-per-node=2",
         "-m",
-        "shardgrad.cli",
+        "shardgrad",
         "train",
     ]
     options = [

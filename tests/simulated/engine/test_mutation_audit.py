@@ -78,7 +78,7 @@ def _a_wait_that_nobody_needs() -> Iterator[None]:
 
     def unshard(self: ParamGroup, runtime: Any) -> None:
         original(self, runtime)
-        mark = runtime.streams.mark()
+        mark = runtime.streams.event()
         mark.record(runtime.streams.gather)
         mark.wait(runtime.streams.reduce)
 
