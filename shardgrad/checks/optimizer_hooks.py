@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 from shardgrad.checks.untrained_params import FirstStepCheck, concerns_unit
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["watch_optimizers"]
 
@@ -107,7 +107,7 @@ class _OptimizerHooks:
 
     def _examine(self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None) -> _Watched:
         params = [param for optim_group in optimizer.param_groups for param in optim_group["params"]]
-        groups = {managed.group: None for param in params if (managed := managed_by(param)) is not None}
+        groups = {group_of(managed): None for param in params if (managed := managed_by(param)) is not None}
         first_step = None if before is None else before.first_step
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
+from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
@@ -41,7 +42,7 @@ class _Sample:
         grad: its gradient, a DTensor.
     """
 
-    def __init__(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def __init__(self, managed: FSDPParam, grad: torch.Tensor) -> None:
         self.name = managed.name
         self._values = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
         self._before = self._values.clone()
@@ -61,7 +62,7 @@ def _memory_of(grad: torch.Tensor) -> torch.Tensor:
 
 def concerns_unit(param: torch.Tensor) -> bool:
     """Returns whether a parameter belongs to a unit, or did before `fully_shard` replaced it."""
-    return managed_by(param) is not None or is_replaced(param) or is_whole(param)
+    return managed_by(param) is not None or is_replaced(param) or is_unsharded_param(param)
 
 
 class FirstStepCheck:
@@ -83,11 +84,11 @@ class FirstStepCheck:
         """
         if _is_capturing(optimizer):
             return
-        whole = sum(map(is_whole, _params(optimizer)))
-        if whole:
+        unsharded = sum(map(is_unsharded_param, _params(optimizer)))
+        if unsharded:
             raise OptimizerParameterError(
-                f"{type(optimizer).__name__} was built over {whole} unsharded parameters, as a forward or "
-                "unshard() leaves them",
+                f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a forward "
+                "or unshard() leaves them",
                 expected="sharded parameters: the model's before its first forward, or after reshard()",
                 got="parameters whose memory is freed between steps",
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is built",
@@ -96,9 +97,9 @@ class FirstStepCheck:
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):
             managed = managed_by(param)
-            if managed is None or not managed.group.is_flat:
+            if managed is None or not group_of(managed).is_flat:
                 continue  # a tensor subclass may not even have views
-            grad = getattr(param, managed.group.gradient_policy.attribute, None)
+            grad = getattr(param, group_of(managed).gradient_policy.attribute, None)
             if grad is not None:
                 self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
@@ -156,7 +157,7 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and (shard := grads_of(managed.group).shard):
+        if managed is not None and (shard := grads_of(group_of(managed)).shard):
             verdicts.append(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 

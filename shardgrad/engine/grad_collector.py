@@ -20,7 +20,7 @@ from types import MethodType
 
 import torch
 
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.errors import GradientError
 
@@ -48,7 +48,7 @@ class GradCollector:
         self._summed: list[torch.Tensor] = []
         self._count = 0
 
-    def expect(self, params: Sequence[ManagedParam], arrived: MethodType) -> None:
+    def expect(self, params: Sequence[FSDPParam], arrived: MethodType) -> None:
         """Starts over for these parameters, and calls `arrived` for each gradient from now on.
 
         `arrived` is a bound method; its object is not kept alive, as the garbage collector cannot look into

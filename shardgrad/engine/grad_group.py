@@ -18,17 +18,16 @@ from typing import Any, Protocol
 import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext, Route
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_packer import GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.message_tag import MessageTag
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import OVERFLOWING, Message, PartialSum, Reduction
 from shardgrad.engine.streams import Stream
 from shardgrad.engine.trace import span
-from shardgrad.features.custom_comms import Route
 from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import ShardLayout
 
@@ -51,7 +50,7 @@ _WAITING = attrgetter("deferred", "_accumulating", "_partial.is_live")
 class Scheduler(Protocol):
     """What a group's gradients ask of the order of reductions."""
 
-    runtime: Runtime
+    runtime: CommContext
     is_last_backward: bool
 
     def arrived(self, grads: GradGroup) -> None:
@@ -88,7 +87,7 @@ class GradGroup:
         self._packer = GradPacker(group, self.collector, self._outer)
         self.scheduler: Scheduler
         self.layout: ShardLayout | None = None
-        self.params: list[ManagedParam] = []
+        self.params: list[FSDPParam] = []
         self._trainable: tuple[bool, ...] = ()
         self._generation = group.generation
         self._hooked: object = None
@@ -154,7 +153,7 @@ class GradGroup:
                 group.mesh,
                 group.gradient_dtype,
                 group.gradient_policy,
-                group.home,
+                group.shard_memory,
             )
         return shard
 
@@ -279,7 +278,7 @@ class GradGroup:
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, runtime = self.group, self.scheduler.runtime
-        route = group.comms.for_reduce(runtime, group.mesh.gather_group)
+        route = group.collectives.for_reduce(runtime, group.mesh.gather_group)
         ticket = self._ticket(runtime)
         messages = (
             self._messages_directly(ticket, route) if self._goes_directly else [self._message(ticket, route)]
@@ -305,10 +304,10 @@ class GradGroup:
         group = self.group
         as_they_are = group.reduce_dtype == group.gather_dtype and self._factors[0] == 1
         return (
-            bool(self._packer.layout.direct)
+            bool(self._packer.layout.zero_copy)
             and as_they_are
             and not self.deferred
-            and group.comms.reduces_plainly
+            and group.collectives.reduces_plainly
         )
 
     def _message(self, ticket: Reduction, route: Route) -> Message:
@@ -323,7 +322,7 @@ class GradGroup:
             self._accumulating = False
         sent = 0 if accumulated else transport.size  # the accumulator is sent from where it is
         outer = 0 if self._outer is None else self._outer.receive_chunks(self.scheduler.runtime)
-        landing = group.gradient_dtype.itemsize if group.home.is_away else 0
+        landing = group.gradient_dtype.itemsize if group.shard_memory.is_offloaded else 0
         taken = (sent + transport.receive_chunks) * n + outer * chunk_numel
         slot = ring.acquire(taken * dtype.itemsize + landing * chunk_numel, ticket)
         ticket.slots = [slot]
@@ -365,13 +364,13 @@ class GradGroup:
             return Message(begin, send, slot.chunks(dtype, received or 1, numel, skip=skip), label)
 
         messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_tag)]
-        for i, gradient in zip(layout.direct, gradients, strict=True):
+        for i, gradient in zip(layout.zero_copy, gradients, strict=True):
             piece, numel = layout.pieces[i], layout.pieces[i].shard_numel
             send = Chunks(gradient, gradient.split(numel))
             messages.append(message(piece.shard_offset, numel, send, self._direct_labels[i]))
         return messages
 
-    def _ticket(self, runtime: Runtime) -> Reduction:
+    def _ticket(self, runtime: CommContext) -> Reduction:
         return Reduction(
             self.group,
             runtime,

@@ -10,12 +10,12 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.message_tag import TAG_NUMEL
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
 from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.strided_pack import pack_crosswise
+from shardgrad.sharding.strided_pack import pack_strided
 
 __all__ = ["GradPacker"]
 
@@ -33,7 +33,7 @@ class GradPacker:
         self._group = group
         self._arrivals = arrivals
         self._outer = outer
-        self._params: list[ManagedParam] = []
+        self._params: list[FSDPParam] = []
         self._layout: ShardLayout | None = None
         self.tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
 
@@ -44,7 +44,7 @@ class GradPacker:
             raise RuntimeError(f"unit {self._group.name} was never unsharded")
         return self._layout
 
-    def start_over(self, params: Sequence[ManagedParam], layout: ShardLayout | None) -> None:
+    def start_over(self, params: Sequence[FSDPParam], layout: ShardLayout | None) -> None:
         """Takes these for the trainable parameters from now on."""
         self._params = list(params)
         self._layout = layout
@@ -84,11 +84,11 @@ class GradPacker:
             arrived = arrivals.gradients
             if self._group.holds_dtensors:
                 arrived = [
-                    None if grad is None else p.cut.local_gradient(grad)
+                    None if grad is None else p.sharding.local_gradient(grad)
                     for p, grad in zip(self._params, arrived, strict=True)
                 ]
             grads = [self._nothing if g is None else g.contiguous() for g in arrived]
-            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.direct] if directly else []
+            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.zero_copy] if directly else []
             if alone:
                 grads = [grads[i] for i in layout.others]
                 slot.lend(alone, arrivals.streams)
@@ -112,12 +112,12 @@ class GradPacker:
         accumulate: bool,
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
+        straight = [grads[i] for i in layout.straight] if layout.strided else grads
         straight = [*straight, self._tail(divisor, labelled=not accumulate)]
-        if self._outer is not None:  # which takes no crosswise parameters
+        if self._outer is not None:  # which takes no strided parameters
             straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
-        if layout.crosswise:
-            pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
+        if layout.strided:
+            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
         ops.pack(straight, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 
     def _tail(self, divisor: float, *, labelled: bool) -> torch.Tensor:

@@ -37,10 +37,10 @@ from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import groups_cut_over
 
 __all__ = ["Binding", "GradFacts", "GradShard"]
@@ -94,7 +94,7 @@ class GradShard:
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         policy: GradientPolicy,
-        home: Home,
+        home: ShardMemory,
     ) -> None:
         self._params = list(params)
         self._layout = layout
@@ -110,7 +110,7 @@ class GradShard:
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
         self._faces = [
-            face_like(in_own_storage(view), cast(DTensor, param))
+            dtensor_like(in_own_storage(view), cast(DTensor, param))
             for param, view in zip(self._params, self._views, strict=True)
         ]
         self._owing = [ScaledGradient(face, self.pay) for face in self._faces]

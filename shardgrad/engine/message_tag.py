@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardgrad.sharding.layout import TAG_NUMEL
+
 __all__ = ["TAG_NUMEL", "MessageTag", "words_for"]
 
-TAG_NUMEL = 3
 _BASE = 128
 _words: dict[int, str] = {}
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param_group import ParamGroup
@@ -105,7 +105,7 @@ class Reduction:
     def __init__(
         self,
         group: ParamGroup,
-        runtime: Runtime,
+        runtime: CommContext,
         *,
         divisor: float,
         partial: PartialSum,
@@ -170,7 +170,7 @@ class Reduction:
         if not self._summands:
             return  # the second step is deferred: the gradients stay None
         summands, divisor = self._summands, self._divisor
-        if self._group.comms.hook is not None:
+        if self._group.collectives.hook is not None:
             summands, divisor = self._through_hook()
         gradients, landing = self._shard(), self.landing
         accumulate = gradients.prepare()
@@ -191,7 +191,7 @@ class Reduction:
         Returns:
             The summands to go on with, and what their sum is still to be divided by.
         """
-        comms, streams = self._group.comms, self._runtime.streams
+        comms, streams = self._group.collectives, self._runtime.streams
         last = comms.only_sums or self._group.reduce_dtype in OVERFLOWING
         out = self.own if self._outer is None else self._outer.own_part(self.own)
         self._summands.add_up(out, divisor=1.0 if last else self._divisor)

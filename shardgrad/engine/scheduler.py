@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.reduction import Reduction
 from shardgrad.errors import ParticipationError
@@ -33,7 +33,7 @@ class ReductionScheduler:
         is_last_backward: False for a micro-batch that others follow.
     """
 
-    def __init__(self, runtime: Runtime, end_backward: Callable[[], None]) -> None:
+    def __init__(self, runtime: CommContext, end_backward: Callable[[], None]) -> None:
         self.runtime = runtime
         self._end_backward = end_backward
         self.backward_running = False

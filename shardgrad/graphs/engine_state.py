@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shardgrad.engine.grad_shard import GradFacts
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.replaced_params import Registration
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, adapt
 from shardgrad.optim.flat import FlatOptimizer
@@ -60,8 +60,8 @@ class ModuleState(Capturable):
         _refuse_uncapturable_groups(self._groups)
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
         self._collected_from = self._identities()
-        contexts = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
-        self._contexts: list[RootContext] = list(contexts.values())
+        contexts = map(context_of, self._units)
+        self._contexts: list[RootContext] = list(dict.fromkeys(c for c in contexts if c is not None))
         params = [p for group in self._groups for p in group.params]
         self._sharded = [p.sharded for p in params]
         unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
@@ -89,7 +89,7 @@ class ModuleState(Capturable):
     def _read(self) -> Hashable:
         if not self._registration.holds():
             for group in self._groups:
-                group.adopt()
+                adopt(group)
         if self._identities() != self._collected_from:
             self._units = units_under(self._module)
             self._collect()
@@ -129,13 +129,13 @@ class ModuleState(Capturable):
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
-            context.rest()
-            context.runtime.streams.forget_events()
+            context.quiesce()
+            context.comm_ctx.streams.forget_events()
 
     def abort_capture(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.runtime.streams.forget_events()
+            context.comm_ctx.streams.forget_events()
             context.recover()
 
     def before_eager_region(self) -> None:
@@ -186,7 +186,7 @@ class ModuleState(Capturable):
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer step."""
         for group in self._groups:
             group.steps_taken += 1
-            group.reshard(for_good=True)
+            group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
@@ -210,12 +210,12 @@ class ModuleState(Capturable):
 def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
         where = f"unit {group.name}" if group.name else None
-        if group.home.is_away:
+        if group.shard_memory.is_offloaded:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, and a "
                 "graph repeats work of the device only",
                 expected=f"shards on {group.mesh.device}",
-                got=f"shards on {group.home.device}",
+                got=f"shards on {group.shard_memory.device}",
                 where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )

@@ -23,11 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import FSDPParam, Snapshot, is_replaced
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
@@ -215,7 +215,7 @@ class ShardedSegment(Segment):
         members: those of its parameters that are updated, in the group's order.
     """
 
-    def __init__(self, group: ParamGroup, members: Sequence[ManagedParam]) -> None:
+    def __init__(self, group: ParamGroup, members: Sequence[FSDPParam]) -> None:
         self._place = {id(managed): i for i, managed in enumerate(group.params)}
         self._offsets = []
         offset = 0
@@ -237,7 +237,7 @@ class ShardedSegment(Segment):
     @property
     def device(self) -> torch.device:
         """Where the group's shards live, also while the parameters are on the meta device."""
-        return self._group.home.device
+        return self._group.shard_memory.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -284,13 +284,13 @@ class ShardedSegment(Segment):
             self._generation = self._group.generation
         if self._snapshot.still_holds:
             return
-        if any(managed.group is not self._group for managed in self._members):
+        if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
                 "optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
-                where=f"unit {self._members[0].group.name}",
+                where=f"unit {group_of(self._members[0]).name}",
                 fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(
@@ -336,7 +336,7 @@ class ShardedSegment(Segment):
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
-        return face_like(in_own_storage(local), cast(DTensor, self.params[index]))
+        return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""
@@ -463,7 +463,7 @@ class PlainSegment(Segment):
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
         param = self.params[0]
-        return face_like(local, param) if isinstance(param, DTensor) else local
+        return dtensor_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""

@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import ManagedParam, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -83,12 +83,12 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[ManagedParam]] = {}
+    by_group: dict[ParamGroup, list[FSDPParam]] = {}
     plain = []
     for param in dict.fromkeys(params):
         managed = managed_by(param)
         if managed is not None:
-            by_group.setdefault(managed.group, []).append(managed)
+            by_group.setdefault(group_of(managed), []).append(managed)
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardgrad import fully_shard
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import units_under
+from shardgrad.engine.unit import units_under
 from shardgrad.plan.models import Subject
 from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]
 

@@ -73,7 +73,7 @@ class _RecordedEvent:
 
 
 class RecordedStreams:
-    """A stand-in for a device's streams; pass it to `Runtime`, or patch
+    """A stand-in for a device's streams; pass it to `CommContext`, or patch
     `shardgrad.engine.comm_context.streams_for`.
 
     Attributes:

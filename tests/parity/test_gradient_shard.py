@@ -130,7 +130,7 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
         token_loss(model, SHARDGRAD.tokens(step)).backward()
         model.zero_grad()
     units = [model, model.embedding, *model.layers]
-    runtime = model._unit.context.runtime
+    runtime = model._unit.context.comm_ctx
 
     def addresses() -> list[int]:
         slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring._made]

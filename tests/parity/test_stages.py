@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import units_under
 from shardgrad.engine.transports import Transport, _Exchange
+from shardgrad.engine.unit import units_under
 from tests.parity.programs import (
     GATHERED,
     SHARDGRAD,

@@ -17,8 +17,8 @@ from shardgrad import fully_shard
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import unit_of
-from shardgrad.sharding.offload import Home
+from shardgrad.engine.unit import unit_of
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.testing import RecordedStreams
 
 
@@ -42,8 +42,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams whose shards live apart from where it computes."""
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
-    away = Home(torch.device("cpu"), is_away=True)
-    monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: away))
+    away = ShardMemory(torch.device("cpu"), is_offloaded=True)
+    monkeypatch.setattr(ShardMemory, "of", classmethod(lambda cls, device, policy: away))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield recorded
     dist.destroy_process_group()
@@ -140,8 +140,8 @@ def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None
     [
         (GradShard, "arrive", train),
         (GradShard, "arrive", read_in_hooks),
-        (ParamGroup, "let_host_write", evaluate),
-        (ParamGroup, "let_host_write", gather_by_hand),
+        (ParamGroup, "wait_until_read", evaluate),
+        (ParamGroup, "wait_until_read", gather_by_hand),
     ],
 )
 def test_a_missing_wait_of_the_host_is_found(

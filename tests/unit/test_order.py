@@ -13,7 +13,6 @@ from torch import nn
 
 import shardgrad.engine.grad_packer
 import shardgrad.engine.root
-import shardgrad.engine.root_context
 import shardgrad.engine.scheduler
 import shardgrad.engine.summands
 import shardgrad.engine.unsharded

@@ -26,7 +26,7 @@ _ENGINE = str(Path(shardgrad.__file__).parent)
 _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
 # They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and gets.)
 _FOR_OTHERS = tuple(f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading"))
-_FOR_OTHERS += ("Slot.release", "Reduction._release", "Gathering.chunks", "Gathering.release")
+_FOR_OTHERS += ("Slot.release", "Reduction._release", "AllGather.wait", "AllGather.release")
 
 
 @dataclass(frozen=True, order=True)

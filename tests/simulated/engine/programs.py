@@ -425,8 +425,8 @@ def run(scenario: Scenario) -> Outcome:
     started = time.monotonic()
     ranks = scenario.model.ranks
     device.restart_schedule()
-    least = 1 if scenario.model.direct else zero_copy.DIRECT_NBYTES
-    with patch.object(zero_copy, "DIRECT_NBYTES", least), device.checked(raises=False) as found:
+    least = 1 if scenario.model.direct else zero_copy.ZERO_COPY_NBYTES
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", least), device.checked(raises=False) as found:
         by_rank = VirtualRanks(ranks).run(_train, scenario)
     digests = by_rank[0][1] or [device.schedule_digest(ranks)]
     losses = torch.tensor([losses for losses, _ in by_rank]).permute(1, 2, 0)
