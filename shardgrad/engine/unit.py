@@ -246,7 +246,8 @@ class Unit:
         """
         replaced = False
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
-            replaced |= adopt(group)
+            if not group.registration.holds():
+                replaced |= adopt(group)
             if group.shard.device.type == "meta":
                 require_data(group)
             group.reshard_if_stale()

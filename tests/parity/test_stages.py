@@ -148,7 +148,7 @@ def hybrid_traffic_is_as_documented() -> None:
 def whole_nbytes(model: nn.Module) -> int:
     """Returns the bytes that whole parameters are in now."""
     held = (entry for group in groups_of(model) for entry in group.memory())
-    return sum(storage.nbytes() for owner, storage in held if owner == "whole parameters")
+    return sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
 
 
 def memory_between_micro_batches(stage: int) -> tuple[int, int]:
