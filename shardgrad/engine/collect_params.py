@@ -48,7 +48,7 @@ class Collected:
         buffers: to be moved to the mesh's device.
         guests: parameters left for a common ancestor.
         inherited: claims of inner units that move to this one because it contains every user.
-        managed_modules: modules whose direct parameters were looked at.
+        managed_modules: modules whose own parameters were looked at.
     """
 
     params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def _assign(
     inner_units: set[Unit],
     modules: Sequence[nn.Module],
 ) -> None:
-    """Decides who owns a parameter that nobody or another unit has claimed."""
+    """Decides who owns a parameter that may be claimed by another unit."""
     claim: Claim | None = param.__dict__.get(CLAIM)
     if claim is None:
         found.params[param] = (name, owners)

@@ -212,7 +212,7 @@ class GradGroup:
     @property
     def reduces_now(self) -> bool:
         """False if this backward only adds to a sum on this rank."""
-        waits = self.group.stage.sums_whole and not self.scheduler.is_last_backward
+        waits = self.group.stage.sums_unsharded and not self.scheduler.is_last_backward
         return self.requires_sync and not waits
 
     # -- packing ----------------------------------------------------------------------------------------

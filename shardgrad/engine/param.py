@@ -180,7 +180,9 @@ def is_replaced(param: torch.Tensor) -> bool:
 
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's forward."""
+    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's
+    forward.
+    """
     return _UNSHARDED in param.__dict__
 
 

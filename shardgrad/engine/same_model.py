@@ -114,7 +114,7 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     What is in flight counts, so every rank must call it at the same place.
 
     Args:
-        group: one whose own collectives are not in doubt, such as a gloo group beside the model's.
+        group: one whose own collectives are not in doubt, such as another gloo group than the model's.
 
     Raises:
         DesyncError: on every rank, naming who left the common order first, and where.

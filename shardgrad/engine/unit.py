@@ -89,7 +89,7 @@ class Root(Protocol):
 
 @dataclass
 class Guest:
-    """A parameter that a unit uses but a unit beside it owns; a common ancestor will take it.
+    """A parameter that a unit uses but another unit owns; a common ancestor will take it.
 
     Attributes:
         param: the original.
@@ -136,7 +136,7 @@ class Unit:
         backward_prefetch: units to unshard early in backward instead of the one before.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        guests: parameters that it uses and a unit beside it owns.
+        guests: parameters that it uses and another unit owns.
         hooks: those on each of the modules' forwards, the one before it and the one after.
         pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
             watches may put another function in its place, around it.
@@ -238,8 +238,8 @@ class Unit:
     def refresh(self) -> bool:
         """Before an outermost forward: takes note of what the program changed since the last one.
 
-        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those that
-        began or ceased to require grad get their place among the gradients.
+        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those
+        that began or ceased to require grad get their place among the gradients.
 
         Returns:
             True if parameters were replaced: their shard has been written on the current stream.
@@ -415,7 +415,9 @@ class Unit:
                     context.scheduler.close(grads)
 
     def finish_backward(self) -> None:
-        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be kept."""
+        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be
+        kept.
+        """
         self._outstanding = 0
         self._next_backward = None
         if self.reshard_after_backward:
