@@ -62,6 +62,8 @@ def participate(model: nn.Module) -> Iterator[None]:
             fix="leave the first one before entering the next",
         )
     context.gather_in_order()
+    for grads in context.grad_groups:
+        grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
     context.scheduler.enroll(context.grad_groups if torch.is_grad_enabled() else [])
     try:
         yield
