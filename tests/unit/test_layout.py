@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.sharding.layout import TAG_NUMEL
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL, ShardLayout, alignment_numel
 from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
