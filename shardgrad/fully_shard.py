@@ -18,13 +18,15 @@ from shardgrad.checks.untrained_params import watch_first_steps
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
+from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
+from shardgrad.engine.reduction import ReplicaAllReduce
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit, unit_of
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
-from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput
+from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.offload import OffloadedInput
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
@@ -124,6 +126,7 @@ def fully_shard(
             memory,
             stage,
             all_gather_input=_all_gather_input(stage, memory),
+            second_step=_second_step(group_mesh),
             regroup=regroup,
         )
         groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
@@ -133,6 +136,14 @@ def fully_shard(
 
 
 # -- where strategies are chosen ----------------------------------------------------------------------------
+
+
+def _second_step(mesh: DataParallelMesh) -> Callable[[], SecondStep] | None:
+    """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce over."""
+    if mesh.levels is not None:
+        return partial(OuterReduceScatter, mesh.levels)
+    replicas = mesh.replicate_group
+    return None if replicas is None else partial(ReplicaAllReduce, replicas)
 
 
 def _group(

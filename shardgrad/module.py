@@ -245,7 +245,7 @@ class FSDPModule:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
         Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the call gets
-        an input that lies in the output, and labels (`engine/message_tag.py`) travel along as part of both.
+        an input that lies in the output.
         Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
         set_collectives(self._unit.groups, all_gather=comm)

@@ -62,7 +62,8 @@ def gradient_report(model: nn.Module) -> GradientReport:
     own = {
         p.name: touched
         for grads in context.grad_groups
-        for p, touched in zip(grads.params, grads.last_touched, strict=False)
+        if grads.shard is not None
+        for p, touched in zip(grads.params, grads.shard.touched, strict=False)
     }
     group = unit.mesh.shard_group
     everyone: list[dict[str, bool]] = [own] * group.size()

@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
-from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.streams import Streams
 from shardgrad.engine.trace import span
+from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
@@ -116,6 +116,8 @@ class GroupSpec:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what is kept unsharded on every rank.
         all_gather_input: makes what this rank sends in all-gathers.
+        second_step: makes what follows the reduce-scatter of gradients, if the mesh has another dim to reduce
+            over.
         regroup: asked at lazy init, before anything is changed: None, or what returns the groups that are to
             take a group's place.
     """
@@ -126,6 +128,7 @@ class GroupSpec:
     shard_memory: ShardMemory
     stage: Stage
     all_gather_input: type[AllGatherInput] = AllGatherInput
+    second_step: Callable[[], SecondStep] | None = None
     regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
 

@@ -131,7 +131,7 @@ class RootContext:
         """Shares another root's streams and staging from now on; what is in flight is completed."""
         if self.comm_ctx.streams is not lead.streams:
             self.quiesce()
-            self.comm_ctx = self.scheduler.runtime = CommContext(lead.device, like=lead)
+            self.comm_ctx = self.scheduler.comm_ctx = CommContext(lead.device, like=lead)
             self._written = self.comm_ctx.parameters_ready
 
     def upcoming(self, unit: Unit) -> Unit | None:

@@ -15,9 +15,9 @@ from torch import nn
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, RecurringBuffer
-from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import FSDPParam, mark_unsharded
 from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes, unpack_bytes
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.strided_pack import unpack_strided
@@ -127,7 +127,7 @@ class UnshardedParams(UnshardedMemory):
         return ZeroCopyGather(
             shard.narrow(0, piece.shard_offset, piece.shard_numel),
             Chunks(unsharded, unsharded.split(piece.shard_numel)),
-            MessageTag.unseen(f"all-gather of {name}"),
+            MessageTag(f"all-gather of {name}"),
         )
 
     def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:

@@ -13,7 +13,7 @@ piece starts on a multiple of `alignment` elements, so that every pointer handed
 is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/scheduler.py`), and ends in the message's tag ([Note: Message tags] in `engine/message_tag.py`).
+`engine/grad_packer.py`), and ends in room for the message's tag ([Note: Message tags] in `engine/transports.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,
 so that what is left to be packed into one message is the end of it, and has a layout itself.
@@ -34,7 +34,7 @@ __all__ = ["ALIGNMENT_NBYTES", "TAG_NUMEL", "Piece", "ShardLayout", "alignment_n
 
 ALIGNMENT_NBYTES = 128
 
-# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `engine/message_tag.py`).
+# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `engine/transports.py`).
 TAG_NUMEL = 3
 
 
@@ -219,7 +219,7 @@ class ShardLayout:
 
     @property
     def tail_numel(self) -> int:
-        """Elements of the tail; the last `TAG_NUMEL` are the label."""
+        """Elements of the tail; the last `TAG_NUMEL` are for a tag."""
         return self.chunk_numel - self.tail_offset
 
     @property
