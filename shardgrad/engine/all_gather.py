@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding.mesh import DataParallelMesh

@@ -28,7 +28,7 @@ from shardgrad.engine.reduction import (
     Reduction,
 )
 from shardgrad.engine.streams import Stream, Streams
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 

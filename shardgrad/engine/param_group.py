@@ -32,7 +32,7 @@ from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy

@@ -24,7 +24,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
 
@@ -278,7 +278,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     Raises:
         RootError: the unit has several modules, so none is the root.
         TiedParameterError: units share a parameter and no unit contains both.
-        ExtensionError, UnsupportedError: a parameter can no longer travel as `fully_shard` found it.
+        UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
         RankDisagreementError: ranks built different models.
     """
     known = context_of(unit)

@@ -31,13 +31,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.dynamo import outside_graphs
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import outside_graphs, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]

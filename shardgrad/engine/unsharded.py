@@ -135,8 +135,8 @@ class UnshardedParams(UnshardedMemory):
 
         Args:
             chunks: in rank order.
-            layout: of the chunks, of which there may be fewer, and which may lack zero-copy parameters that
-                are there already; places in the buffer do not depend on it.
+            layout: of the chunks, over as many ranks as there are, and perhaps without zero-copy parameters
+                that are there already; places in the buffer do not depend on it.
 
         Streams: on the current one, which the memory is allocated for.
         """

@@ -13,7 +13,8 @@ piece starts on a multiple of `alignment` elements, so that every pointer handed
 is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/grad_packer.py`), and ends in room for the message's tag ([Note: Message tags] in `engine/transports.py`).
+`engine/grad_packer.py`), and ends in room for the message's tag ([Note: Message tags] in
+`engine/transports.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,
 so that what is left to be packed into one message is the end of it, and has a layout itself.
