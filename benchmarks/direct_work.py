@@ -48,7 +48,7 @@ def run(pieces: Sequence[int], rounds: int) -> tuple[dict[tuple[int, str], list[
 def _step(piece_nbytes: int, least_nbytes: int) -> Callable[[], None]:
     """Builds a model whose weights are direct from `least_nbytes` on, and returns what trains it once."""
     rows = piece_nbytes * dist.get_world_size() // (_WIDTH * torch.float32.itemsize)
-    usual, zero_copy.DIRECT_NBYTES = zero_copy.DIRECT_NBYTES, least_nbytes
+    usual, zero_copy.ZERO_COPY_NBYTES = zero_copy.ZERO_COPY_NBYTES, least_nbytes
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(_Block(rows) for _ in range(_UNITS)))
@@ -58,7 +58,7 @@ def _step(piece_nbytes: int, least_nbytes: int) -> Callable[[], None]:
         step = partial(_train, model, torch.randn(1, _WIDTH))
         step()  # lays out gradients, opens connections
     finally:
-        zero_copy.DIRECT_NBYTES = usual
+        zero_copy.ZERO_COPY_NBYTES = usual
     return step
 
 

@@ -178,8 +178,8 @@ def _clip(smoke: bool) -> _Contest:
         def ours() -> None:
             shardgrad.clip_grad_norm_(params, 1.0)
             optimizer.step()
-            for group in _groups_of(model):
-                group.gradients().owed = None  # as the next reduction does
+            for grads in _grad_groups_of(model):
+                grads.require_shard().owed = None  # as the next reduction does
 
         def theirs() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1.0)
@@ -191,10 +191,10 @@ def _clip(smoke: bool) -> _Contest:
     return {name: make(name) for name in ("fsdp2", "shardgrad")}, numel
 
 
-def _groups_of(model: Any) -> list[Any]:
-    from shardgrad.engine.root import units_under
+def _grad_groups_of(model: Any) -> list[Any]:
+    from shardgrad.engine.unit import units_under
 
-    return [group for unit in units_under(model) for group in unit.groups]
+    return [grads for unit in units_under(model) for grads in unit.grad_groups]
 
 
 def _shard(name: str, modules: Sequence[Any]) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from benchmarks.measure import Cost, cost_of, settle
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
+from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.transports import ExchangeTransport
 
 _SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
@@ -46,7 +46,7 @@ def _calls(numel: int) -> dict[str, dict[str, Call]]:
     if group is None:
         raise RuntimeError("there is no process group")
     exchange = ExchangeTransport(group)
-    label = Label.of("benchmark", 1)
+    label = MessageTag.of("benchmark", 1)
     ranks = group.size()
     shard, gradients = torch.ones(numel), _chunks(torch.ones(ranks * numel), ranks)
     whole, total = torch.zeros(ranks * numel), torch.zeros(numel)
@@ -54,7 +54,7 @@ def _calls(numel: int) -> dict[str, dict[str, Call]]:
     receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
 
     for chunk in (shard, *gradients.parts):
-        chunk[-LABEL_NUMEL:] = torch.tensor(label.digits)
+        chunk[-TAG_NUMEL:] = torch.tensor(label.digits)
 
     def gather_by_exchange() -> None:
         exchange.all_gather(shard, staging, label).wait()

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, is_replaced, local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import FSDPParam, is_replaced, local_of, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of
-from shardgrad.sharding.dtensor import face_like
+from shardgrad.sharding.dtensor import dtensor_like
 
 __all__ = ["Alias", "bind_gradients", "make_alias"]
 
@@ -116,18 +116,18 @@ class ShardedAlias(Alias):
 
     is_sharded = True
 
-    def __init__(self, managed: ManagedParam) -> None:
+    def __init__(self, managed: FSDPParam) -> None:
         self.managed = managed
         super().__init__(managed.sharded, managed.name)
-        self.attribute = managed.group.gradient_policy.attribute
-        self.grad_dtype = managed.group.gradient_dtype
+        self.attribute = group_of(managed).gradient_policy.attribute
+        self.grad_dtype = group_of(managed).gradient_dtype
 
     def _memory(self) -> torch.Tensor:
         return local_of(self.managed.sharded)
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """See `Alias.wrap`: a DTensor."""
-        return face_like(local, cast(DTensor, self.param))
+        return dtensor_like(local, cast(DTensor, self.param))
 
     def require_same(self) -> None:
         """See `Alias.require_same`."""
@@ -196,7 +196,7 @@ def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tenso
     for alias in aliases:
         alias.require_same()
         if isinstance(alias, ShardedAlias):
-            by_group.setdefault(alias.managed.group, []).append(alias)
+            by_group.setdefault(group_of(alias.managed), []).append(alias)
         else:
             alias.show(alias.gradient(), attribute)
     verdicts: dict[int, torch.Tensor] = {}

@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream
+from shardgrad.engine.streams import Stream, StreamEvent
 
 __all__ = ["Change", "Event", "Kernel", "Marked", "Recorder", "RecordingStreams", "Transfer", "Waited"]
 
@@ -213,7 +213,7 @@ class Recorder:
             self.changes.append(change)
 
 
-class _RecordingMark:
+class _RecordingEvent:
     """An event of a stream whose recordings and waits are recorded."""
 
     __slots__ = ("_now", "_recorder", "_stream")
@@ -254,17 +254,17 @@ class RecordingStreams:
         """Returns the name of the current stream."""
         return self._recorder.stream  # type: ignore[return-value]
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns an event whose waits are recorded."""
-        return _RecordingMark(self._recorder)
+        return _RecordingEvent(self._recorder)
 
-    def mark_of(self, event: torch.Event) -> Mark:
+    def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns an event without recordings: a plan has no events of the program."""
-        return _RecordingMark(self._recorder)
+        return _RecordingEvent(self._recorder)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is current."""
         return self._recorder.on(str(stream))
 
-    def forget_marks(self) -> None:
+    def forget_events(self) -> None:
         """No effect: a plan captures no graph."""

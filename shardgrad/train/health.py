@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardgrad.checks.replica_report import checksum, replica_report
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.failure import TrainingError
 from shardgrad.train.parallel import World
@@ -49,7 +49,7 @@ def _memory_of(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros((), device=parameter.device)
-    if isinstance(grad, OwedGradient):  # what it owes is finite only if it is
+    if isinstance(grad, ScaledGradient):  # what it owes is finite only if it is
         return grad.unpaid()
     return grad.to_local() if isinstance(grad, DTensor) else grad
 

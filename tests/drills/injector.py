@@ -24,9 +24,9 @@ import torch
 
 from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
 from shardgrad.diagnosis.rank_status import place_in_words
-from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.graphs.step import GraphedStep
 from shardgrad.train import model
 from shardgrad.train.corpus import Sampler
@@ -327,8 +327,12 @@ def _leave_order(injector: FaultInjector) -> None:
 
     def unshard(group: ParamGroup, runtime: Any) -> None:
         others = [each for unit in _units(injector) for each in unit.groups if each is not group]
-        alike = [each for each in others if each.shard.numel() == group.shard.numel() and each.is_sharded]
-        if alike and group.is_sharded:
+        alike = [
+            each
+            for each in others
+            if each.shard.numel() == group.shard.numel() and each.state is ParamState.SHARDED
+        ]
+        if alike and group.state is ParamState.SHARDED:
             setattr(ParamGroup, unshard.__name__, inner)
             alike[0].unshard(runtime)
         inner(group, runtime)
@@ -337,22 +341,22 @@ def _leave_order(injector: FaultInjector) -> None:
 
 
 def _units(injector: FaultInjector) -> list[Any]:
-    from shardgrad.engine.root import units_under
+    from shardgrad.engine.unit import units_under
 
     return units_under(injector.model) if injector.model is not None else []
 
 
 def _poison_gradient(injector: FaultInjector) -> None:
     """Sets one element of the next gradient on this rank to NaN."""
-    inner = Arrivals.take
+    inner = GradCollector.take
 
-    def take(arrivals: Arrivals, unsharded: torch.Tensor, streams: Any) -> bool:
+    def take(arrivals: GradCollector, unsharded: torch.Tensor, streams: Any) -> bool:
         if unsharded.grad is not None and unsharded.ndim == 2:
-            setattr(Arrivals, take.__name__, inner)
+            setattr(GradCollector, take.__name__, inner)
             unsharded.grad.view(-1)[0] = float("nan")
         return inner(arrivals, unsharded, streams)
 
-    setattr(Arrivals, take.__name__, take)
+    setattr(GradCollector, take.__name__, take)
 
 
 def _poison_loss(injector: FaultInjector) -> None:

@@ -149,8 +149,10 @@ def test_without_the_package_safetensors_the_command_says_what_to_install(
 
 def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
     result = run("verify", saved)
-    assert result.exit_code == 0
-    assert result.output == f"{saved} is complete and undamaged: 4 tensors, 4.96 MiB.\n"
+    assert (result.exit_code, result.output) == (
+        0,
+        f"{saved} is complete and undamaged: 4 tensors, 4.96 MiB.\n",
+    )
     content = bytearray((saved / "rank_00000.bin").read_bytes())
     content[-1] ^= 1
     (saved / "rank_00000.bin").write_bytes(content)
