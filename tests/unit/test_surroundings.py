@@ -105,7 +105,7 @@ def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:
     assert done.exit_code == 0, done.output
     assert torch.__version__ in done.output
     assert done.output.endswith(
-        "No obstacles to a graph in these surroundings, and in a training step of preset tiny on cpu.\n"
+        "No obstacles to a graph in this environment, and in a training step of preset tiny on cpu.\n"
     )
     assert not dist.is_initialized()
 
