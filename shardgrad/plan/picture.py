@@ -16,7 +16,7 @@ _COLOURS = {
     "parameters": "#4d6480",
     "gradients": "#7a9cc6",
     "optimizer state": "#a8c0dd",
-    "whole parameters": "#5aa469",
+    "unsharded parameters": "#5aa469",
     "post-forward shards": "#8cc79a",
     "all-gather staging": "#bfe3c4",
     "reduction staging": "#e2cdf2",

@@ -17,7 +17,7 @@ from shardgrad.checks.replica_report import checksum
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.diagnosis.hang_watchdog import Lookout
 from shardgrad.diagnosis.rank_status import Account, give_account
-from shardgrad.engine.same_model import require_same_collectives
+from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.errors import DesyncError
 from tests.parity.programs import SHARDGRAD, make_optimizer, token_loss, tower
 from tests.ranks import Ranks
