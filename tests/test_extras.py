@@ -18,7 +18,7 @@ from shardgrad.cli import main
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import EXTRAS, require
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 SITE = Path(torch.__file__).parents[1]
 OPTIONAL = (*EXTRAS, "jinja2", "accelerate", "peft")
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import shardgrad
 from shardgrad import errors
-from tests.parity.programs import FSDP2, SHARDGRAD, stack, tower
-from tests.ranks import Ranks
+from tests.support.parity import FSDP2, SHARDGRAD, stack, tower
+from tests.support.ranks import Ranks
 
 
 @cache

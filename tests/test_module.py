@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -26,7 +26,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
 from shardgrad.errors import DeepcopyError
-from tests.parity.programs import SHARDGRAD, WIDTH, Block, Tower, many_small, stack, tower, train
-from tests.ranks import Ranks
+from tests.support.parity import SHARDGRAD, WIDTH, Block, Tower, many_small, stack, tower, train
+from tests.support.ranks import Ranks
 
 
 def local_shards_are_pieces_of_torch_chunk() -> None:

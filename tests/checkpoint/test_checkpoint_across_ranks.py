@@ -23,7 +23,7 @@ import shardgrad
 from shardgrad import checkpoint
 from shardgrad.checkpoint.plan import Part
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -33,7 +33,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
 MIB = 2**20

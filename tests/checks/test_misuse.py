@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardgrad
 from shardgrad.errors import UnitBypassedError
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
     Engine,
@@ -22,7 +22,7 @@ from tests.parity.programs import (
     stack,
     token_loss,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 class WithMethods(Tower):

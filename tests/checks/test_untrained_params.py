@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import shardgrad
 from shardgrad import UntrainedParameterWarning
 from shardgrad.policies import GradientPolicy
-from tests.parity.programs import SHARDGRAD, stack
-from tests.ranks import Ranks
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
 
 
 def said(action: Any) -> list[str]:

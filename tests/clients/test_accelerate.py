@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.clients.judging import (
+from tests.support.parity import Tensors, float64
+from tests.support.ranks import Ranks
+from tests.support.under_patch import (
     STARTUP_S,
     close_under_both,
     same_bits_under_both,
@@ -22,8 +24,6 @@ from tests.clients.judging import (
     skip_without,
     whole,
 )
-from tests.parity.programs import Tensors, float64
-from tests.ranks import Ranks
 
 skip_without("accelerate")
 skip_without("transformers")
@@ -63,7 +63,7 @@ def accelerated(
     """Prepares a model, its optimizer and data as Accelerate's documentation does."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
-    from tests.clients.tiny_models import Sentences
+    from tests.support.tiny_models import Sentences
 
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -96,7 +96,7 @@ def train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any) -> T
 
 def with_the_plugin(*, tied: bool = False, efficient_loading: bool = False) -> tuple[nn.Module, Tensors]:
     """Also asks for the full state dict, and loads what it saved over parameters that were set to zero."""
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama
 
     with cpus_as_accelerators(), shared_folder() as folder:
         accelerator, model, optimizer, batches = accelerated(
@@ -120,7 +120,7 @@ def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
 
 def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Tensors]:
     """Accelerate's own policy, all in bfloat16, or one that reduces in another dtype."""
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama
 
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype, "output_dtype": torch.bfloat16}
     options = {} if reduce_dtype is None else {"mixed_precision_policy": policy}
@@ -135,7 +135,7 @@ def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Ten
 def with_the_trainer() -> tuple[nn.Module, Tensors]:
     import transformers
 
-    from tests.clients.tiny_models import Sentences, llama
+    from tests.support.tiny_models import Sentences, llama
 
     with cpus_as_accelerators(), shared_folder() as folder:
         arguments = transformers.TrainingArguments(

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 import shardgrad
-from tests.parity.programs import FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits, stack
-from tests.ranks import Ranks
+from tests.support.parity import FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits, stack
+from tests.support.ranks import Ranks
 
 MICRO_BATCHES = 4
 STEPS = 2

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -34,7 +34,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ENGINES = {"shardgrad": SHARDGRAD, "fsdp2": FSDP2}
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -33,7 +33,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
 Trained = tuple[nn.Module, torch.optim.Optimizer]

@@ -19,8 +19,8 @@ from shardgrad.diagnosis.hang_watchdog import Lookout
 from shardgrad.diagnosis.rank_status import Account, give_account
 from shardgrad.engine.same_model import require_same_collectives
 from shardgrad.errors import DesyncError
-from tests.parity.programs import SHARDGRAD, make_optimizer, token_loss, tower
-from tests.ranks import Ranks
+from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
+from tests.support.ranks import Ranks
 
 UNIT = "layers.1"
 

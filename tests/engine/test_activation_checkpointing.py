@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import (
+from tests.support.parity import (
     VOCABULARY,
     WIDTH,
     Block,
@@ -24,7 +24,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 class Recomputed(nn.Module):

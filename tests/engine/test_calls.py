@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import OptimizerParameterError
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
@@ -28,7 +28,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 Loop = Callable[[Engine, nn.Module, int], None]
 

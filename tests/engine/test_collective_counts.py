@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.profiler import ProfilerActivity, profile
 
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -24,7 +24,7 @@ from tests.parity.programs import (
     tower,
     watching_collectives,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> Counter[str]:

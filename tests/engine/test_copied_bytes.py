@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES
-from tests.parity.programs import FSDP2, SHARDGRAD, Engine, stack
-from tests.ranks import Ranks
+from tests.support.parity import FSDP2, SHARDGRAD, Engine, stack
+from tests.support.ranks import Ranks
 
 GATHER_IN, GATHER_OUT, REDUCE_IN = "into all-gathers", "out of all-gathers", "into reduce-scatters"
 

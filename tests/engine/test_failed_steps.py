@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.errors import RankDisagreementError
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     Block,
     Tensors,
@@ -21,8 +21,8 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
-from tests.traps import Trap, TrapInBackward
+from tests.support.ranks import Ranks
+from tests.support.traps import Trap, TrapInBackward
 
 
 class TrappedBlock(Block):

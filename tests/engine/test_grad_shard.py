@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
@@ -19,7 +19,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def gradients_keep_their_object_and_address(set_to_none: bool) -> None:

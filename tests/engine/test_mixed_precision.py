@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -25,7 +25,7 @@ from tests.parity.programs import (
     tower,
     watching_collectives,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

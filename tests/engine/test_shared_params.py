@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import TiedParameterError
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     VOCABULARY,
     WIDTH,
@@ -21,7 +21,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def tied_tower() -> nn.Module:

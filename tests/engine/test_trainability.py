@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -21,7 +21,7 @@ from tests.parity.programs import (
     train,
     watching_collectives,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def train_half_frozen(engine: Engine) -> Tensors:

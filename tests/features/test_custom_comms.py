@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 import shardgrad
 from shardgrad.engine.unit import unit_of
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -31,7 +31,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 class CountedGather(AllGather):

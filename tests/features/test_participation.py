@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import shardgrad
 from shardgrad.errors import CollectiveError, DesyncError, ParticipationError
-from tests.parity.programs import SHARDGRAD
-from tests.ranks import Ranks
+from tests.support.parity import SHARDGRAD
+from tests.support.ranks import Ranks
 
 TIMEOUT_S = 3.0
 

@@ -16,8 +16,7 @@ import shardgrad
 from shardgrad import errors
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import unit_of
-from tests.parity.extensions import Half, Narrowed, Quantized
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -27,7 +26,8 @@ from tests.parity.programs import (
     same_bits_as_fsdp2,
     stack,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+from tests.support.tensor_extensions import Half, Narrowed, Quantized
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -1,7 +1,7 @@
 """Every stream late, in every arrangement: results equal those of a run in which nobody is, bit for bit.
 
 On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs without
-streams, to show that they run; `tests/simulated/test_upstream_bugs.py` runs them with streams.
+streams, to show that they run; `tests/simulated/test_simulated_upstream_bugs.py` runs them with streams.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def sanitized() -> None:
 
 
 def _start(function: str, environment: dict[str, str], output: Any) -> subprocess.Popen[bytes]:
-    program = f"from tests.gpu.test_order import {function}; {function}()"
+    program = f"from tests.gpu.test_gpu_late_streams import {function}; {function}()"
     command = [sys.executable, "-c", program]
     everything = {**os.environ, **environment}
     return subprocess.Popen(

@@ -1,7 +1,7 @@
 """Bugs of other engines on a GPU: with a late stream their numbers are wrong every time, the engine's right.
 
-The models are in `tests/simulated/upstream_bugs.py`, where the simulated device runs them too. Without a GPU
-only the engine's part runs, on the CPU, without streams.
+The models are in `tests/simulated/programs/upstream_bugs.py`; the simulated device runs them too. Without a
+GPU only the engine's part runs, on the CPU, without streams.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
-from tests.simulated.upstream_bugs import (
+from tests.simulated.programs.upstream_bugs import (
     BUGS,
     WORK,
     Bug,

@@ -25,10 +25,10 @@ from shardgrad.errors import (
     UnsupportedError,
 )
 from shardgrad.integrations.probe import Release
-from tests.compat.partners import HYPER, Plane, descend, partner, plane, weights
-from tests.compat.stand_ins import apex_fused_adam, te_fused_adam
-from tests.parity.programs import FSDP2, assert_same_bits
-from tests.ranks import Ranks
+from tests.support.parity import FSDP2, assert_same_bits
+from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
+from tests.support.ranks import Ranks
+from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
 

@@ -18,9 +18,7 @@ from torch.optim.optimizer import Optimizer
 
 import shardgrad
 from shardgrad import GradientPolicy
-from tests.compat.partners import HYPER, Plane, assert_rounded_alike, descend, partner, plane, state, weights
-from tests.compat.stand_ins.te_fused_adam import fused_adam_of
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -30,7 +28,9 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.partners import HYPER, Plane, assert_rounded_alike, descend, partner, plane, state, weights
+from tests.support.ranks import Ranks
+from tests.support.stand_ins.te_fused_adam import fused_adam_of
 
 PARTNERS = ["te 2.10.0", "te 2.17.1", "te 2.18.0", "te 2.20.0", "apex"]
 BOTH = ["te 2.17.1", "apex"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from shardgrad import ops
-from tests.unit.test_ops_segments import (
+from tests.ops.test_segments import (
     BACKENDS,
     DTYPES,
     SIZES,

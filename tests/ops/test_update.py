@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardgrad import ops
-from tests.unit.test_ops_segments import (
+from tests.ops.test_segments import (
     ADAM,
     BACKENDS,
     DTYPES,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import shardgrad
 from shardgrad.errors import GradientError, OptionError
-from tests.parity.programs import (
+from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
     UNSHARDED,
@@ -29,7 +29,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 NORMS = [2.0, 1.0, math.inf, 3.5, -math.inf]
 

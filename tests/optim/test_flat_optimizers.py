@@ -16,7 +16,7 @@ import shardgrad
 from shardgrad import ops
 from shardgrad.errors import ForeignParameterError, OptimizerParameterError
 from shardgrad.policies import GradientPolicy
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     GATHERED,
     SHARDGRAD,
@@ -30,7 +30,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),

@@ -12,8 +12,8 @@ from torch import nn
 
 import shardgrad
 from shardgrad.errors import OptionError
-from tests.parity.programs import SHARDGRAD, stack
-from tests.ranks import Ranks
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
 
 
 def build() -> nn.Module:

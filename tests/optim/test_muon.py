@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import _muon
 
 import shardgrad
-from tests.parity.muon_programs import (
+from tests.support.muon import (
     TIGHT,
     cut_like,
     everything,
@@ -21,7 +21,7 @@ from tests.parity.muon_programs import (
     textbook,
     train,
 )
-from tests.parity.programs import (
+from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
     UNSHARDED,
@@ -30,7 +30,7 @@ from tests.parity.programs import (
     assert_close,
     stack,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def trains_as_torch_does_unsharded(**options: Any) -> None:
@@ -101,7 +101,7 @@ def iterating_in_float32() -> None:
         return shardgrad.optim.Muon(params, ns_dtype=torch.float32, **options)
 
     with (
-        mock.patch("tests.parity.muon_programs.muon", in_float32),
+        mock.patch("tests.support.muon.muon", in_float32),
         mock.patch.object(_muon, "_zeropower_via_newtonschulz", textbook),
     ):
         ours, theirs = train(GATHERED), train(UNSHARDED)

@@ -26,7 +26,7 @@ from shardgrad.errors import (
     UnsupportedError,
 )
 from shardgrad.policies import GradientPolicy
-from tests.parity.muon_programs import (
+from tests.support.muon import (
     EXACT,
     TIGHT,
     cut_like,
@@ -34,7 +34,7 @@ from tests.parity.muon_programs import (
     exactly,
     muon,
 )
-from tests.parity.programs import (
+from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
     UNSHARDED,
@@ -47,7 +47,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 # -- state --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad.errors import DeepcopyError, OptimizerStateError
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     GATHERED,
     SHARDGRAD,
@@ -36,7 +36,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 import shardgrad
 from shardgrad.checks import capturable_optimizers
 from shardgrad.errors import CaptureError
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -26,7 +26,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),

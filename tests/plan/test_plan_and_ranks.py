@@ -18,7 +18,7 @@ from shardgrad.plan.request import Request
 from shardgrad.train.model import Transformer, materialise
 from shardgrad.train.presets import transformer_config
 from shardgrad.train.sharding import precision_policy
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}
 KINDS = {

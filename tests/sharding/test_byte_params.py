@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import UnsupportedParameterError
-from tests.parity.programs import FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
-from tests.ranks import Ranks
+from tests.support.parity import FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
+from tests.support.ranks import Ranks
 
 DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
 

@@ -18,12 +18,12 @@ from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
 from shardgrad.features.tensor_extensions import require_extension
 from shardgrad.sharding.offload import ShardMemory
-from tests.parity import test_carried as carried
-from tests.parity import test_extensions as extensions
-from tests.parity import test_tensor_parallel as tensor_parallel
-from tests.parity.extensions import Narrowed
-from tests.parity.programs import SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
-from tests.ranks import Ranks
+from tests.features import test_tensor_extensions as extensions
+from tests.sharding import test_byte_params as carried
+from tests.sharding import test_tensor_parallel as tensor_parallel
+from tests.support.parity import SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
+from tests.support.ranks import Ranks
+from tests.support.tensor_extensions import Narrowed
 
 
 def last_dim(param: nn.Parameter) -> Shard:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import distribute_tensor
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
@@ -19,7 +19,7 @@ from tests.parity.programs import (
     tower,
     train,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import shardgrad
 from shardgrad import errors
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -29,7 +29,7 @@ from tests.parity.programs import (
     same_bits_as_fsdp2,
     stack,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

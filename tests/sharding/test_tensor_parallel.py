@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import shardgrad
 from shardgrad import errors
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     Engine,
@@ -33,7 +33,7 @@ from tests.parity.programs import (
     float64,
     same_bits_as_fsdp2,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WIDTH = 6

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
     VOCABULARY,
@@ -43,7 +43,7 @@ from tests.parity.programs import (
     float64,
     same_bits_as_fsdp2,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 WIDTH, HEADS, LENGTH, ROWS = 8, 2, 4, 2
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from shardgrad.sharding import zero_copy
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     Engine,
     Tensors,
@@ -26,7 +26,7 @@ from tests.parity.programs import (
     stack,
     watching_collectives,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 SIZES = (64, 128, 64)
 BF16 = torch.bfloat16

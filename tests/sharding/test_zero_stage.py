@@ -18,7 +18,7 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.transports import Transport, _Exchange
 from shardgrad.engine.unit import units_under
-from tests.parity.programs import (
+from tests.support.parity import (
     GATHERED,
     SHARDGRAD,
     Engine,
@@ -30,7 +30,7 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 STEPS = 3
 

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from tests.simulated.device import checked
+from tests.simulated.accelerator.device import checked
 
 
 def _current() -> torch.Stream:

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.simulated import errors
-from tests.simulated.device import Graph, checked
-from tests.simulated.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator import errors
+from tests.simulated.accelerator.device import Graph, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 
 
 def _current() -> torch.Stream:

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import RankError
-from tests.simulated.device import checked
-from tests.simulated.errors import CollectiveFailedError
-from tests.simulated.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.errors import CollectiveFailedError
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.support.ranks import RankError
 
 # torch 2.13 gave these two new names.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

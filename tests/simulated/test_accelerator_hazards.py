@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.simulated.device import Hazard, checked, name_range
+from tests.simulated.accelerator.device import Hazard, checked, name_range
 
 NUMEL = 256
 NBYTES = 4 * NUMEL

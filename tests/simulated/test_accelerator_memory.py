@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.simulated.device import checked
+from tests.simulated.accelerator.device import checked
 
 NUMEL = 3_333  # no other test asks for as much, so these blocks are not in the pools yet
 

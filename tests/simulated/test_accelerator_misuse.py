@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.errors import DeviceError
-from tests.ranks import RankError
-from tests.simulated import errors
-from tests.simulated.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator import errors
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.support.ranks import RankError
 
 
 def test_an_event_that_was_never_recorded_cannot_be_waited_for() -> None:

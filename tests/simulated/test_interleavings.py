@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from shardgrad.engine.buffers import Slot
-from tests.simulated.engine.explore import STEPS, Digest, digests_of, scenario_of
-from tests.simulated.engine.programs import run
-from tests.simulated.engine.scenarios import Model, Places, Plan, Scenario, _some_plan, some_scenario
+from tests.simulated.programs.explore import STEPS, Digest, digests_of, scenario_of
+from tests.simulated.programs.running import run
+from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, _some_plan, some_scenario
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 PARTS = (1, 2, 3, 4)  # of one rank; each is a test, since a test may not take long
 SCENARIOS = 11  # in each part: some 650 interleavings
 AT_LEAST = 2_000
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_told_as_a_small_scenario_to_paste() -> None:
 
 
 def test_the_long_mode_leaves_a_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.simulated.engine.explore", "--smoke", "--out", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.simulated.programs.explore", "--smoke", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "interleavings.jsonl").read_text(encoding="utf-8").splitlines()

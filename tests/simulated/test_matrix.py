@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.simulated.engine.audit import ran
-from tests.simulated.engine.matrix import CASES
-from tests.simulated.engine.programs import require_right
+from tests.simulated.programs.audit import ran
+from tests.simulated.programs.matrix import CASES
+from tests.simulated.programs.running import require_right
 
 
 @pytest.mark.parametrize("name", CASES)

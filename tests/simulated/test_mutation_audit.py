@@ -1,7 +1,7 @@
 """The mutation audit: the engine without one of its waits, or without the marks of one place, is caught.
 
 Edges are found by running the programs, so a new one is audited as soon as it is there. The table is printed;
-`python -m tests.simulated.engine.audit` prints it too.
+`python -m tests.simulated.programs.audit` prints it too.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from shardgrad.engine.param_group import ParamGroup
-from tests.simulated.engine.audit import Verdict, _verdict, by_edge, edges_of, ran, table
-from tests.simulated.engine.edges import Edge
-from tests.simulated.engine.matrix import CASES
+from tests.simulated.programs.audit import Verdict, _verdict, by_edge, edges_of, ran, table
+from tests.simulated.programs.edges import Edge
+from tests.simulated.programs.matrix import CASES
 
 
 @cache

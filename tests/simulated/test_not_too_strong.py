@@ -22,9 +22,9 @@ from shardgrad.engine.buffers import Slot
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import Reduction
 from shardgrad.engine.scheduler import ReductionScheduler
-from tests.simulated import device
-from tests.simulated.device import Launch
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator import device
+from tests.simulated.accelerator.device import Launch
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 UNITS = 5
 STEPS = 3

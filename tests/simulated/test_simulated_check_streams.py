@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
 from shardgrad.testing import StreamReport, check_streams
-from tests.simulated.device import native
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import native
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 
 class SimulatedOrder:

@@ -19,9 +19,9 @@ from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import transformer_config
-from tests.parity.programs import ROWS, VOCABULARY, Tower, tower
-from tests.simulated.device import checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.support.parity import ROWS, VOCABULARY, Tower, tower
 
 STEPS = 3
 

@@ -20,9 +20,9 @@ from shardgrad.errors import (
     StepInputError,
     StepOutputError,
 )
-from tests.simulated.device import NAME, checked
-from tests.simulated.graphed import Setup, batch, build, eager, loss_of, same_on, weights
-from tests.simulated.virtual_ranks import VirtualRanks
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.graphed import Setup, batch, build, eager, loss_of, same_on, weights
 
 # -- what a call may bring ----------------------------------------------------------------------------------
 

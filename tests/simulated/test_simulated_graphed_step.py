@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad import checkpoint as checkpoints
-from tests.simulated.device import NAME
-from tests.simulated.graphed import (
+from tests.simulated.accelerator.device import NAME
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.programs.graphed import (
     WIDTH,
     Setup,
     batch,
@@ -28,7 +29,6 @@ from tests.simulated.graphed import (
     same_on,
     weights,
 )
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
 
 # -- what a step may be made of -----------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
 from shardgrad.diagnosis.flight_recorder import journal
-from tests.simulated.device import NAME
-from tests.simulated.graphed import Setup, batch, build, loss_of
-from tests.simulated.virtual_ranks import VirtualRanks
-from tests.traps import Trap, TrapInBackward
+from tests.simulated.accelerator.device import NAME
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.graphed import Setup, batch, build, loss_of
+from tests.support.traps import Trap, TrapInBackward
 
 STEPS, LIMIT_S = 6, 20
 Probe = Callable[[], object]

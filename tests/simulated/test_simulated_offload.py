@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import shardgrad
 from shardgrad.errors import CaptureError, ForeignParameterError
-from tests.parity.programs import ROWS, VOCABULARY, Tower, token_loss, tower
-from tests.simulated.device import checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.support.parity import ROWS, VOCABULARY, Tower, token_loss, tower
 
 STEPS = 3
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardgrad
-from tests.simulated.device import checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 WIDTH = 8
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.errors import CaptureError
-from tests.simulated.device import Graph, checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import Graph, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 

@@ -17,8 +17,8 @@ import shardgrad
 from shardgrad.graphs.obstacles import Obstacle, explain
 from shardgrad.graphs.preflight import differences, watch
 from shardgrad.graphs.surroundings import surroundings
-from tests.simulated.device import checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 HOST = torch.arange(3.0)
 

@@ -16,8 +16,8 @@ from shardgrad.train.optimizer import build_optimizer, build_schedule
 from shardgrad.train.parallel import World
 from shardgrad.train.sharding import build_model
 from shardgrad.train.step import TrainStep, validation_loss
-from tests.simulated.device import NAME, checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 STEPS = 7
 SHAPE = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 16}

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.gpu.test_order import CASES, Case, differing, train
-from tests.simulated.device import Hazard, checked, name_range, name_stream
-from tests.simulated.upstream_bugs import (
+from tests.gpu.test_gpu_late_streams import CASES, Case, differing, train
+from tests.simulated.accelerator.device import Hazard, checked, name_range, name_stream
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.programs.upstream_bugs import (
     BUGS,
     HALF,
     NUMEL,
@@ -23,7 +24,6 @@ from tests.simulated.upstream_bugs import (
     RefillAwaitsTheFlusher,
     Training,
 )
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
 
 NBYTES, HALF_NBYTES = 4 * NUMEL, 4 * HALF
 STEPS = 3

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import _muon
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     UNSHARDED,
     Engine,
     Tensors,

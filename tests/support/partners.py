@@ -14,8 +14,8 @@ from torch.optim.optimizer import Optimizer
 
 import shardgrad
 from shardgrad import integrations
-from tests.compat.stand_ins import apex_fused_adam, te_fused_adam
-from tests.parity.programs import Tensors
+from tests.support.parity import Tensors
+from tests.support.stand_ins import apex_fused_adam, te_fused_adam
 
 # Adam's step hardly depends on the scale of a gradient; with a large epsilon it does.
 HYPER = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["tests.preloaded"])
+CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 
 # The least part of the time that counts, however busy the machine is.
 _COUNTS_AT_LEAST = 1 / 8

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.processes import CONTEXT, FairClock
+from tests.support.processes import CONTEXT, FairClock
 
 
 def _become(

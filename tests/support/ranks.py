@@ -17,7 +17,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.processes import CONTEXT, FairClock
+from tests.support.processes import CONTEXT, FairClock
 
 COLLECTIVE_TIMEOUT_S = 60.0
 # How long the other ranks may go on after one has raised: they may wait for it in a collective.

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from tests.parity.programs import Tensors, assert_close, assert_same_bits
+from tests.support.parity import Tensors, assert_close, assert_same_bits
 
 ClientProgram = Callable[..., tuple[nn.Module, Tensors]]
 

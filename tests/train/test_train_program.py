@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import FairClock
-from tests.programs import Program
+from tests.support.processes import FairClock
+from tests.support.programs import Program
 
 ENGINE = "shardgrad"
 STEPS, HALF = 6, 3

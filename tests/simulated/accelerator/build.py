@@ -24,7 +24,7 @@ from torch.utils.cpp_extension import include_paths, library_paths
 
 MODULE = "simulated_accelerator"
 _SOURCES = Path(__file__).with_name("csrc")
-_CACHE = Path(__file__).parents[2] / "build" / "simulated"
+_CACHE = Path(__file__).parents[3] / "build" / "simulated"
 # -O1: the kernels are torch's own, and compiling takes half the time.
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-Werror"]
 

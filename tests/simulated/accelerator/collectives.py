@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.simulated import device
+from tests.simulated.accelerator import device
 
 BACKEND = "simulated"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.simulated import build, errors
+from tests.simulated.accelerator import build, errors
 
 NAME = "sim"
 

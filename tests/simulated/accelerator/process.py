@@ -9,15 +9,15 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-from tests.processes import CONTEXT, FairClock
-from tests.ranks import RankError
+from tests.support.processes import CONTEXT, FairClock
+from tests.support.ranks import RankError
 
 
 def _serve(pipe: Connection, path: list[str]) -> None:
     sys.path[:] = path
     import torch
 
-    from tests.simulated import device
+    from tests.simulated.accelerator import device
 
     torch.set_num_threads(1)
     device.install()

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from shardgrad.sharding import mesh
-from tests.ranks import RankError
-from tests.simulated import collectives, device
+from tests.simulated.accelerator import collectives, device
+from tests.support.ranks import RankError
 
 _one_at_a_time = threading.Lock()
 

@@ -1,6 +1,6 @@
 """Takes every edge of the engine out in turn and says which program notices.
 
-python -m tests.simulated.engine.audit
+python -m tests.simulated.programs.audit
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from functools import cache
 
 import torch
 
-from tests.simulated import device
-from tests.simulated.engine.edges import Edge, watched
-from tests.simulated.engine.matrix import CASES
-from tests.simulated.engine.programs import Outcome, run
-from tests.simulated.engine.scenarios import Scenario
+from tests.simulated.accelerator import device
+from tests.simulated.programs.edges import Edge, watched
+from tests.simulated.programs.matrix import CASES
+from tests.simulated.programs.running import Outcome, run
+from tests.simulated.programs.scenarios import Scenario
 
 
 @dataclass(frozen=True)

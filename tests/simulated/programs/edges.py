@@ -20,7 +20,7 @@ import torch
 
 import shardgrad
 import shardgrad.engine.streams
-from tests.simulated import collectives
+from tests.simulated.accelerator import collectives
 
 _ENGINE = str(Path(shardgrad.__file__).parent)
 _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent

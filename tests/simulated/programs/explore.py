@@ -1,6 +1,6 @@
 """Random scenarios until so many different interleavings were seen, or one has a hazard or a wrong loss.
 
-python -m tests.simulated.engine.explore --interleavings 100000 --seed 1 --processes 2
+python -m tests.simulated.programs.explore --interleavings 100000 --seed 1 --processes 2
 
 Every process has simulated devices of its own. Scenario number n of a seed is the same however many processes
 take turns. The run is recorded in benchmarks/results/interleavings.jsonl.
@@ -29,8 +29,8 @@ from rich.table import Table
 from benchmarks.options import common_options
 from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
-from tests.simulated import build
-from tests.simulated.engine.scenarios import Model, Places, Plan, Scenario, plain_plans, some_scenario
+from tests.simulated.accelerator import build
+from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, plain_plans, some_scenario
 
 Digest = tuple[int, ...]
 
@@ -120,7 +120,7 @@ def digests_of(scenario: Scenario, *, shrink_s: float = SHRINK_S) -> tuple[Diges
 
 def _what_is_wrong(scenario: Scenario) -> tuple[Digest, ...] | Exception:
     """Returns an exception, or the digests if there is none."""
-    from tests.simulated.engine.programs import require_right, run
+    from tests.simulated.programs.running import require_right, run
 
     try:
         outcome = run(scenario)
@@ -166,8 +166,8 @@ def _work(pipe: Connection, path: list[str], seed: int, first: int, stride: int)
     sys.path[:] = path
     import torch
 
-    from tests.simulated import device
-    from tests.simulated.engine.programs import expected
+    from tests.simulated.accelerator import device
+    from tests.simulated.programs.running import expected
 
     warnings.simplefilter("ignore")  # of unused parameters and late streams, which are here on purpose
     torch.set_num_threads(1)

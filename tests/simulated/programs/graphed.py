@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from tests.simulated.device import NAME, checked
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 WIDTH = 6
 

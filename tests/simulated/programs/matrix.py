@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.simulated.engine.scenarios import SIDE_STREAMS, Model, Places, Plan, Scenario, plain_plans
+from tests.simulated.programs.scenarios import SIDE_STREAMS, Model, Places, Plan, Scenario, plain_plans
 
 STEPS = 4
 

@@ -19,9 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.sharding import zero_copy
-from tests.simulated import device
-from tests.simulated.engine.scenarios import LARGE, SIDE_STREAMS, WIDTH, Model, Places, Plan, Scenario
-from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.accelerator import device
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.programs.scenarios import LARGE, SIDE_STREAMS, WIDTH, Model, Places, Plan, Scenario
 
 ROWS = 2
 TOLD_STEPS = 24  # whose losses are compared: later, training has enlarged roundings to the size of mistakes

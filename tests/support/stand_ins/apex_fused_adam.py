@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from tests.compat.stand_ins import kernels
+from tests.support.stand_ins import kernels
 
 KERNELS = ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from tests.compat.stand_ins import kernels
+from tests.support.stand_ins import kernels
 
 HALVES = (torch.float16, torch.bfloat16)
 STATES = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)

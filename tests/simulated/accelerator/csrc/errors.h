@@ -1,4 +1,4 @@
-// Typed errors: classes of tests/simulated/errors.py, thrown through torch into Python.
+// Typed errors: classes of tests/simulated/accelerator/errors.py, thrown through torch into Python.
 #pragma once
 
 #include <string>
