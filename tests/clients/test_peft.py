@@ -32,8 +32,7 @@ def sharded_by_hand(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
     """Frozen and trainable parameters of both dtypes in each unit."""
     from torch.distributed.fsdp import fully_shard
 
-    from tests.clients.test_transformers import train
-    from tests.support.tiny_models import blocks
+    from tests.support.tiny_models import blocks, train
 
     model = adapted(dtype)
     for block in blocks(model.get_base_model()):
@@ -42,7 +41,7 @@ def sharded_by_hand(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
 
 
 def through_accelerate() -> tuple[nn.Module, Tensors]:
-    from tests.clients.test_accelerate import accelerated, cpus_as_accelerators, train
+    from tests.support.accelerated import accelerated, cpus_as_accelerators, train
 
     with cpus_as_accelerators():
         prepared = accelerated(adapted(torch.float32))

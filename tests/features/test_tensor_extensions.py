@@ -27,63 +27,9 @@ from tests.support.parity import (
     stack,
 )
 from tests.support.ranks import Ranks
-from tests.support.tensor_extensions import Half, Narrowed, Quantized
+from tests.support.tensor_extensions import Half, Narrowed, Quantized, extended, train, values
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-def extended(kind: type[Narrowed], *sizes: int, on_meta: bool = False) -> nn.Sequential:
-    """Returns linear layers whose weights, but not their biases, are of `kind`."""
-    model = stack(*sizes)
-    if on_meta:
-        model = model.to("meta")
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(kind(layer.weight.detach()))
-    return model
-
-
-def values(engine: Engine, model: nn.Module) -> Tensors:
-    found: Tensors = {}
-    for module in model.modules():
-        if isinstance(module, shardgrad.FSDPModule | torch.distributed.fsdp.FSDPModule):
-            module.reshard()
-    for name, param in model.named_parameters():
-        local = param.to_local()
-        found[name] = (local._data if isinstance(local, Narrowed) else local).detach().clone()
-        if param.grad is not None:
-            found[f"{name}.grad"] = engine.read(param.grad)
-    return found
-
-
-def train(
-    engine: Engine,
-    kind: type[Narrowed],
-    sizes: tuple[int, ...],
-    *,
-    fused: bool = False,
-    micro_batches: int = 1,
-    sync: bool = True,
-    **options: Any,
-) -> Tensors:
-    model = extended(kind, *sizes)
-    for layer in model:
-        if isinstance(layer, nn.Linear):
-            engine.fully_shard(layer, **options)
-    engine.fully_shard(model, **options)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
-    found: Tensors = {}
-    for step in range(3):
-        for micro in range(micro_batches):
-            engine.sync(model, sync or micro == micro_batches - 1)
-            loss = model(engine.inputs(step, sizes[0])).square().mean()
-            loss.backward()
-            found[f"loss {step}.{micro}"] = loss.detach()
-        optim.step()
-        if step == 2:
-            found |= values(engine, model)
-        optim.zero_grad()
-    return found
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardgrad import ops
-from tests.ops.test_segments import (
+from tests.support.segments import (
     ADAM,
     DTYPES,
     Segment,

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from shardgrad import ops
-from tests.ops.test_segments import (
+from tests.support.segments import (
     BACKENDS,
     DTYPES,
     SIZES,

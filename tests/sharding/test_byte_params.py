@@ -10,10 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.errors import UnsupportedParameterError
-from tests.support.parity import FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
+from tests.support.parity import BYTE_DTYPES, FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
 from tests.support.ranks import Ranks
-
-DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]
 
 
 class Quantised(nn.Module):
@@ -92,7 +90,7 @@ def refuses_what_trains_or_is_cast() -> None:
     SHARDGRAD.fully_shard(trains)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
 def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, dtype: Any) -> None:
     two_ranks.run(trains_beside, dtype)
 

@@ -18,10 +18,8 @@ from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
 from shardgrad.features.tensor_extensions import require_extension
 from shardgrad.sharding.offload import ShardMemory
-from tests.features import test_tensor_extensions as extensions
-from tests.sharding import test_byte_params as carried
-from tests.sharding import test_tensor_parallel as tensor_parallel
-from tests.support.parity import SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
+from tests.support import tensor_extensions, tensor_parallel
+from tests.support.parity import BYTE_DTYPES, SHARDGRAD, Tensors, assert_same_bits, hsdp_mesh, stack
 from tests.support.ranks import Ranks
 from tests.support.tensor_extensions import Narrowed
 
@@ -37,7 +35,7 @@ def train(kind: str, micro_batches: int, **options: Any) -> Tensors:
             SHARDGRAD, (2, 1), hidden=8, micro_batches=micro_batches, sync=False, **options
         )
     if kind == "extension":
-        return extensions.train(
+        return tensor_extensions.train(
             SHARDGRAD, Narrowed, (6, 8, 4), micro_batches=micro_batches, sync=False, **options
         )
     model = stack(6, 8, 4)
@@ -93,7 +91,7 @@ def carry_columns(dtype: torch.dtype) -> None:
     assert torch.equal(model.table.to_local().float(), values[:, first : first + 3].float())
 
 
-@pytest.mark.parametrize("dtype", carried.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
 def test_bytes_that_are_only_carried_are_cut_along_any_dim(two_ranks: Ranks, dtype: torch.dtype) -> None:
     two_ranks.run(carry_columns, dtype)
 
@@ -113,7 +111,7 @@ def _of_dtensors() -> dict[str, Any]:
 
 
 def _of_extensions() -> dict[str, Any]:
-    return {"module": extensions.extended(Narrowed, 4, 4)}
+    return {"module": tensor_extensions.extended(Narrowed, 4, 4)}
 
 
 def _of_named_axes() -> dict[str, Any]:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.gpu.test_gpu_late_streams import CASES, Case, differing, train
 from tests.simulated.accelerator.device import Hazard, checked, name_range, name_stream
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.simulated.programs.upstream_bugs import (
@@ -24,6 +23,7 @@ from tests.simulated.programs.upstream_bugs import (
     RefillAwaitsTheFlusher,
     Training,
 )
+from tests.support.late_streams import CASES, Case, differing, train
 
 NBYTES, HALF_NBYTES = 4 * NUMEL, 4 * HALF
 STEPS = 3

@@ -28,6 +28,7 @@ import shardgrad
 VOCABULARY = 13
 WIDTH = 7
 ROWS = 3  # of a rank's batch
+BYTE_DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]  # without gradients
 
 Tensors = dict[str, Tensor]
 

@@ -9,6 +9,9 @@ import torch.distributed as dist
 import transformers as hf
 from torch import Tensor, nn
 
+from tests.support.parity import Tensors
+from tests.support.under_patch import whole
+
 VOCABULARY = 64
 ROWS = 3
 _DECODER = {
@@ -116,3 +119,17 @@ class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         tokens = torch.randint(3, VOCABULARY, (7,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
+
+
+def train(model: nn.Module, steps: int = 2) -> Tensors:
+    """The loop of a tutorial; returns its losses and gradient norms."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    notes: Tensors = {}
+    for step in range(steps):
+        loss = model(**batch(model, step)).loss
+        loss.backward()
+        notes[f"norm of step {step}"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        notes[f"loss of step {step}"] = loss.detach()
+    return notes
