@@ -36,7 +36,7 @@ def doctor(preset: str, cpu: bool) -> None:
     """Print versions and devices, and what prevents a training step from being captured as one graph.
 
     Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
-    obstacles to a capture. docs/how_to/why_did_my_capture_fail.md describes how to check the step of your
+    obstacles to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
     program.
     """
     from rich.console import Console
