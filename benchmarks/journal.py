@@ -24,7 +24,7 @@ from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
 
 _RANKS = 2
-_MODES = ("without", "journal", "default")
+_MODES = ("without", "recorder", "default")
 _TIMES = 2000  # that a part is repeated to be timed alone
 
 
@@ -38,11 +38,11 @@ def main(preset: str, rounds: int, repeats: int, smoke: bool, out: Path | None) 
     if smoke:
         rounds, repeats = 2, 1
     started = environment()
-    samples = on_ranks("benchmarks.journal:measure", _RANKS, preset, rounds, repeats, keep_heap=True)
+    samples = on_ranks("benchmarks.recorder:measure", _RANKS, preset, rounds, repeats, keep_heap=True)
     import shardgrad.ops
 
     record = make_record(
-        "journal",
+        "recorder",
         environment=started,
         ops_backend=shardgrad.ops.backend(),
         config={"preset": preset, "ranks": _RANKS, "rounds": rounds, "repeats": repeats, "smoke": smoke},

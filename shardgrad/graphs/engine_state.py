@@ -30,10 +30,10 @@ _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
 _IS_LAST = attrgetter("is_last_backward")
-_STATE = attrgetter("state")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
+_GRAD_SWITCHES = attrgetter("switches")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -110,11 +110,11 @@ class ModuleState(Capturable):
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
             tuple(map(_IS_LAST, self._contexts)),
-            tuple(map(_STATE, self._grad_groups)),
+            tuple(map(_GRAD_SWITCHES, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        training, unit_flags, is_last, states = switches
+        training, unit_flags, is_last, grad_switches = switches
         for module, flag in zip(self._modules, training, strict=True):
             module.training = flag
         for unit, (after_forward, after_backward, in_backward) in zip(self._units, unit_flags, strict=True):
@@ -123,8 +123,8 @@ class ModuleState(Capturable):
             unit.unshard_in_backward = in_backward
         for context, flag in zip(self._contexts, is_last, strict=True):
             context.is_last_backward = flag
-        for grads, state in zip(self._grad_groups, states, strict=True):
-            grads.state = state
+        for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
+            grads.switches = flags
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""

@@ -68,10 +68,10 @@ class StreamUse:
     """One side of a hazard.
 
     Attributes:
-        op: such as "aten::mul_" or "shardgrad::pack".
-        writes: False if it only reads.
-        stream: in words.
-        place: "file:line in function", or "backward of" and the autograd node.
+        op: name of the operation, such as "aten::mul_" or "shardgrad::pack".
+        writes: whether it writes the memory.
+        stream: description of the stream.
+        place: source location, "file:line in function", or "backward of" and the autograd node.
     """
 
     op: str
@@ -109,7 +109,7 @@ class StreamHazard:
 
 @dataclass
 class StreamReport:
-    """What `check_streams` found; complete when its block has ended.
+    """The result of `check_streams`, complete when the block has ended.
 
     Attributes:
         hazards: in the order in which they were found, each pair of uses once.
@@ -205,7 +205,7 @@ def _order_of(device: torch.device) -> Order:
     if device.type != "cuda":
         raise UnsupportedError(
             f"check_streams() cannot follow the streams of {device.type}",
-            expected="cuda, whose events torch announces, or an `order` that knows them",
+            expected="cuda, whose events torch traces, or an `order` for the device",
             got=device.type,
             fix="check_streams(model, order=...)",
         )
@@ -251,7 +251,7 @@ def _arguments(
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
-            continue  # a view of it
+            continue  # the result is a view of it
         writes = alias is not None
         if schema.name.startswith("c10d::"):  # their schemas do not say what they write; argument names do
             writes = argument.name.startswith("output") or argument.name == "tensors"
@@ -284,7 +284,7 @@ def _range(tensor: torch.Tensor, name: str) -> _Range:
 
 
 def _buffers(context: RootContext) -> Iterator[_Range]:
-    """Yields the memory that lives as long as the model. Several storages may lie in one of them."""
+    """Yields memory ranges that live as long as the model. A range may contain several storages."""
     rings = (context.comm_ctx.gather_ring, context.comm_ctx.reduce_ring)
     for slot in (slot for ring in rings for slot in ring._made):
         yield _range(slot._bytes, "the engine's staging memory")
@@ -293,8 +293,8 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
         yield _range(group.shard, f"shard of {group.name or 'the root'}")
         if grads.shard is not None:
             yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
-        if grads._accumulator is not None:
-            yield _range(grads._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
+        if grads._sum is not None:
+            yield _range(grads._sum._bytes, f"accumulated gradients of {group.name or 'the root'}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
@@ -328,7 +328,7 @@ class _Access:
 
 @dataclass
 class _Pair:
-    """A hazard on its way into the report."""
+    """A hazard before the report is complete."""
 
     name: str
     begin: int
@@ -344,7 +344,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled regions run compiled; under other modes torch skips them, and goes on to."""
+        """Returns True: compiled regions run compiled. Under other modes torch would not compile them."""
         return True
 
     def __init__(self, contexts: list[RootContext], order: Order, report: StreamReport) -> None:
@@ -383,7 +383,7 @@ class _Watch(TorchDispatchMode):
         for number in [n for n, storage in self._storages.items() if storage.expired()]:
             del self._storages[number]
             self._accesses.pop(number, None)
-        # A gradient gets its name when it reaches the engine, and may have been misused before.
+        # A gradient gets its name when it reaches the engine, which may be after the race.
         for pair in self._pairs:
             if not pair.name and not pair.storage.expired():
                 pair.name = self._name(pair.begin, pair.end)
@@ -482,7 +482,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def _place() -> str:
-    """Returns the innermost line outside torch and this file, or the autograd node that runs without any."""
+    """Returns the innermost source line outside of torch and this file, else the running autograd node."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

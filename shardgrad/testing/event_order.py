@@ -38,7 +38,7 @@ class EventOrder:
     # -- the order----------------------------------------------------------------------------------------
 
     def current(self) -> int:
-        """Returns the handle of the current stream, as the trace calls it."""
+        """Returns the handle of the current stream, as in the trace."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def now(self) -> tuple[int, int]:

@@ -123,7 +123,7 @@ class RecordedStreams:
         self.era += 1
 
     def tick(self, stream: str) -> _Clock:
-        """Advances a stream's own time and returns its clock."""
+        """Advances a stream's time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
         for name, time in self._host.items():  # what the host has waited for precedes what it launches
             clock[name] = max(clock.get(name, 0), time)
