@@ -112,7 +112,7 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"
 fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
-bench=("$python" -m shardgrad.cli bench --device "$device" --timeout 60)
+bench=("$python" -m shardgrad bench --device "$device" --timeout 60)
 kernels=("$python" -m benchmarks.kernels --device "$device" --out "$out")
 optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
 replay=("$python" -m benchmarks.replay --device "$device" --out "$out")

@@ -57,13 +57,13 @@ def main(preset: str, rounds: int, repeats: int, smoke: bool, out: Path | None) 
 def measure(preset: str, rounds: int, repeats: int) -> dict[str, Any]:
     """Returns CPU seconds of a step by mode and round, and of the parts alone."""
     from benchmarks.trainer import make_step
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.health import Health
+    from shardgrad.train.config import TrainConfig
+    from shardgrad.train.health import NonfiniteCheck
 
     config = TrainConfig(preset=preset, steps=10**9, graph="off")
     step, place = make_step(config, "cpu")
     names = [name for name, p in step._state.model.named_parameters() if p.requires_grad]
-    health = Health(names, config.on_nonfinite, Path(), place)
+    health = NonfiniteCheck(names, config.on_nonfinite, Path(), place)
 
     def work(mode: str) -> None:
         with _mode(mode, len(names)):
@@ -88,7 +88,7 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
     import torch
 
     from shardgrad.diagnosis.flight_recorder import Entry, Journal, Line
-    from shardgrad.training import step
+    from shardgrad.train import step
 
     entry, sums = Entry(0, "", 0, "", 0), torch.zeros(parameters)
 
@@ -116,7 +116,7 @@ def _parts(step: Any, health: Any) -> dict[str, dict[str, float]]:
     import torch
 
     from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
-    from shardgrad.training.health import gradient_sums
+    from shardgrad.train.health import gradient_sums
 
     with (
         mock.patch.object(Line, "begin", autospec=True, side_effect=Line.begin) as begin,

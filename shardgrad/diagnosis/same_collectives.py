@@ -6,6 +6,7 @@ import threading
 
 import torch.distributed as dist
 
+from shardgrad.diagnosis.all_gather_object import all_gather_object
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.diagnosis.rank_status import Account, conclude, give_account
 from shardgrad.errors import DesyncError
@@ -30,17 +31,15 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
     own = {
         line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines() if not line.is_aside
     }
-    everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = [{}] * group.size()
-    dist.all_gather_object(everyone, own, group=group)
+    everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = all_gather_object(own, group)
     lines: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}
     for answer in everyone:
         for name, (ranks, *state) in answer.items():
             lines.setdefault((name, ranks), set()).add((state[0], state[1]))
     if all(len(states) == 1 for states in lines.values()):
         return
-    texts = [""] * group.size()
     account = give_account(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
-    dist.all_gather_object(texts, account.to_json(), group=group)
+    texts: list[str] = all_gather_object(account.to_json(), group)
     heard = {t.rank: t for t in map(Account.from_json, texts)}
     finding = conclude(heard, max(heard) + 1)
     counts = ", ".join(f"rank {rank}: {sum(map(t.begun, t.lines))}" for rank, t in sorted(heard.items()))

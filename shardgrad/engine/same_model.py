@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from shardgrad.diagnosis.all_gather_object import all_gather_object
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import RankDisagreementError
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -76,12 +77,10 @@ def require_same_model(units: Sequence[Unit]) -> None:
 def _compare(lines: list[str], first_number: int, group: dist.ProcessGroup) -> int:
     """Returns the largest `first_number` in the group, if all ranks have the same lines."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(answers, (digest, first_number), group=group)
+    answers: list[tuple[str, int]] = all_gather_object((digest, first_number), group)
     if len({answer[0] for answer in answers}) == 1:
         return max(answer[1] for answer in answers)
-    everyone: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(everyone, lines, group=group)
+    everyone: list[list[str]] = all_gather_object(lines, group)
     ranks = dist.get_process_group_ranks(group)
     first, other, theirs = _first_difference(everyone)
     raise RankDisagreementError(

@@ -29,7 +29,7 @@ from shardgrad.plan.request import Request
 from shardgrad.plan.stages import Waste, groups_of, shard_subject, waste_of
 from shardgrad.plan.transports import paper_transport
 from shardgrad.plan.world import fake_tensors, fake_world
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["Rehearsal", "rehearse"]
 

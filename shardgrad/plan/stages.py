@@ -23,7 +23,7 @@ from shardgrad.plan.models import Subject
 from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]
 

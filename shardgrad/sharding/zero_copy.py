@@ -25,7 +25,7 @@ import torch
 __all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
 
 # Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies that it
-# saves. Measured: docs/design/direct_parameters.md.
+# saves. Measured: docs/design/zero_copy_parameters.md.
 ZERO_COPY_NBYTES = 2 * 2**20
 
 

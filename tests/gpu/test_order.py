@@ -191,10 +191,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     dist.destroy_process_group()
 
 
+# On the CPU nothing is late, and a program would be compared with itself.
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=NEEDS_CUDA)], indirect=True)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_late_streams_change_no_bit(case: Case, device: torch.device) -> None:
-    cycles = LATE_CYCLES if device.type == "cuda" else 0
-    assert not differing(train(case, device, cycles=cycles), train(case, device))
+    assert not differing(train(case, device, cycles=LATE_CYCLES), train(case, device))
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if not (c.low_precision or c.clip)], ids=str)

@@ -17,8 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import transformer_config
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import transformer_config
 from tests.parity.programs import ROWS, VOCABULARY, Tower, tower
 from tests.simulated.device import checked
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
