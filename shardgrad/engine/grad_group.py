@@ -373,8 +373,10 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         before, after = self._divisors
         transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
-        # Without the second step, only a partial sum is left.
-        shard = self.require_shard() if self.requires_all_reduce or self._second is None else None
+        shard = None  # without the second step, only a partial sum is left
+        if self.requires_all_reduce or self._second is None:
+            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+                shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
             and before == 1
