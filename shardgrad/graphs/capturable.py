@@ -212,7 +212,7 @@ class _Module(Capturable):
         """See `Capturable`."""
         for context in self._contexts:
             context.comm_ctx.streams.forget_events()
-            context.recover()
+            context.abort()
 
     def hand_over(self) -> None:
         """See `Capturable`."""
