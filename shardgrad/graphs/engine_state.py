@@ -136,7 +136,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for context in self._contexts:
             context.comm_ctx.streams.forget_events()
-            context.recover()
+            context.abort()
 
     def before_eager_region(self) -> None:
         """See `Capturable`."""
