@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import Cost, cost_of, settle
-from shardgrad import direct, fully_shard, ops
+from shardgrad import fully_shard, ops
+from shardgrad.sharding import zero_copy
 
 _UNITS, _WEIGHTS = 2, 4
 _WIDTH = 512  # of every weight; its rows follow from its size
@@ -47,7 +48,7 @@ def run(pieces: Sequence[int], rounds: int) -> tuple[dict[tuple[int, str], list[
 def _step(piece_nbytes: int, least_nbytes: int) -> Callable[[], None]:
     """Builds a model whose weights are direct from `least_nbytes` on, and returns what trains it once."""
     rows = piece_nbytes * dist.get_world_size() // (_WIDTH * torch.float32.itemsize)
-    usual, direct.DIRECT_NBYTES = direct.DIRECT_NBYTES, least_nbytes
+    usual, zero_copy.DIRECT_NBYTES = zero_copy.DIRECT_NBYTES, least_nbytes
     try:
         torch.manual_seed(0)
         model = nn.Sequential(*(_Block(rows) for _ in range(_UNITS)))
@@ -57,7 +58,7 @@ def _step(piece_nbytes: int, least_nbytes: int) -> Callable[[], None]:
         step = partial(_train, model, torch.randn(1, _WIDTH))
         step()  # lays out gradients, opens connections
     finally:
-        direct.DIRECT_NBYTES = usual
+        zero_copy.DIRECT_NBYTES = usual
     return step
 
 

@@ -87,7 +87,7 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
     """Takes out of the program, in the block, what the mode is without."""
     import torch
 
-    from shardgrad.journal import Entry, Journal, Line
+    from shardgrad.diagnosis.flight_recorder import Entry, Journal, Line
     from shardgrad.training import step
 
     entry, sums = Entry(0, "", 0, "", 0), torch.zeros(parameters)
@@ -115,7 +115,7 @@ def _parts(step: Any, health: Any) -> dict[str, dict[str, float]]:
     """Returns how often a step does each part, and CPU seconds of one."""
     import torch
 
-    from shardgrad.journal import Journal, Line, journal
+    from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
     from shardgrad.training.health import gradient_sums
 
     with (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from shardgrad import ops
-from shardgrad.layout import ShardLayout, alignment_numel
 from shardgrad.ops import movement, norm, update
+from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.training.model import Block
 from shardgrad.training.presets import PRESETS
 

@@ -192,7 +192,7 @@ def _clip(smoke: bool) -> _Contest:
 
 
 def _groups_of(model: Any) -> list[Any]:
-    from shardgrad.roots import units_under
+    from shardgrad.engine.root import units_under
 
     return [group for unit in units_under(model) for group in unit.groups]
 

@@ -79,7 +79,7 @@ def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[
     import torch.distributed as dist
 
     from benchmarks.trainer import make_step
-    from shardgrad.lookout import Lookout
+    from shardgrad.diagnosis.hang_watchdog import Lookout
     from shardgrad.training.config import TrainConfig
 
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)

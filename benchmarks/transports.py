@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from benchmarks.measure import Cost, cost_of, settle
 from shardgrad import ops
-from shardgrad.buffers import Chunks
-from shardgrad.collectives import ExchangeTransport
-from shardgrad.labels import LABEL_NUMEL, Label
+from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.message_tag import LABEL_NUMEL, Label
+from shardgrad.engine.transports import ExchangeTransport
 
 _SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
 _MOST_REPEATS = 50

@@ -1,17 +1,18 @@
 """shardgrad: a fully-sharded data-parallel engine for PyTorch, with FSDP2's interface."""
 
-from . import optim
-from .clip import clip_grad_norm_
-from .diagnostics import gradient_report
-from .errors import ShardgradError
-from .first_step import UntrainedParameterWarning
-from .fully_shard import fully_shard
-from .grad_scaler import GradScaler
-from .graphs import GraphPool, UncapturableStepWarning, graphed_step
-from .module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from .participation import participate
-from .patch import patch
-from .policies import (
+from shardgrad import optim
+from shardgrad.checks.gradient_report import gradient_report
+from shardgrad.checks.replica_report import replica_report
+from shardgrad.checks.untrained_params import UntrainedParameterWarning
+from shardgrad.errors import ShardgradError
+from shardgrad.features.participation import participate
+from shardgrad.fully_shard import fully_shard
+from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
+from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+from shardgrad.optim.clip import clip_grad_norm_
+from shardgrad.optim.grad_scaler import GradScaler
+from shardgrad.patch import patch
+from shardgrad.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
     GradientPolicy,
@@ -19,7 +20,6 @@ from .policies import (
     OffloadPolicy,
     UnshardHandle,
 )
-from .replicas import replica_report
 
 __version__ = "0.1.0"
 

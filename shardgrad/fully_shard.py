@@ -11,25 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from .build import Claim, Collected, collect, validate_modules
-from .bypass import guard_owner
-from .capturable_optimizers import refuse_uncapturable_steps
-from .carried import is_float8
-from .errors import OptionError, UnsupportedParameterError, unsupported
-from .extensions import ExtensionGroup, require_extension
-from .first_step import watch_first_steps
-from .home import Home
-from .managed_param import CLAIM, is_extension, mark_sharded
-from .mesh import DataParallelMesh, default_mesh
-from .module import swap_class
-from .optimizer_steps import notice_optimizer_steps
-from .param_group import ParamGroup
-from .placement_fn import Place, places_of, travel_together
-from .policies import GradientPolicy
-from .roots import attach_unit, unit_of
-from .stages import Stage
-from .torch_views import show_to_torch, state_of
-from .unit import Unit
+from shardgrad.checks.capturable_optimizers import refuse_uncapturable_steps
+from shardgrad.checks.misuse import guard_owner
+from shardgrad.checks.optimizer_hooks import notice_optimizer_steps
+from shardgrad.checks.untrained_params import watch_first_steps
+from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
+from shardgrad.engine.param import CLAIM, is_extension, mark_sharded
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.root import attach_unit, unit_of
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
+from shardgrad.features.tensor_extensions import ExtensionGroup, require_extension
+from shardgrad.module import swap_class
+from shardgrad.policies import GradientPolicy
+from shardgrad.sharding.byte_params import is_float8
+from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
+from shardgrad.sharding.offload import Home
+from shardgrad.sharding.placement import Place, places_of, travel_together
+from shardgrad.sharding.zero_stage import Stage
 
 __all__ = ["fully_shard"]
 

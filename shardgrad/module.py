@@ -15,10 +15,13 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
 
-from .bypass import guarded_methods
-from .comms import Memory, new_reduce_group, start_symmetric_memory
-from .context import RootContext
-from .errors import (
+from shardgrad.checks.misuse import guarded_methods
+from shardgrad.compat.torch_views import StateView, state_of
+from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
     ForwardMethodError,
@@ -27,10 +30,7 @@ from .errors import (
     RootError,
     UnsupportedError,
 )
-from .roots import establish_context, unit_of
-from .runtime import Runtime
-from .torch_views import StateView, state_of
-from .unit import Unit
+from shardgrad.features.custom_comms import Memory, new_reduce_group, start_symmetric_memory
 
 __all__ = [
     "FSDPModule",
@@ -239,8 +239,8 @@ class FSDPModule:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
         Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the call gets
-        an input that lies in the output, and labels (`labels.py`) travel along as part of both. Under
-        `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
+        an input that lies in the output, and labels (`engine/message_tag.py`) travel along as part of both.
+        Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
         for group in self._unit.groups:
             group.comms.all_gather = comm

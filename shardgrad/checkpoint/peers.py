@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardgrad.diagnosis.flight_recorder import Line, journal
 from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
-from shardgrad.journal import Line, journal
 
 __all__ = ["Peers"]
 

@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from shardgrad.account import place_in_words
-from shardgrad.arrivals import Arrivals
+from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
+from shardgrad.diagnosis.rank_status import place_in_words
+from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.param import local_of, managed_by
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.graphs.step import GraphedStep
-from shardgrad.journal import Journal, Line, journal
-from shardgrad.managed_param import local_of, managed_by
-from shardgrad.param_group import ParamGroup
 from shardgrad.training import model
 from shardgrad.training.corpus import Sampler
 from shardgrad.training.step import TrainStep
@@ -338,7 +338,7 @@ def _leave_order(saboteur: Saboteur) -> None:
 
 
 def _units(saboteur: Saboteur) -> list[Any]:
-    from shardgrad.roots import units_under
+    from shardgrad.engine.root import units_under
 
     return units_under(saboteur.model) if saboteur.model is not None else []
 

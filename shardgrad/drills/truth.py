@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardgrad.account import Account
+from shardgrad.diagnosis.rank_status import Account
 from shardgrad.drills.saboteur import Trace
 
 __all__ = ["Report", "read_accounts", "reports_in"]

@@ -17,15 +17,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.adoption import Registration
-from shardgrad.context import RootContext
+from shardgrad.engine.grad_shard import GradientFacts
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.replaced_params import Registration
+from shardgrad.engine.root import units_under
+from shardgrad.engine.root_context import RootContext
 from shardgrad.errors import CaptureError, OptionError
-from shardgrad.grad_scaler import GradScaler
-from shardgrad.gradient_shard import GradientFacts
-from shardgrad.managed_param import managed_by
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.param_group import ParamGroup
-from shardgrad.roots import units_under
+from shardgrad.optim.grad_scaler import GradScaler
 
 __all__ = ["Capturable", "OutsideOptimizer", "capturable"]
 
@@ -203,7 +203,7 @@ class _Module(Capturable):
             reducer.state = state
 
     def rest(self) -> None:
-        """See `Capturable`, and [Note: The border of a capture] in `streams.py`."""
+        """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
             context.rest()
             context.runtime.streams.forget_marks()

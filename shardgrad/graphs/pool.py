@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.streams import Stream, is_capturing
 
 __all__ = ["DeviceGraph", "GraphPool"]
 

@@ -34,12 +34,12 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.engine.pending_scale import OwedGradient
 from shardgrad.graphs.findings import Call, Finding, findings, functions
 from shardgrad.graphs.obstacles import Obstacle
 from shardgrad.graphs.places import Place, here
 from shardgrad.graphs.recomputation import draws_again
 from shardgrad.graphs.recording import Issued, Operand, Recording, differences
-from shardgrad.owed_gradient import OwedGradient
 
 __all__ = ["Issued", "Operand", "Recording", "differences", "watch"]
 

@@ -18,8 +18,8 @@ from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
-from shardgrad.streams import is_capturing
 
 __all__ = ["draws_again", "recorded_without_random_state"]
 

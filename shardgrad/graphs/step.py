@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.capturable_optimizers import why_not_capturable
+from shardgrad.checks.capturable_optimizers import why_not_capturable
+from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.graphs.capturable import Capturable, OutsideOptimizer, capturable
 from shardgrad.graphs.captured import Captured
@@ -36,7 +37,6 @@ from shardgrad.graphs.random_state import RandomState
 from shardgrad.graphs.rehearsal import Rehearsal
 from shardgrad.graphs.status import StatusWord, StepStatus
 from shardgrad.graphs.trust import taken_twice
-from shardgrad.streams import Stream, is_capturing
 
 __all__ = ["GraphedStep", "StepSettings", "UncapturableStepWarning", "graphed_step"]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 import shardgrad.optim
-from shardgrad.capturable_optimizers import why_not_capturable
+from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.graphs.obstacles import Obstacle
 from shardgrad.optim.flat import FlatOptimizer
 

@@ -2,7 +2,8 @@
 
 [Note: Aliases]
 A partner's kernel takes addresses. A DTensor has none, a gradient that owes a factor ([Note: Owed factor] in
-`owed_gradient.py`) must be paid before anybody looks at its address, and some releases of the kernels go
+`engine/pending_scale.py`) must be paid before anybody looks at its address, and some releases of the
+kernels go
 wrong when a rank holds no row of a parameter. So a partner never sees our parameters. Each has an *alias*: a
 plain parameter over the same memory, whose gradient is a plain view of the gradient shard, set before each
 step. A parameter without elements on this rank has an alias that the partner is never shown.
@@ -17,11 +18,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from shardgrad.engine.param import ManagedParam, is_replaced, local_of, managed_by
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.faces import face_like
-from shardgrad.managed_param import ManagedParam, is_replaced, local_of, managed_by
-from shardgrad.param_group import ParamGroup
-from shardgrad.selection import gradients_of
+from shardgrad.optim.selection import gradients_of
+from shardgrad.sharding.dtensor import face_like
 
 __all__ = ["Alias", "bind_gradients", "make_alias"]
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, DeepcopyError, OptionError, unsupported
 from shardgrad.integrations.aliases import Alias, bind_gradients, make_alias
 from shardgrad.integrations.partner import Partner
 from shardgrad.integrations.saved_state import resolve
-from shardgrad.streams import is_capturing
 
 __all__ = ["BoundOptimizer"]
 

@@ -1,7 +1,7 @@
 """What would change for a program or a model that comes from another engine."""
 
-from .advice import Advice
-from .model import examine
-from .script import read_script
+from shardgrad.migration.advice import Advice
+from shardgrad.migration.model import examine
+from shardgrad.migration.script import read_script
 
 __all__ = ["Advice", "examine", "read_script"]

@@ -9,9 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.roots import unit_of
-
-from .advice import Advice
+from shardgrad.engine.root import unit_of
+from shardgrad.migration.advice import Advice
 
 __all__ = ["examine"]
 

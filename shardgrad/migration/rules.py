@@ -10,9 +10,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
+from shardgrad.migration.advice import Weight
 from shardgrad.module import FSDPModule
-
-from .advice import Weight
 
 __all__ = ["ATTRIBUTES", "NAMES", "Rule"]
 

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from .advice import Advice
-from .rules import ATTRIBUTES, NAMES, Rule
+from shardgrad.migration.advice import Advice
+from shardgrad.migration.rules import ATTRIBUTES, NAMES, Rule
 
 __all__ = ["read_script"]
 

@@ -1,6 +1,6 @@
 """Data movement between whole parameters and chunks: `pack`, `unpack`, `sum_chunks`.
 
-The vocabulary is that of `layout.py`. The three ops share one contract:
+The vocabulary is that of `sharding/layout.py`. The three ops share one contract:
 
 Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel, span,
     shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs its numbers

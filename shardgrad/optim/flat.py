@@ -11,13 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.engine.param import ManagedParam, is_replaced, managed_by
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import DeepcopyError, OptimizerParameterError
-from shardgrad.managed_param import ManagedParam, is_replaced, managed_by
-from shardgrad.norms import find_nonfinite
 from shardgrad.optim.hyper import Hyper, OptimGroup
+from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.state import load_state
-from shardgrad.param_group import ParamGroup
 
 __all__ = ["FlatOptimizer", "Update"]
 

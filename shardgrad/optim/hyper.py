@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError, OptionError
-from shardgrad.streams import is_capturing
 
 __all__ = ["Hyper", "OptimGroup", "at_least_zero", "fraction", "fractions"]
 

@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.collectives import reaches
+from shardgrad.engine.param import ManagedParam, managed_by
+from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
-from shardgrad.managed_param import ManagedParam, managed_by
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
 from shardgrad.optim.muon_wave import Member, Staging, Wave
@@ -25,7 +26,6 @@ from shardgrad.optim.newton_schulz import COEFFICIENTS
 from shardgrad.optim.ownership import waves
 from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
-from shardgrad.streams import is_capturing
 
 __all__ = ["Muon"]
 
@@ -181,7 +181,7 @@ class Muon(FlatOptimizer):
         """Takes waves one after the other. Which ones there are depends on what the ranks agree about.
 
         A segment is here if a parameter of it has a gradient. Gradients are bound from flags that the
-        reduction has summed over ranks ([Note: Live flags] in `gradient_shard.py`), so every rank has the
+        reduction has summed over ranks ([Note: Live flags] in `engine/grad_shard.py`), so every rank has the
         same segments, and joins the same exchanges.
         """
         left = list(updates)

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.param import managed_by
 from shardgrad.errors import CollectiveError
-from shardgrad.gradient_shard import GradientShard
-from shardgrad.managed_param import managed_by
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz
 from shardgrad.optim.ownership import Exchange

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardgrad.layout import Piece, ShardLayout
+from shardgrad.sharding.layout import Piece, ShardLayout
 
 __all__ = ["Arrival", "Batch", "Exchange", "Run", "owners", "waves", "work"]
 

@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
+from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.faces import face_like, in_own_storage
-from shardgrad.gradient_shard import GradientShard
-from shardgrad.managed_param import ManagedParam, Snapshot, is_replaced
-from shardgrad.param_group import ParamGroup
-from shardgrad.selection import gradients_of, plain_gradient
+from shardgrad.optim.selection import gradients_of, plain_gradient
+from shardgrad.sharding.dtensor import face_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed.fsdp as torch_fsdp
 
-from ..fully_shard import fully_shard
-from ..module import register_fsdp_forward_method, share_comm_ctx
+from shardgrad.fully_shard import fully_shard
+from shardgrad.module import register_fsdp_forward_method, share_comm_ctx
 
 __all__ = ["patch"]
 

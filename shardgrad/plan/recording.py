@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from shardgrad.streams import Mark, Stream
+from shardgrad.engine.streams import Mark, Stream
 
 __all__ = ["Change", "Event", "Kernel", "Marked", "PaperStreams", "Recorder", "Transfer", "Waited"]
 
@@ -235,7 +235,8 @@ class _PaperMark:
 
 
 class PaperStreams:
-    """Three streams that run nothing and write down who waits for whom; see `shardgrad.streams.Streams`.
+    """Three streams that run nothing and write down who waits for whom; see
+    `shardgrad.engine.streams.Streams`.
 
     Args:
         recorder: where.

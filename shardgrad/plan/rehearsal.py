@@ -16,6 +16,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
+from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.streams import NoStreams, Streams
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
@@ -25,9 +28,6 @@ from shardgrad.plan.request import Request
 from shardgrad.plan.stages import Waste, groups_of, shard_subject, waste_of
 from shardgrad.plan.transports import paper_transport
 from shardgrad.plan.world import fake_tensors, fake_world
-from shardgrad.roots import establish_context, unit_of
-from shardgrad.runtime import Runtime
-from shardgrad.streams import NoStreams, Streams
 from shardgrad.training.failure import TrainingError, UsageError
 
 __all__ = ["Rehearsal", "rehearse"]

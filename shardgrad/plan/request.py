@@ -28,7 +28,7 @@ class Request:
         override: fields of the preset or of the configuration to replace.
         ranks: in the world.
         mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
-        stage: "1", "2", "3" or "hfsdp"; see [Note: Stages] in `stages.py` of the engine.
+        stage: "1", "2", "3" or "hfsdp"; see [Note: Stages] in `sharding/zero_stage.py` of the engine.
         reshard_to: after forward, keep parameters cut over this many neighbouring ranks.
         units: names of classes whose modules are units too, below the blocks.
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.

@@ -1,6 +1,7 @@
 """What a stage asks of `fully_shard`, and what the engine's layouts come to in bytes.
 
-The only file that knows what stages are called; the arithmetic itself is the engine's, in `layout.py`.
+The only file that knows what stages are called; the arithmetic itself is the engine's, in
+`sharding/layout.py`.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import fully_shard
-from shardgrad.layout import ShardLayout
-from shardgrad.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.root import units_under
 from shardgrad.plan.models import Subject
 from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
-from shardgrad.roots import units_under
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.training.failure import UsageError
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]

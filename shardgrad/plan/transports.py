@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardgrad.buffers import Chunks
-from shardgrad.collectives import ExchangeTransport, Flight, StreamTransport, Transport
-from shardgrad.labels import Label
+from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.message_tag import Label
+from shardgrad.engine.transports import ExchangeTransport, Flight, StreamTransport, Transport
 from shardgrad.plan.recording import Recorder, Transfer, Waited
 
 __all__ = ["paper_transport"]

@@ -1,7 +1,14 @@
 """Helpers for tests of programs and of the engine itself."""
 
-from .check_streams import Order, StreamCheckError, StreamHazard, StreamReport, StreamUse, check_streams
-from .recorded_streams import Hazard, RecordedStreams
+from shardgrad.testing.check_streams import (
+    Order,
+    StreamCheckError,
+    StreamHazard,
+    StreamReport,
+    StreamUse,
+    check_streams,
+)
+from shardgrad.testing.recorded_streams import Hazard, RecordedStreams
 
 __all__ = [
     "Hazard",

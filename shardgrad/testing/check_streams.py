@@ -34,11 +34,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from ..context import RootContext
-from ..errors import RootError, ShardgradError, UnsupportedError
-from ..managed_param import local_of
-from ..roots import units_under
-from .event_order import EventOrder
+from shardgrad.engine.param import local_of
+from shardgrad.engine.root import units_under
+from shardgrad.engine.root_context import RootContext
+from shardgrad.errors import RootError, ShardgradError, UnsupportedError
+from shardgrad.testing.event_order import EventOrder
 
 __all__ = ["Order", "StreamCheckError", "StreamHazard", "StreamReport", "StreamUse", "check_streams"]
 

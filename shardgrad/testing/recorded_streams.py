@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..streams import Mark
+from shardgrad.engine.streams import Mark
 
 __all__ = ["Hazard", "RecordedStreams"]
 
@@ -73,7 +73,8 @@ class _RecordedMark:
 
 
 class RecordedStreams:
-    """A stand-in for a device's streams; pass it to `Runtime`, or patch `shardgrad.runtime.streams_for`.
+    """A stand-in for a device's streams; pass it to `Runtime`, or patch
+    `shardgrad.engine.comm_context.streams_for`.
 
     Attributes:
         hazards: what was found, in order.
@@ -118,7 +119,7 @@ class RecordedStreams:
         return self._switch(stream)
 
     def forget_marks(self) -> None:
-        """See `shardgrad.streams.Streams.forget_marks`."""
+        """See `shardgrad.engine.streams.Streams.forget_marks`."""
         self.era += 1
 
     def tick(self, stream: str) -> _Clock:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardgrad.owed_gradient import OwedGradient
-from shardgrad.replicas import checksum, replica_report
+from shardgrad.checks.replica_report import checksum, replica_report
+from shardgrad.engine.pending_scale import OwedGradient
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.failure import TrainingError
 from shardgrad.training.parallel import Place

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.agreement import require_same_collectives
-from shardgrad.journal import journal
+from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.engine.same_model import require_same_collectives
 from shardgrad.training.checkpoint import Checkpoints, TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Corpus, Sampler, load_corpus

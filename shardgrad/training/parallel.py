@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardgrad.journal import journal
-from shardgrad.lookout import Lookout, OnStall
+from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.hang_watchdog import Lookout, OnStall
 from shardgrad.training.config import TrainConfig, mesh_shape
 from shardgrad.training.failure import UsageError
 from shardgrad.training.heap import keep_freed_memory

@@ -21,8 +21,8 @@ from shardgrad.training.failure import PeerLost, TrainingError, UsageError, expl
 from shardgrad.training.stop import StopRequest
 
 if TYPE_CHECKING:
-    from shardgrad.account import Account, Finding
-    from shardgrad.lookout import Lookout
+    from shardgrad.diagnosis.hang_watchdog import Lookout
+    from shardgrad.diagnosis.rank_status import Account, Finding
 
 INQUEST = "inquest.json"  # in the run folder: what every rank said when it went wrong
 _PATIENCE_S = 10.0  # for the other ranks to say where they are

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardgrad
+from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.graphs import GraphPool
-from shardgrad.journal import journal
 from shardgrad.training.checkpoint import TrainState
 from shardgrad.training.config import TrainConfig
 from shardgrad.training.corpus import Sampler, validation_starts, windows

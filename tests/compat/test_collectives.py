@@ -15,7 +15,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import shardgrad
-from shardgrad.roots import unit_of
+from shardgrad.engine.root import unit_of
 from tests.parity.programs import (
     FSDP2,
     SHARDGRAD,

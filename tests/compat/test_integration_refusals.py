@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import shardgrad
-from shardgrad import GradientPolicy, integrations, streams
+from shardgrad import GradientPolicy, integrations
+from shardgrad.engine import streams
 from shardgrad.errors import (
     CaptureError,
     DeepcopyError,

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad import checkpoint
-from shardgrad.account import Account, give_account
-from shardgrad.agreement import require_same_collectives
+from shardgrad.checks.replica_report import checksum
+from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.hang_watchdog import Lookout
+from shardgrad.diagnosis.rank_status import Account, give_account
+from shardgrad.engine.same_model import require_same_collectives
 from shardgrad.errors import DesyncError
-from shardgrad.journal import journal
-from shardgrad.lookout import Lookout
-from shardgrad.replicas import checksum
 from tests.parity.programs import SHARDGRAD, make_optimizer, token_loss, tower
 from tests.ranks import Ranks
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import MixedPrecisionPolicy, fully_shard
-from shardgrad.roots import unit_of
+from shardgrad.engine.root import unit_of
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "no GPU"

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.arrivals import Arrivals
-from shardgrad.buffers import Slot
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.grad_collector import Arrivals
 from tests.simulated.upstream_bugs import (
     BUGS,
     WORK,

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
-from shardgrad.extensions import require_extension
-from shardgrad.home import Home
+from shardgrad.features.tensor_extensions import require_extension
+from shardgrad.sharding.offload import Home
 from tests.parity import test_carried as carried
 from tests.parity import test_extensions as extensions
 from tests.parity import test_tensor_parallel as tensor_parallel

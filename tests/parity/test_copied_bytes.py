@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardgrad import direct
-from shardgrad.layout import ALIGNMENT_NBYTES
+from shardgrad.sharding import zero_copy
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from tests.parity.programs import FSDP2, SHARDGRAD, Engine, stack
 from tests.ranks import Ranks
 
@@ -78,7 +78,7 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
 
 
 def of_direct_weights(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    with patch.object(direct, "DIRECT_NBYTES", 2**12):
+    with patch.object(zero_copy, "DIRECT_NBYTES", 2**12):
         return both(sizes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
-from shardgrad import direct
+from shardgrad.sharding import zero_copy
 from tests.parity.programs import (
     SHARDGRAD,
     Engine,
@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 @contextmanager
 def weights_direct() -> Iterator[None]:
     """Makes the weights of small layers direct, and not their biases."""
-    with patch.object(direct, "DIRECT_NBYTES", 2**10):
+    with patch.object(zero_copy, "DIRECT_NBYTES", 2**10):
         yield
 
 

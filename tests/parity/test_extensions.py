@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import errors
-from shardgrad.roots import establish_context, unit_of
+from shardgrad.engine.root import establish_context, unit_of
 from tests.parity.extensions import Half, Narrowed, Quantized
 from tests.parity.programs import (
     FSDP2,

@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
-from shardgrad.collectives import Transport, _Exchange
-from shardgrad.param_group import ParamGroup
-from shardgrad.roots import units_under
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.root import units_under
+from shardgrad.engine.transports import Transport, _Exchange
 from tests.parity.programs import (
     GATHERED,
     SHARDGRAD,

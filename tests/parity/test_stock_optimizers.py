@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import shardgrad
-from shardgrad import capturable_optimizers
+from shardgrad.checks import capturable_optimizers
 from shardgrad.errors import CaptureError
 from tests.parity.programs import (
     FSDP2,

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.arrivals import Arrivals
-from shardgrad.buffers import Slot
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.grad_collector import Arrivals
 from shardgrad.training.model import Transformer
 from shardgrad.training.presets import transformer_config
 from tests.parity.programs import ROWS, VOCABULARY, Tower, tower

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
-from shardgrad.journal import journal
+from shardgrad.diagnosis.flight_recorder import journal
 from tests.simulated.device import NAME
 from tests.simulated.graphed import Setup, batch, build, loss_of
 from tests.simulated.virtual_ranks import VirtualRanks

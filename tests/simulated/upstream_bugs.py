@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgrad import fully_shard
-from shardgrad.roots import unit_of
+from shardgrad.engine.root import unit_of
 
 # 4 MiB: a block of its own in CUDA's allocator, so that the next request of this size gets it again.
 NUMEL = 1 << 20

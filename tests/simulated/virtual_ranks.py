@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from shardgrad import mesh
+from shardgrad.sharding import mesh
 from tests.ranks import RankError
 from tests.simulated import collectives, device
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shardgrad.account import Account, conclude, give_account
-from shardgrad.journal import Journal, Line
+from shardgrad.diagnosis.flight_recorder import Journal, Line
+from shardgrad.diagnosis.rank_status import Account, conclude, give_account
 
 CHUNK = torch.zeros(12)
 UNITS = ["all-gather of layers.0", "all-gather of layers.1", "reduce-scatter of layers.1"]

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardgrad import ops
-from shardgrad.crosswise import pack_crosswise, unpack_crosswise
-from shardgrad.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.sharding.strided_pack import pack_crosswise, unpack_crosswise
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 

@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from shardgrad.account import Account, give_account
+from shardgrad.diagnosis.flight_recorder import Journal, Line
+from shardgrad.diagnosis.rank_status import Account, give_account
 from shardgrad.drills.saboteur import Trace
 from shardgrad.drills.truth import Report, reports_in
-from shardgrad.journal import Journal, Line
 
 COLLECTIVES = [f"all-gather of layers.{i}" for i in range(20)]
 TRACE = Trace(1, 0.0, 5, "forward", "layers.9", (), {"world": 10}, 4711)

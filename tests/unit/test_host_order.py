@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
-from shardgrad.gradient_shard import GradientShard
-from shardgrad.home import Home
-from shardgrad.param_group import ParamGroup
-from shardgrad.roots import unit_of
+from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.root import unit_of
+from shardgrad.sharding.offload import Home
 from shardgrad.testing import RecordedStreams
 
 
@@ -40,7 +40,7 @@ class _Copies(TorchDispatchMode):
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams whose shards live apart from where it computes."""
     recorded = RecordedStreams()
-    monkeypatch.setattr("shardgrad.runtime.streams_for", lambda device: recorded)
+    monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
     away = Home(torch.device("cpu"), is_away=True)
     monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: away))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.direct import DIRECT_NBYTES, travels_directly
-from shardgrad.labels import LABEL_NUMEL
-from shardgrad.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
+from shardgrad.sharding.zero_copy import DIRECT_NBYTES, travels_directly
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 64)

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardgrad.lookout import Lookout
+from shardgrad.diagnosis.hang_watchdog import Lookout
 
 
 def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:

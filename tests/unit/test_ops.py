@@ -44,7 +44,8 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 @dataclass(frozen=True)
 class Group:
-    """A layout written out independently of `layout.py`, with odd gaps so that nothing is aligned."""
+    """A layout written out independently of `sharding/layout.py`, with odd gaps so that nothing is
+    aligned."""
 
     shapes: tuple[tuple[int, ...], ...]
     world_size: int

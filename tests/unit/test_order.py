@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardgrad.context
-import shardgrad.packing
-import shardgrad.roots
-import shardgrad.scheduler
-import shardgrad.summands
-import shardgrad.unsharded
+import shardgrad.engine.grad_packer
+import shardgrad.engine.root
+import shardgrad.engine.root_context
+import shardgrad.engine.scheduler
+import shardgrad.engine.summands
+import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
-from shardgrad.arrivals import Arrivals
-from shardgrad.buffers import Slot, SlotRing
-from shardgrad.collectives import ExchangeTransport
-from shardgrad.scheduler import GroupReducer
+from shardgrad.engine.buffers import Slot, SlotRing
+from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.scheduler import GroupReducer
+from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
 
 
@@ -29,7 +29,7 @@ from shardgrad.testing import RecordedStreams
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams; the engine's kernels and collectives report what they touch."""
     recorded = RecordedStreams()
-    monkeypatch.setattr("shardgrad.runtime.streams_for", lambda device: recorded)
+    monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
 
     def pack(grads: Any, slot: Any, table: Any, **kwargs: Any) -> None:
         for grad in grads:
@@ -50,9 +50,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
         ops.sum_chunks(chunks, out, **kwargs)
 
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
-    monkeypatch.setattr(shardgrad.packing, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.summands, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.unsharded, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.grad_packer, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.summands, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.unsharded, "ops", recording_ops)
 
     scatter = ExchangeTransport.reduce_scatter
 

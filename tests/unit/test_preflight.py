@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
+from shardgrad.engine.pending_scale import OwedGradient
 from shardgrad.graphs.obstacles import Obstacle, explain
 from shardgrad.graphs.preflight import Recording, differences, watch
 from shardgrad.graphs.surroundings import surroundings
-from shardgrad.owed_gradient import OwedGradient
 
 CPU = torch.device("cpu")
 OTHERS = torch.Generator().manual_seed(1)

@@ -1,6 +1,7 @@
 """The order that the engine makes, edge by edge, found by running it, and the engine with one edge taken out.
 
-All order between streams is made by marks (`shardgrad/streams.py`) and by collectives. An *edge* is a place
+All order between streams is made by marks (`shardgrad/engine/streams.py`) and by collectives. An *edge* is
+a place
 that records a mark, and a place where another stream waits for it. A slot's methods record and wait for
 whoever calls them, so the caller is the place. Waits on the mark's own stream order nothing: no edges.
 """
@@ -18,11 +19,11 @@ from typing import Any
 import torch
 
 import shardgrad
-import shardgrad.streams
+import shardgrad.engine.streams
 from tests.simulated import collectives
 
 _ENGINE = str(Path(shardgrad.__file__).parent)
-_MarkOfAnEvent: Any = shardgrad.streams._EventMark
+_MarkOfAnEvent: Any = shardgrad.engine.streams._EventMark
 # They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and gets.)
 _FOR_OTHERS = tuple(f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading"))
 _FOR_OTHERS += ("Slot.release", "Reduction._release", "Gathering.chunks", "Gathering.release")
@@ -122,12 +123,12 @@ def watched(removed: Edge | None = None, *, not_recorded: str = "") -> Iterator[
         self._tensors = []
         return True
 
-    shardgrad.streams._EventMark = marks  # type: ignore[misc]
+    shardgrad.engine.streams._EventMark = marks  # type: ignore[misc]
     collectives.SimulatedGroup._enter = watched_enter  # type: ignore[method-assign]
     collectives.Work.wait = watched_wait  # type: ignore[method-assign]
     try:
         yield watch.seen
     finally:
-        shardgrad.streams._EventMark = _MarkOfAnEvent
+        shardgrad.engine.streams._EventMark = _MarkOfAnEvent
         collectives.SimulatedGroup._enter = enter  # type: ignore[method-assign]
         collectives.Work.wait = wait  # type: ignore[method-assign]

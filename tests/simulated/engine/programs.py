@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
-from shardgrad import direct
+from shardgrad.sharding import zero_copy
 from tests.simulated import device
 from tests.simulated.engine.scenarios import LARGE, SIDE_STREAMS, WIDTH, Model, Places, Plan, Scenario
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
@@ -425,8 +425,8 @@ def run(scenario: Scenario) -> Outcome:
     started = time.monotonic()
     ranks = scenario.model.ranks
     device.restart_schedule()
-    least = 1 if scenario.model.direct else direct.DIRECT_NBYTES
-    with patch.object(direct, "DIRECT_NBYTES", least), device.checked(raises=False) as found:
+    least = 1 if scenario.model.direct else zero_copy.DIRECT_NBYTES
+    with patch.object(zero_copy, "DIRECT_NBYTES", least), device.checked(raises=False) as found:
         by_rank = VirtualRanks(ranks).run(_train, scenario)
     digests = by_rank[0][1] or [device.schedule_digest(ranks)]
     losses = torch.tensor([losses for losses, _ in by_rank]).permute(1, 2, 0)

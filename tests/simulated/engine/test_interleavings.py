@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from shardgrad.buffers import Slot
+from shardgrad.engine.buffers import Slot
 from tests.simulated.engine.explore import STEPS, Digest, digests_of, scenario_of
 from tests.simulated.engine.programs import run
 from tests.simulated.engine.scenarios import Model, Places, Plan, Scenario, _some_plan, some_scenario

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from shardgrad.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup
 from tests.simulated.engine.audit import Verdict, _verdict, edges_of, table
 from tests.simulated.engine.edges import Edge
 from tests.simulated.engine.matrix import CASES

@@ -18,10 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.buffers import Slot
-from shardgrad.param_group import ParamGroup
-from shardgrad.reduction import Reduction
-from shardgrad.scheduler import ReductionScheduler
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.reduction import Reduction
+from shardgrad.engine.scheduler import ReductionScheduler
 from tests.simulated import device
 from tests.simulated.device import Launch
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time

@@ -1,0 +1,1 @@
+"""Misuse that would train wrong numbers, refused or reported."""

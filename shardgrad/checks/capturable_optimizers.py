@@ -1,0 +1,99 @@
+"""Refusing optimizers whose step cannot be part of a CUDA graph.
+
+A graph repeats kernels, not Python. An optimizer that reads the device to decide what to do next fails
+during a capture, sometimes with a message that names neither optimizer nor reason; one that counts steps or
+makes its state on the host is captured without a word, and every replay then takes the first step again. So
+before each step of an optimizer over sharded parameters that a graph would record, one of three things is
+said:
+
+* it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon once their
+  momentum exists;
+* torch says no itself: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
+  `capturable=True`. The reason given here is the same and names a parameter;
+* it cannot be: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`; a partner's FusedAdam
+  without it; and SGD with momentum before its first step.
+
+Hyperparameters that are numbers are frozen by a capture, whatever the optimizer; a learning rate can be a
+tensor. Other optimizers are let through: nothing is known about them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.streams import is_capturing
+from shardgrad.errors import CaptureError
+
+__all__ = ["refuse_uncapturable_steps", "why_not_capturable"]
+
+_READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
+    (optim.LBFGS, "it reads losses and directions on the host to decide how far to go"),
+    (optim.Adafactor, "it reads norms and step counts on the host"),
+    (optim.Adagrad, "it counts steps on the host"),
+    (optim.SparseAdam, "it counts steps on the host"),
+)
+
+
+def why_not_capturable(optimizer: Optimizer) -> str | None:
+    """Returns why a graph must not record this optimizer's next step; None if it may, as far as is known."""
+    for kind, why in _READS_HOST:
+        if isinstance(optimizer, kind):
+            return why
+    if getattr(optimizer, "capturable", None) is False:
+        return "it was built with capturable=False, so its step counts would be frozen"
+    for group in optimizer.param_groups:
+        if group.get("capturable") is False:
+            return "a group of it has capturable=False, so its step counts would be frozen"
+    if isinstance(optimizer, optim.SGD) and _makes_momentum(optimizer):
+        return "its first step makes the momentum, and every replay would make it anew"
+    return None
+
+
+def _makes_momentum(optimizer: Optimizer) -> bool:
+    return any(
+        group["momentum"] != 0 and optimizer.state.get(param, {}).get("momentum_buffer") is None
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.grad is not None
+    )
+
+
+def _params(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs before every optimizer step in the process; outside a capture it asks for one flag.
+
+    Raises:
+        CaptureError: the step cannot be part of the graph.
+    """
+    first = next(iter(_params(optimizer)), None)
+    if first is None or not is_capturing(first.device):
+        return
+    managed = next((m for p in _params(optimizer) if (m := managed_by(p)) is not None), None)
+    why = None if managed is None else why_not_capturable(optimizer)
+    if managed is None or why is None:
+        return
+    raise CaptureError(
+        f"a step of {type(optimizer).__name__} cannot be part of a CUDA graph: {why}",
+        expected="shardgrad.optim.AdamW, Adam or SGD; or an optimizer built with capturable=True",
+        got=type(optimizer).__name__,
+        where=f"parameter {managed.name}",
+        fix="one eager step before the capture, if that makes its momentum; else another optimizer, or a "
+        "step outside the graph",
+    )
+
+
+@cache
+def refuse_uncapturable_steps() -> None:
+    """Begins to look at the steps of every optimizer; once is enough."""
+    register_optimizer_step_pre_hook(_refuse)

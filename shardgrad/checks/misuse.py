@@ -1,0 +1,103 @@
+"""Refusing what would silently compute with shards: parameters used outside their unit's forward.
+
+A DTensor that meets a plain tensor raises in torch already, but the message names neither the module nor
+the way out. Two nets catch the ways a program gets there: a check before the forward of every inner module
+that owns sharded parameters, and a translation of torch's error in the unit's own methods.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardgrad.engine.param_group import ParamGroup, ShardState
+from shardgrad.engine.root import unit_of
+from shardgrad.errors import UnitBypassedError
+
+__all__ = ["guard_owner", "guarded_methods"]
+
+_TORCH_MESSAGE = "got mixed torch.Tensor and DTensor"
+
+
+def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> None:
+    """Refuses a call of `module` while `group`, which owns its parameters, is sharded."""
+
+    def check(called: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        owner = group()
+        if owner is not None and owner.state is not ShardState.UNSHARDED:
+            raise _bypassed(called, owner.name)
+
+    module.register_forward_pre_hook(check)
+
+
+def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """Returns the methods of a module class, wrapped to explain torch's error about mixed tensors.
+
+    Only methods that a program defines itself: not dunder methods, and not `forward` or anything else that
+    `nn.Module` has, since hooks surround those.
+    """
+    methods: dict[str, Callable[..., Any]] = {}
+    for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
+        for name, attribute in vars(base).items():
+            is_method = isinstance(attribute, types.FunctionType) and not hasattr(nn.Module, name)
+            if is_method and not name.startswith("__"):
+                methods[name] = _explaining(attribute)
+            else:
+                methods.pop(name, None)
+    return methods
+
+
+def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except RuntimeError as error:
+            unit = unit_of(self)
+            if _TORCH_MESSAGE not in str(error) or unit is None or unit.is_unsharded:
+                raise
+            raise _bypassed(self, unit.name, method.__name__) from error
+
+    return call
+
+
+def _bypassed(module: nn.Module, unit_name: str, method: str | None = None) -> UnitBypassedError:
+    """Builds the error, naming the method of the innermost unit on the call stack that led here."""
+    kind = type(module).__name__.removeprefix("FSDP")
+    caller = method or _method_on_stack()
+    if caller is None:
+        how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
+        fix = "call the unit itself, or give this module a unit of its own: shardgrad.fully_shard(module)"
+    else:
+        how = (
+            f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"
+        )
+        fix = f'shardgrad.register_fsdp_forward_method(model, "{caller}")'
+    return UnitBypassedError(
+        f"{how}, while its parameters are sharded: got mixed torch.Tensor and DTensor",
+        expected="parameters used inside their unit's forward, or in a registered method",
+        got="a computation on this rank's shards, whose gradients would not be averaged",
+        where=f"rank {dist.get_rank() if dist.is_initialized() else 0}, unit {unit_name or 'root'!r}",
+        fix=fix,
+    )
+
+
+def _method_on_stack() -> str | None:
+    """Returns the innermost method of a sharded module that is running, other than forward."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        receiver = frame.f_locals.get("self")
+        name = frame.f_code.co_name
+        if isinstance(receiver, nn.Module) and unit_of(receiver) is not None and hasattr(receiver, name):
+            return name if name in guarded_methods(type(receiver).__mro__[2]) else None
+        frame = frame.f_back
+    return None

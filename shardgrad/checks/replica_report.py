@@ -1,0 +1,113 @@
+"""Do replicas still hold the same bits? Checksums of parameters, gradients and optimizer state, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer
+
+from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.root import unit_of
+
+__all__ = ["ReplicaReport", "checksum", "replica_report"]
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """What differs between the ranks that should hold the same.
+
+    Attributes:
+        ranks: those that were compared: the replicas of this rank's shards.
+        differing: what, for example "parameter layers.0.up.weight" -> for each distinct content, its ranks.
+    """
+
+    ranks: tuple[int, ...]
+    differing: dict[str, tuple[tuple[int, ...], ...]]
+
+    def __str__(self) -> str:
+        rows = [
+            f"{what} differs between the replicas on ranks {' and '.join(map(_in_words, parties))}"
+            for what, parties in self.differing.items()
+        ]
+        return "\n".join(rows) or "all replicas hold the same"
+
+
+@torch.no_grad()
+def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> ReplicaReport:
+    """Compares by checksums what each shard's replicas hold (HSDP). A collective of the replicas.
+
+    Every number in one pass, on the device, and one message of eight bytes for each tensor; the host waits
+    for both. Without replicas nothing is computed, and the report is empty. Two contents have the same
+    checksum with a probability of about 2^-32.
+
+    Args:
+        model: the root. Parameters that a unit shards over another mesh than the root's are left out.
+        optimizer: whose state is compared too.
+
+    Streams: the current one. Capture: not safe; the host reads the result.
+    """
+    unit = unit_of(model)
+    group = None if unit is None else unit.mesh.replicate_group
+    if group is None or group.size() == 1:
+        return ReplicaReport((dist.get_rank(),) if dist.is_initialized() else (0,), {})
+    contents = _contents(model, optimizer, group)
+    own = torch.stack([checksum(tensor) for tensor in contents.values()])
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    with journal.line(group).awaited("checksums of the replicas", own):
+        dist.all_gather(rows, own, group=group)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    differing: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for number in (torch.stack(rows) != own).any(0).nonzero().flatten().tolist():
+        parties: dict[int, list[int]] = {}
+        for rank, row in zip(ranks, rows, strict=True):
+            parties.setdefault(int(row[number]), []).append(rank)
+        differing[list(contents)[number]] = tuple(map(tuple, parties.values()))
+    return ReplicaReport(ranks, differing)
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """An int64 scalar on the device that changes with any bit of the tensor; 0 for an empty one."""
+    if tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64, device=tensor.device)
+    return torch.hash_tensor(tensor).view(torch.int64)
+
+
+def _contents(
+    model: nn.Module, optimizer: Optimizer | None, group: dist.ProcessGroup
+) -> dict[str, torch.Tensor]:
+    """The local tensors that replicas share, by what they are."""
+    found: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        managed = managed_by(param)
+        if managed is not None and not _same_ranks(managed.group.mesh.replicate_group, group):
+            continue
+        found[f"parameter {name}"] = _local(param)
+        if param.grad is not None:
+            found[f"gradient of {name}"] = _local(param.grad)
+        state = {} if optimizer is None else optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"optimizer state {key} of {name}"] = _local(value)
+    return {what: tensor for what, tensor in found.items() if tensor.numel()}
+
+
+def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bool:
+    return group is not None and set(dist.get_process_group_ranks(group)) == set(
+        dist.get_process_group_ranks(other)
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, OwedGradient):
+        return tensor.unpaid()
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _in_words(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))

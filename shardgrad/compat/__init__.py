@@ -1,0 +1,1 @@
+"""What torch's own tools expect to see."""

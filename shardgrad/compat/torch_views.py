@@ -1,0 +1,216 @@
+"""The names inside FSDP2 that other parts of torch reach for, as thin views of ours.
+
+Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
+its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
+`post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
+under `fsdp_params`, and puts functions of its own around what runs before and after a unit's forward and
+backward. Views hold no state and change nothing but what these calls ask for.
+
+Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
+torch/distributed/_tools/fsdp2_mem_tracker.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.utils.hooks import RemovableHandle
+
+from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.root import establish_context
+from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import unsupported
+
+__all__ = ["StateView", "show_to_torch", "state_of"]
+
+
+class _ParamView:
+    """What torch calls an `FSDPParam`."""
+
+    def __init__(self, managed: ManagedParam) -> None:
+        self._managed = managed
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The sharded face."""
+        return self._managed.sharded
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """The unsharded face, once there is one."""
+        return self._managed.whole
+
+    @property
+    def _unsharded_param(self) -> nn.Parameter:
+        return self._managed.whole
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._managed.name
+
+
+class _GroupView:
+    """What torch calls an `FSDPParamGroup`."""
+
+    def __init__(self, unit: Unit, group: ParamGroup) -> None:
+        self._unit = unit
+        self._group = group
+
+    @property
+    def fsdp_params(self) -> list[_ParamView]:
+        """One for each parameter."""
+        return [_ParamView(managed) for managed in self._group.params]
+
+    @property
+    def is_unsharded(self) -> bool:
+        """True if the parameters are whole."""
+        return self._unit.is_unsharded
+
+    @property
+    def pre_backward(self) -> Callable[..., None]:
+        """What runs before the unit's backward; another function may be set in its place, around it."""
+        return self._unit.pre_backward
+
+    @pre_backward.setter
+    def pre_backward(self, function: Callable[..., None]) -> None:
+        self._unit.pre_backward = function
+
+    @property
+    def post_backward(self) -> Callable[..., None]:
+        """What runs after the unit's backward; another function may be set in its place, around it.
+
+        Called after a backward, it reduces nothing more: what waits is reduced, in one order for all ranks,
+        by the final callback.
+        """
+        return self._unit.post_backward
+
+    @post_backward.setter
+    def post_backward(self, function: Callable[..., None]) -> None:
+        self._unit.post_backward = function
+
+    def unshard(self, async_op: bool = False) -> None:
+        """Gathers the group."""
+        context = _context(self._unit)
+        self._group.unshard(context.runtime)
+        if not async_op:
+            self._group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        """Shows the shards."""
+        self._group.reshard()
+
+
+class _ContextView:
+    """What torch calls an `FSDPStateContext`."""
+
+    def __init__(self, context: RootContext) -> None:
+        self._context = context
+
+    @property
+    def all_states(self) -> list[StateView]:
+        """One for each unit, the root first."""
+        return [StateView(unit) for unit in self._context.units]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """See `set_is_last_backward`."""
+        return self._context.is_last_backward
+
+
+class StateView:
+    """What torch calls an `FSDPState`: one unit.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    @property
+    def _state_ctx(self) -> _ContextView:
+        return _ContextView(_context(self._unit))
+
+    @property
+    def _fsdp_param_groups(self) -> list[_GroupView]:
+        return [_GroupView(self._unit, group) for group in self._unit.groups]
+
+    @property
+    def _fsdp_param_group(self) -> _GroupView | None:
+        groups = self._fsdp_param_groups
+        return groups[0] if groups else None
+
+    @property
+    def _is_root(self) -> bool:
+        return self._unit.is_root
+
+    @property
+    def _modules(self) -> tuple[nn.Module, ...]:
+        return self._unit.modules
+
+    @property
+    def _pre_forward(self) -> Callable[..., Any]:
+        return self._unit.pre_forward
+
+    @property
+    def _post_forward(self) -> Callable[..., Any]:
+        return self._unit.post_forward
+
+    @property
+    def _pre_forward_hook_handle(self) -> RemovableHandle:
+        return self._hooks()[0]
+
+    @_pre_forward_hook_handle.setter
+    def _pre_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks()[0] = handle
+
+    @property
+    def _post_forward_hook_handle(self) -> RemovableHandle:
+        return self._hooks()[1]
+
+    @_post_forward_hook_handle.setter
+    def _post_forward_hook_handle(self, handle: RemovableHandle) -> None:
+        self._hooks()[1] = handle
+
+    def _hooks(self) -> list[RemovableHandle]:
+        if len(self._unit.hooks) > 1:
+            raise unsupported(
+                f"torch's FSDPMemTracker over {self._unit.name or 'the model'}, a unit of several modules,",
+                instead="a unit for each module: the tracker has one handle for all their hooks",
+            )
+        return self._unit.hooks[0]
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduces what micro-batches have left, and waits for the gradients. A collective."""
+        context = _context(self._unit)
+        with torch.no_grad():
+            context.scheduler.begin_backward(in_autograd=False)
+            context.end_backward()
+
+
+def _context(unit: Unit) -> RootContext:
+    return unit.context or establish_context(unit)
+
+
+# What torch files its own states under.
+_FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
+
+
+def show_to_torch(unit: Unit) -> None:
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's unit."""
+    view = StateView(unit)
+    for module in unit.modules:
+        module.__dict__.setdefault(STATE_KEY, {})[_FUNCTION] = view
+
+
+def state_of(module: nn.Module) -> StateView | None:
+    """Returns the view of the unit that a module is part of, the same object each time, or None."""
+    view: StateView | None = module.__dict__.get(STATE_KEY, {}).get(_FUNCTION)
+    return view

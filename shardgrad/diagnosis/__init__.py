@@ -1,0 +1,1 @@
+"""What ranks say of themselves when something hangs or differs."""

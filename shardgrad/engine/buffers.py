@@ -1,0 +1,306 @@
+"""Memory with an owner: slots that know who wrote them and when they are free, the ring that lends them, and
+flat buffers whose storage comes and goes.
+
+[Note: Slots]
+Staging memory is reused from group to group, and two streams touch it: one fills it, another moves it. The
+slot itself carries the order, so nobody waits for a whole stream:
+
+* a writer waits for *that slot's* `free` mark before its first write and leaves its own `ready` mark after
+  its last;
+* the reader waits for *every* `ready` mark, whichever streams they are on, and leaves `free`.
+
+What is read along with a slot and is not in it, such as a gradient that is sent from where it is, is lent to
+the slot: it is kept alive until the slot is free, and its streams wait for that before they use it again.
+
+A second writer on another stream is one more entry in `ready`, not a special case; a parameter larger than
+every slot so far makes a slot larger and goes the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from shardgrad.engine.streams import Mark, Stream, Streams
+
+__all__ = ["Allocate", "Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
+
+# Gives a number of bytes on a device, as a 1-D tensor of uint8.
+Allocate = Callable[[int, torch.device], torch.Tensor]
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+class Holder(Protocol):
+    """Whoever has a slot's content in flight."""
+
+    def complete(self) -> None:
+        """Ends the use of the slot, waiting on the host if the transport needs it."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Equal 1-D pieces of one contiguous tensor.
+
+    Attributes:
+        whole: all of them, 1-D.
+        parts: one view for each.
+    """
+
+    whole: torch.Tensor
+    parts: tuple[torch.Tensor, ...]
+
+
+class Slot:
+    """Reusable bytes with their own order. See [Note: Slots]."""
+
+    def __init__(self, streams: Streams, device: torch.device, allocate: Allocate = _allocate) -> None:
+        self._streams = streams
+        self._allocate = allocate
+        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
+        self._allocated_on = streams.current()
+        self._ready: dict[Stream, Mark] = {}
+        self._writers: list[Stream] = []
+        self._free = streams.mark()
+        self._lent: list[torch.Tensor] = []
+        self._lenders: tuple[Stream, ...] = ()
+        self.holder: Holder | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes this slot owns."""
+        return self._bytes.numel()
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """What they are in; another one after the slot has grown."""
+        return self._bytes.untyped_storage()
+
+    def reserve(self, nbytes: int) -> None:
+        """Grows to at least `nbytes`; the content is lost. Only while nobody holds the slot."""
+        if nbytes > self.nbytes:
+            self.give_back()  # first, so that growing never holds both
+            self._allocated_on = self._streams.current()
+            # For training, even if an evaluation in inference mode comes first; the same for views below.
+            with torch.inference_mode(mode=False):
+                self._bytes = self._allocate(nbytes, self._bytes.device)
+            # Whoever had these bytes before may still use them here, and the first writer may be elsewhere.
+            self._free.record(self._allocated_on)
+
+    def give_back(self) -> None:
+        """Gives the bytes back to where they came from; the slot has none until `reserve`."""
+        # Their next user, on the stream they were allocated on, must come after our last one.
+        self._free.wait(self._allocated_on)
+        self._views.clear()
+        with torch.inference_mode(mode=False):
+            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
+
+    def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0, behind: int = 0) -> Chunks:
+        """Returns `count` pieces of `numel` elements; the same objects each time.
+
+        Args:
+            dtype: of the elements.
+            count: pieces.
+            numel: elements of each.
+            skip: elements that come before.
+            behind: bytes that come before those.
+        """
+        key = (dtype, count, numel, behind + skip * dtype.itemsize)
+        chunks = self._views.get(key)
+        if chunks is None:
+            begin = key[-1]
+            end = begin + count * numel * dtype.itemsize
+            with torch.inference_mode(mode=False):
+                whole = self._bytes[begin:end].view(dtype)
+                # One operation, however many ranks there are.
+                parts = whole.split(numel) if whole.numel() else (whole,) * count
+            chunks = self._views[key] = Chunks(whole, parts)
+        return chunks
+
+    def start_writing(self, stream: Stream) -> None:
+        """Makes `stream` wait until the slot is free; call it before the first write."""
+        self.return_lent()
+        self._free.wait(stream)
+
+    def finish_writing(self, stream: Stream) -> None:
+        """Says that `stream` has written; call it after the last write. The reader will wait for it."""
+        mark = self._ready.get(stream)
+        if mark is None:
+            mark = self._ready[stream] = self._streams.mark()
+        mark.record(stream)
+        if stream not in self._writers:
+            self._writers.append(stream)
+
+    def start_reading(self, stream: Stream) -> None:
+        """Makes `stream` wait for everyone who has written since the slot was last released."""
+        for writer in self._writers:
+            self._ready[writer].wait(stream)
+
+    def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
+        """Keeps alive what is read along with the content.
+
+        Args:
+            tensors: read until the slot is released.
+            streams: on which their memory may be used again.
+        """
+        self._lent, self._lenders = list(tensors), tuple(streams)
+
+    def return_lent(self) -> None:
+        """Lets go of what was lent, once its streams wait for the release; only after it."""
+        if self._lent:
+            for stream in self._lenders:
+                self._free.wait(stream)
+            self._lent.clear()
+
+    def release(self, stream: Stream) -> None:
+        """Says that what `stream` has been given so far is the last use of the content."""
+        self._free.record(stream)
+        self._writers.clear()
+        self.holder = None
+
+
+class SlotRing:
+    """Lends slots in turn, so that two neighbours in time never wait for each other.
+
+    Args:
+        streams: of the device.
+        device: where slots are allocated.
+        depth: slots that take turns.
+        elastic: if all are in flight, add a slot (True) or complete the oldest holder first (False).
+        allocate: where the slots' bytes come from; None for torch's allocator.
+
+    Attributes:
+        depth: as given; see `resize`.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        device: torch.device,
+        *,
+        depth: int,
+        elastic: bool,
+        allocate: Allocate | None = None,
+    ) -> None:
+        self._streams = streams
+        self._device = device
+        self.depth = depth
+        self._elastic = elastic
+        self._allocate = allocate or _allocate
+        self._made: list[Slot] = []
+        self._turns: list[Slot] = []
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """All there are, in the order in which they were made."""
+        return tuple(self._made)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots."""
+        return sum(slot.nbytes for slot in self._made)
+
+    def acquire(self, nbytes: int, holder: Holder) -> Slot:
+        """Returns a slot of at least `nbytes` for `holder`, who must release it.
+
+        Allocates only while the ring is still growing to what the model needs: the same steps get the same
+        slots afterwards.
+        """
+        slot = self._next()
+        slot.reserve(nbytes)
+        slot.holder = holder
+        self._turns.append(slot)
+        return slot
+
+    def _next(self) -> Slot:
+        idle = next((slot for slot in self._turns if slot.holder is None), None)
+        if len(self._made) < self.depth or (idle is None and self._elastic):
+            slot = Slot(self._streams, self._device, self._allocate)
+            self._made.append(slot)
+            return slot
+        slot = self._turns[0] if idle is None else idle
+        if slot.holder is not None:
+            slot.holder.complete()
+        self._turns.remove(slot)
+        return slot
+
+    def resize(self, depth: int) -> None:
+        """Changes how many slots take turns; what is in flight in a slot too many is completed first."""
+        self.depth = depth
+        for slot in self._made[depth:]:
+            if slot.holder is not None:
+                slot.holder.complete()
+            slot.give_back()
+            self._turns.remove(slot)
+        del self._made[depth:]
+
+    def rewind(self) -> None:
+        """Starts the turns over, so that every step lends the same slot to the same group."""
+        if all(slot.holder is None for slot in self._made):
+            self._turns = list(self._made)
+            for slot in self._made:
+                slot.return_lent()
+
+
+class Recurring(Protocol):
+    """Memory that comes and goes under tensors that stay."""
+
+    def free(self) -> None:
+        """Gives it back, after the last use on the current stream."""
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Returns what it is in; empty ones while it is gone."""
+
+
+class RecurringBuffer:
+    """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
+
+    Storage belongs to the stream that was current when it was allocated, and the allocator may lend it to
+    that stream again as soon as it is freed.
+
+    Attributes:
+        tensor: 1-D, made for training even in inference mode; its storage is there from the start.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> None:
+        self._streams = streams
+        self._home = streams.current()
+        with torch.inference_mode(mode=False):
+            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor, streams: Streams) -> RecurringBuffer:
+        """Takes over a tensor that is there already, allocated for the current stream."""
+        buffer = cls.__new__(cls)
+        buffer._streams, buffer._home, buffer.tensor = streams, streams.current(), tensor
+        return buffer
+
+    def allocate(self) -> None:
+        """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(self.tensor.numel() * self.tensor.itemsize)
+            self._home = self._streams.current()
+
+    def free(self) -> None:
+        """Gives the storage back, after the last use on the current stream; nothing if it is gone.
+
+        Streams: the stream that the storage came from waits for the current one.
+        """
+        storage = self.tensor.untyped_storage()
+        current = self._streams.current()
+        if storage.nbytes() and current != self._home:
+            used = self._streams.mark()
+            used.record(current)
+            used.wait(self._home)
+        storage.resize_(0)
+
+    def storages(self) -> Sequence[torch.UntypedStorage]:
+        """Returns the one there is."""
+        return (self.tensor.untyped_storage(),)

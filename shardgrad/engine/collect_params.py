@@ -1,0 +1,256 @@
+"""From modules to groups: what a call of `fully_shard` takes, refuses, and does, in that order.
+
+Everything is checked before anything is changed, so a call that raises leaves the module as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor
+
+from shardgrad.engine.param import CLAIM, ManagedParam, Owner, is_sharded_by_us
+from shardgrad.engine.root import unit_of, units_under
+from shardgrad.errors import (
+    AlreadyShardedError,
+    ContainerError,
+    DeviceError,
+    OptionError,
+    ParameterClaimedError,
+    UnsupportedParameterError,
+)
+from shardgrad.sharding.byte_params import is_carried
+from shardgrad.sharding.mesh import DataParallelMesh
+
+if TYPE_CHECKING:
+    from shardgrad.engine.unit import Unit
+
+__all__ = ["Collected", "Guest", "collect", "validate_modules"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which unit took a parameter, and as what."""
+
+    unit: Unit
+    managed: ManagedParam
+
+
+@dataclass
+class Guest:
+    """A parameter that a unit uses but a unit beside it owns; a common ancestor will take it.
+
+    Attributes:
+        param: the original.
+        owners: where the guest's unit registers it.
+        owner_name: the unit that claimed it first.
+        unit_name: the unit it is a guest in.
+    """
+
+    name: str
+    param: nn.Parameter
+    owners: list[Owner]
+    owner_name: str
+    unit_name: str
+
+
+@dataclass
+class Collected:
+    """What a new unit will own.
+
+    Attributes:
+        params: original parameter -> (name, owners), in traversal order.
+        buffers: to be moved to the mesh's device.
+        guests: parameters left for a common ancestor.
+        inherited: claims of inner units that move to this one because it contains every user.
+        managed_modules: modules whose direct parameters were looked at.
+    """
+
+    params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    guests: list[Guest] = field(default_factory=list)
+    inherited: list[Claim] = field(default_factory=list)
+    managed_modules: list[nn.Module] = field(default_factory=list)
+
+
+def validate_modules(modules: Sequence[nn.Module]) -> None:
+    """Refuses modules that cannot be a unit.
+
+    Raises:
+        ContainerError: a container without forward.
+        AlreadyShardedError: `fully_shard` has been applied before.
+        OptionError: not modules at all, or an empty list.
+    """
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise OptionError(
+            "fully_shard expects a module or a non-empty list of modules",
+            expected="torch.nn.Module, or a list of them",
+            got=", ".join(type(module).__name__ for module in modules) or "an empty list",
+            fix="fully_shard(model)",
+        )
+    for module in modules:
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_container and type(module).forward is nn.Module.forward:
+            raise ContainerError(
+                f"fully_shard does not support containers that do not implement forward: {module}",
+                expected="a module that is called",
+                got=f"{type(module).__name__} with {len(list(module.children()))} children",
+                fix="for child in container: fully_shard(child)   # or fully_shard(list(container))",
+            )
+        if unit_of(module) is not None:
+            raise AlreadyShardedError(
+                "Each distinct composable distributed API can only be applied to a module once.",
+                expected="a module that is not a unit yet",
+                got=f"{type(module).__name__}, which already is one",
+                fix="remove the second fully_shard call",
+            )
+
+
+def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh) -> Collected:
+    """Finds and checks what a unit over `modules` will own. Changes nothing.
+
+    Raises:
+        UnsupportedParameterError, ParameterClaimedError, DeviceError: see `errors.py`.
+    """
+    inner_units = {unit for module in modules for unit in units_under(module)}
+    found = Collected()
+    seen: set[nn.Module] = set()
+    plain: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
+    for root in modules:
+        for prefix, module in _managed_modules(root, "", seen):
+            found.managed_modules.append(module)
+            for attribute, param in module._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                _validate_param(name, param)
+                plain.setdefault(param, (name, []))[1].append((module, attribute))
+            found.buffers.extend((module, name) for name, b in module._buffers.items() if b is not None)
+    for param, (name, owners) in plain.items():
+        _assign(found, param, name, owners, inner_units, modules)
+    _take_guests(found, inner_units)
+    _validate_devices(found.params.items(), mesh)
+    return found
+
+
+def _managed_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Yields a module and everything below it that belongs to no inner unit and to no DDP replica."""
+    if module in seen or "replicate" in (_get_registry(module) or {}):
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if unit_of(child) is None:
+            yield from _managed_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def _assign(
+    found: Collected,
+    param: nn.Parameter,
+    name: str,
+    owners: list[Owner],
+    inner_units: set[Unit],
+    modules: Sequence[nn.Module],
+) -> None:
+    """Decides who owns a parameter that nobody or another unit has claimed."""
+    claim: Claim | None = param.__dict__.get(CLAIM)
+    if claim is None:
+        found.params[param] = (name, owners)
+    elif claim.unit in inner_units:
+        found.inherited.append(claim)
+        found.params[param] = (name, [*claim.managed.owners, *owners])
+    else:
+        unit_name = "+".join(type(module).__name__ for module in modules)
+        found.guests.append(Guest(name, param, owners, claim.managed.name, unit_name))
+
+
+def _take_guests(found: Collected, inner_units: set[Unit]) -> None:
+    """Takes over what two inner units share: the new unit contains both."""
+    for unit in sorted(inner_units, key=lambda u: u.name):
+        for guest in unit.guests:
+            claim: Claim = guest.param.__dict__[CLAIM]
+            if claim.unit not in inner_units:
+                found.guests.append(guest)
+            elif guest.param in found.params:
+                found.params[guest.param][1].extend(guest.owners)
+            else:
+                found.inherited.append(claim)
+                found.params[guest.param] = (guest.name, [*claim.managed.owners, *guest.owners])
+
+
+def _validate_param(name: str, param: nn.Parameter) -> None:
+    where = f"parameter {name}"
+    if isinstance(param, DTensor) and is_sharded_by_us(param):
+        raise ParameterClaimedError(
+            f"parameter {name} is already sharded by another unit",
+            expected="a parameter that no unit owns yet",
+            got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
+            where=where,
+            fix="apply fully_shard bottom-up: inner modules first, the root last",
+        )
+    if param.ndim == 0:
+        raise UnsupportedParameterError(
+            "fully_shard doesn't support scalar parameters. "
+            f"Change {name} to a 1D tensor with numel equal to 1.",
+            expected="at least one dimension to shard",
+            got="a 0-dimensional tensor",
+            where=where,
+            fix=f"self.{name.rpartition('.')[2]} = nn.Parameter(torch.tensor([value]))",
+        )
+    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    if local.layout is not torch.strided or not local.is_contiguous():
+        raise UnsupportedParameterError(
+            f"FSDP does not support non-contiguous parameters yet: {name}",
+            expected="a contiguous, dense tensor",
+            got=f"shape {tuple(param.shape)}, layout {param.layout}",
+            where=where,
+            fix="param.data = param.data.contiguous() before fully_shard",
+        )
+    if param.dtype in _DTYPES or (is_carried(param.dtype) and not param.requires_grad):
+        return
+    raise UnsupportedParameterError(
+        f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",
+        expected=", ".join(map(str, _DTYPES)) + "; integers, booleans and float8 without gradients",
+        got=f"{param.dtype}, requires_grad={param.requires_grad}",
+        where=where,
+        fix="requires_grad=False, or pass it in ignored_params",
+    )
+
+
+def _validate_devices(
+    params: Iterable[tuple[nn.Parameter, tuple[str, list[Owner]]]], mesh: DataParallelMesh
+) -> None:
+    first: dict[torch.device, str] = {}
+    for param, (name, _) in params:
+        if isinstance(param, DTensor) and param.device_mesh.device_type != mesh.device.type:
+            raise DeviceError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh",
+                expected=f"a mesh over {mesh.device.type}",
+                got=f"a mesh over {param.device_mesh.device_type}",
+                where=f"parameter {name}",
+                fix=f"init_device_mesh('{mesh.device.type}', ...) for tensor parallelism too",
+            )
+        first.setdefault(param.device, name)
+    if len(first) > 1:
+        raise DeviceError(
+            "parameters of one unit live on several devices",
+            expected=f"all on {mesh.device}, or all on meta",
+            got=", ".join(f"{name} on {device}" for device, name in first.items()),
+            fix=f"module.to('{mesh.device}') before fully_shard",
+        )
+    for device, name in first.items():
+        if device.type not in (mesh.device.type, "cpu", "meta"):
+            raise DeviceError(
+                f"parameter {name} lives on a device that the mesh does not have",
+                expected=str(mesh.device),
+                got=str(device),
+                where=f"parameter {name}",
+                fix=f"module.to('{mesh.device}') before fully_shard, or a mesh over '{device.type}'",
+            )

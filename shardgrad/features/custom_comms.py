@@ -1,0 +1,194 @@
+"""What carries a group's messages, and in whose memory they are staged.
+
+By default that is the transport of the backend and the runtime's rings of slots. A program may bring its own
+collectives (torch's `Comm` protocol), ask for memory that the process group allocates, or give reductions a
+process group of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
+from shardgrad.engine.comm_context import Runtime
+from shardgrad.engine.message_tag import Label
+from shardgrad.engine.streams import Stream
+from shardgrad.engine.transports import Flight, StreamTransport, Transport
+
+__all__ = ["Comms", "Memory", "Route", "new_reduce_group", "start_symmetric_memory"]
+
+
+class Route(NamedTuple):
+    """How one direction of a group's messages goes."""
+
+    transport: Transport
+    ring: SlotRing
+
+
+class Memory(Enum):
+    """Where a group's messages are staged."""
+
+    DEFAULT = "the usual memory"
+    PROCESS_GROUP = "memory of the process group"
+    SYMMETRIC = "symmetric memory"
+
+
+class Comms:
+    """Settings of one group's collectives; the defaults ask for nothing special.
+
+    Attributes:
+        all_gather: the program's own, an object with torch's `AllGather` protocol, or None.
+        reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
+        reduce_group: the same ranks in another process group, for reductions only, or None.
+        memory: where messages are staged.
+        hook: the program's, called with each reduced chunk before it becomes gradients, or None.
+        hook_stream: where it is called; None for where reductions run.
+        only_sums: divide after the hook, whatever the dtype.
+    """
+
+    def __init__(self) -> None:
+        self.all_gather: Any = None
+        self.reduce_scatter: Any = None
+        self.reduce_group: dist.ProcessGroup | None = None
+        self.memory = Memory.DEFAULT
+        self.hook: Any = None
+        self.hook_stream: Stream = None
+        self.only_sums = False
+
+    @property
+    def gathers_plainly(self) -> bool:
+        """True if all-gathers are the transport's, from and into any memory."""
+        return self.all_gather is None and self.memory is Memory.DEFAULT
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """True if reduce-scatters are the transport's, from and into any memory."""
+        return self.reduce_scatter is None and self.memory is Memory.DEFAULT
+
+    def for_gather(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
+        """Returns the way of all-gathers over `group`."""
+        if self.all_gather is not None and group.size() > 1:
+            return _own(runtime, group, self.all_gather)
+        ring = runtime.gather_ring
+        if self.memory is not Memory.DEFAULT:
+            key, allocate = (self.memory, group, "gather"), _allocators[self.memory](group)
+            ring = runtime.special_ring(key, allocate, depth=2, elastic=True)
+        return Route(runtime.transport(group), ring)
+
+    def for_reduce(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
+        """Returns the way of reduce-scatters over the ranks of `group`."""
+        group = group if self.reduce_group is None else self.reduce_group
+        if self.reduce_scatter is not None and group.size() > 1:
+            return _own(runtime, group, self.reduce_scatter)
+        ring = runtime.reduce_ring
+        if self.memory is Memory.PROCESS_GROUP or (self.memory is Memory.SYMMETRIC and self.only_sums):
+            key, allocate = (self.memory, group, "reduce"), _allocators[self.memory](group)
+            ring = runtime.special_ring(key, allocate, depth=ring.depth)
+        return Route(runtime.transport(group), ring)
+
+
+def _own(runtime: Runtime, group: dist.ProcessGroup, comm: Any) -> Route:
+    """Returns the way through a program's own collective.
+
+    Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such buffer.
+    """
+
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        memory: torch.Tensor = comm.allocate((nbytes,), dtype=torch.uint8, device=device)
+        return memory
+
+    key = id(comm), group  # the transport holds the object, so no other gets its id
+    transport = runtime.own_transport(key, lambda: _CommTransport(group, comm))
+    return Route(transport, runtime.special_ring(key, allocate, depth=1))
+
+
+def new_reduce_group(ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Makes a process group of these ranks for reductions; a collective among them."""
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
+    )
+    return group
+
+
+def start_symmetric_memory(group: dist.ProcessGroup, backend: Literal["NCCL"]) -> None:
+    """Chooses torch's backend of symmetric memory and makes sure that the group's communicator exists.
+
+    Raises:
+        RuntimeError: torch's own, if it was built without this backend.
+    """
+    symm_mem.set_backend(backend)
+    dist.barrier(group=group)
+
+
+def _from_process_group(group: dist.ProcessGroup) -> Allocate:
+    """Returns what allocates a group's staging: its backend, or torch where the backend has no allocator."""
+
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        backend = group._get_backend(device)
+        if not backend.supports_tensor_alloc(device):
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return backend.allocate_tensor(nbytes, dtype=torch.uint8, device=device)
+
+    return allocate
+
+
+def _symmetric(group: dist.ProcessGroup) -> Allocate:
+    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one order."""
+
+    def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+        pool = symm_mem.get_mem_pool(device)
+        with torch.get_device_module(device).use_mem_pool(pool):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        symm_mem.rendezvous(memory, group=group.group_name)
+        return memory
+
+    return allocate
+
+
+_allocators = {Memory.PROCESS_GROUP: _from_process_group, Memory.SYMMETRIC: _symmetric}
+
+
+class _CommTransport(StreamTransport):
+    """A program's own collectives. What they return is waited for; labels travel unread."""
+
+    receive_chunks = 1  # the output of a reduce-scatter is not part of its input, as under FSDP2
+
+    def __init__(self, group: dist.ProcessGroup, comm: Any) -> None:
+        super().__init__(group)
+        self._comm = comm
+
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+        """See `Transport.all_gather`. Capture: as safe as the program's own."""
+        own = staging.parts[self.rank]
+        if chunk.data_ptr() != own.data_ptr():
+            own.copy_(chunk)  # the protocol's input lies in its output
+
+        def call() -> dist.Work | None:
+            work: dist.Work | None = self._comm(
+                output_tensor=staging.whole, input_tensor=own, group=self.group, async_op=False
+            )
+            return work
+
+        return self.started(call, own, list(staging.parts), label.what)
+
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+        """See `Transport.reduce_scatter`: always a sum."""
+        out = receive.parts[0]
+
+        def call() -> dist.Work | None:
+            work: dist.Work | None = self._comm(
+                output_tensor=out,
+                input_tensor=send.whole,
+                group=self.group,
+                op=dist.ReduceOp.SUM,
+                async_op=False,
+            )
+            return work
+
+        return self.started(call, out, [out], label.what)

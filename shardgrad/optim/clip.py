@@ -1,0 +1,76 @@
+"""Clipping gradients by their norm, without a host read and without writing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from shardgrad.errors import GradientError, OptionError
+from shardgrad.optim.norms import norm_of
+from shardgrad.optim.selection import select
+
+__all__ = ["clip_grad_norm_"]
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scales gradients so that their norm over all ranks is at most `max_norm`.
+
+    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is not
+    written: the optimizers of `shardgrad.optim` multiply by it in their own pass, and whoever else reads a
+    `param.grad` finds the clipped values ([Note: Owed factor] in `engine/pending_scale.py`). Only where
+    part of a
+    unit's gradients is clipped are those multiplied at once. If a gradient is not finite, the optimizers of
+    `shardgrad.optim` skip their next step. (The verdict is kept with the shards: an optimizer over a model
+    without any unit has to be given `check_finite=True`.)
+
+    Args:
+        parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
+        max_norm: the limit; `inf` only measures.
+        norm_type: 2, 1, `inf`, or any other p >= 0.
+        error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
+
+    Returns:
+        The norm before clipping, a float32 device scalar, the same on every rank.
+
+    Streams:
+        One pass over each gradient shard and one all-reduce of two numbers for each group of ranks, on the
+        current stream. A collective: every rank must call it.
+
+    Capture:
+        Safe after a first call, without `error_if_nonfinite`.
+
+    Raises:
+        GradientError: `error_if_nonfinite` and the norm is not finite; or a gradient is sparse.
+        OptionError: `max_norm` is negative or not a number, or there is no such norm.
+    """
+    if not max_norm >= 0:
+        raise OptionError(
+            "max_norm must not be negative", expected="a number >= 0, or inf", got=repr(max_norm)
+        )
+    params: list[torch.Tensor]
+    if isinstance(parameters, nn.Module):
+        params = list(parameters.parameters())
+    else:
+        params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    gradients = select(params)
+    device = params[0].device if params else torch.device("cpu")
+    norm, nonfinite = norm_of(gradients, float(norm_type), device)
+    if error_if_nonfinite and nonfinite.item():
+        raise GradientError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+            "cannot be clipped.",
+            expected="finite gradients",
+            got=f"a norm of {norm.item()}",
+            fix="error_if_nonfinite=False; shardgrad.optim then skips the step",
+        )
+    if max_norm != float("inf"):
+        gradients.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

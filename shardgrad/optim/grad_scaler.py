@@ -1,0 +1,289 @@
+"""Loss scaling for fp16, without a host read."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from shardgrad.engine.streams import is_capturing
+from shardgrad.errors import CaptureError, OptionError
+from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.optim.norms import find_nonfinite
+from shardgrad.optim.selection import select
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler:
+    """Multiplies a loss so that fp16 gradients do not vanish, and takes the factor out again.
+
+    Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and clipping,
+    `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on the device, and
+    gradients are not written: they owe the inverse of the scale ([Note: Owed factor] in
+    `engine/pending_scale.py`).
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: what the scale is multiplied by after `growth_interval` good steps in a row.
+        backoff_factor: what it is multiplied by after a step that was skipped.
+        growth_interval: steps.
+        enabled: False makes every method do nothing but what the loop needs.
+
+    Raises:
+        OptionError: a factor outside its range.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not (
+            growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and init_scale > 0 and growth_interval > 0
+        ):
+            raise OptionError(
+                "the loss scaler's settings are outside their ranges",
+                expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval > 0",
+                got=f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r}, {growth_interval!r}",
+                fix="shardgrad.GradScaler()",
+            )
+        self._growth_factor = growth_factor
+        self._backoff_factor = backoff_factor
+        self._growth_interval = growth_interval
+        self._enabled = enabled
+        self._initial = (init_scale, 0)
+        self._scale: torch.Tensor | None = None
+        self._good_steps: torch.Tensor
+        # Per optimizer since the last `update`: what was found in its gradients.
+        self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = weakref.WeakKeyDictionary()
+
+    def scale(self, outputs: Any) -> Any:
+        """Returns `outputs`, a tensor or a tree of tensors, multiplied by the scale.
+
+        Streams: the current stream of each tensor. Capture: safe after the first call.
+        """
+        if not self._enabled:
+            return outputs
+
+        def scaled(output: torch.Tensor) -> torch.Tensor:
+            return output * self._on(output.device)
+
+        return tree_map_only(torch.Tensor, scaled, outputs)
+
+    @torch.no_grad()
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Takes the scale out of the gradients of an optimizer's parameters; once between two updates.
+
+        Streams: gradients in shards are not written; others are multiplied on the current stream.
+        Capture: safe.
+
+        Raises:
+            OptionError: called twice since the last `update`.
+        """
+        if not self._enabled:
+            return
+        if optimizer in self._found:
+            raise OptionError(
+                "unscale_() has already been called on this optimizer since the last update().",
+                expected="one unscale_ between two updates",
+                got="a second one, or one after step()",
+                fix="scaler.update() at the end of the iteration",
+            )
+        gradients = select(_params(optimizer))
+        gradients.multiply(self._on(_device_of(optimizer)).reciprocal())
+        self._found[optimizer] = None
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Takes a step, or skips it on every rank if a gradient of any rank is not finite.
+
+        Optimizers of `shardgrad.optim` skip on the device. For others the host waits for the verdict.
+
+        Streams: unless clipping has looked at the gradients already, one pass over them and one all-reduce of
+            two numbers, on the current stream. A collective.
+        Capture: safe with an optimizer of `shardgrad.optim`.
+
+        Raises:
+            OptionError: called twice since the last `update`, or with a closure.
+        """
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if args or "closure" in kwargs:
+            raise OptionError(
+                "Closure use is not currently supported if GradScaler is enabled.",
+                expected="step(optimizer)",
+                got="a closure, whose gradients would be scaled",
+                fix="compute the gradients before step()",
+            )
+        if self._found.get(optimizer) is not None:
+            raise OptionError(
+                "step() has already been called since the last update().",
+                expected="one step of each optimizer between two updates",
+                got=f"a second one of {type(optimizer).__name__}",
+                fix="scaler.update() at the end of the iteration",
+            )
+        if optimizer not in self._found:
+            self.unscale_(optimizer)
+        found = self._found[optimizer] = _verdict(optimizer)
+        if isinstance(optimizer, FlatOptimizer):
+            optimizer.found_inf = found  # type: ignore[attr-defined]
+            try:
+                return optimizer.step(**kwargs)
+            finally:
+                del optimizer.found_inf  # type: ignore[attr-defined]
+        return None if found.item() else optimizer.step(**kwargs)
+
+    @torch.no_grad()
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Ends an iteration: the scale shrinks after a skipped step and grows after many good ones.
+
+        Args:
+            new_scale: the next scale, instead.
+
+        Streams: the current stream. Capture: safe.
+
+        Raises:
+            OptionError: no step since the last update.
+        """
+        if not self._enabled:
+            return
+        verdicts = [found for found in self._found.values() if found is not None]
+        self._found.clear()
+        if new_scale is not None:
+            if self._scale is None:
+                self._initial = (float(new_scale), 0)
+            elif isinstance(new_scale, torch.Tensor):
+                self._scale.copy_(new_scale)
+            else:
+                self._scale.fill_(new_scale)
+            return
+        if not verdicts or self._scale is None:
+            raise OptionError(
+                "No inf checks were recorded prior to update.",
+                expected="scaler.scale(loss) and scaler.step(optimizer) before scaler.update()",
+                got="neither, since the last update",
+                fix="scaler.step(optimizer)",
+            )
+        found = sum(verdicts[1:], verdicts[0])
+        torch._amp_update_scale_(
+            self._scale,
+            self._good_steps,
+            found,
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+        )
+
+    def _on(self, device: torch.device) -> torch.Tensor:
+        """Returns the scale, float32, making it on this device at the first call."""
+        if self._scale is None:
+            if is_capturing(device):
+                raise CaptureError(
+                    "a loss scaler meets its first loss while a graph is being captured",
+                    expected="one iteration before the capture",
+                    got="a scale that every replay would set back to where it began",
+                    fix="one iteration as warm-up",
+                )
+            scale, good_steps = self._initial
+            self._scale = torch.full((), scale, dtype=torch.float32, device=device)
+            self._good_steps = torch.full((), good_steps, dtype=torch.int32, device=device)
+        return self._scale.to(device)
+
+    # -- for graphs -------------------------------------------------------------------------------------
+
+    def facts(self) -> Hashable:
+        """Returns what the host decides by: settings, and which optimizers were unscaled since `update`."""
+        settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
+        return settings, self._scale is None, tuple(map(id, self._found))
+
+    def image(self) -> Callable[[], None]:
+        """Returns a function that puts the host's side back into its present state."""
+        found = dict(self._found)
+
+        def restore() -> None:
+            self._found.clear()
+            self._found.update(found)
+
+        return restore
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the scale and the count of good steps."""
+        if self._scale is not None:
+            yield "loss scale", self._scale
+            yield "good steps of the loss scale", self._good_steps
+
+    # -- reading and saving -----------------------------------------------------------------------------
+
+    def get_scale(self) -> float:
+        """Returns the scale; the host waits for the device."""
+        if not self._enabled:
+            return 1.0
+        return self._initial[0] if self._scale is None else float(self._scale.item())
+
+    def is_enabled(self) -> bool:
+        """Returns whether the scaler does anything."""
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` takes, with the keys of `torch.amp.GradScaler`."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self.get_scale(),
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+            "_growth_tracker": self._initial[1] if self._scale is None else int(self._good_steps.item()),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Loads a state of this class or of `torch.amp.GradScaler`, in place.
+
+        Raises:
+            OptionError: the state is empty, that of a disabled scaler.
+        """
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise OptionError(
+                "The source state dict is empty, possibly because it was saved from a disabled GradScaler.",
+                expected="the state of an enabled scaler",
+                got="{}",
+                fix="GradScaler(enabled=False)",
+            )
+        self._growth_factor = float(state_dict["growth_factor"])
+        self._backoff_factor = float(state_dict["backoff_factor"])
+        self._growth_interval = int(state_dict["growth_interval"])
+        self._initial = (float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
+        if self._scale is not None:
+            self._scale.fill_(self._initial[0])
+            self._good_steps.fill_(self._initial[1])
+
+
+def _params(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _device_of(optimizer: Optimizer) -> torch.device:
+    return _params(optimizer)[0].device
+
+
+def _verdict(optimizer: Optimizer) -> torch.Tensor:
+    """Returns a float32 device scalar, above zero if the optimizer's gradients are not finite.
+
+    A norm that was computed since the gradients came knows already.
+    """
+    params = _params(optimizer)
+    gradients = select(params)
+    known = {id(s.shard.nonfinite): s.shard.nonfinite for s in gradients.selections}
+    verdicts = [verdict for verdict in known.values() if verdict is not None]
+    if gradients.plain or not known or len(verdicts) < len(known):
+        return find_nonfinite(params, params[0].device)
+    return sum(verdicts[1:], verdicts[0])

@@ -1,0 +1,198 @@
+"""Norms over gradients, without a host read: one pass over each shard, then one small all-reduce.
+
+Shards of one group of ranks are added up before they travel, so a model on one mesh needs a single message of
+two numbers; replicas (HSDP) hold the same gradients and are not counted twice. Sums are float64 and their
+order is fixed, so a norm is the same bits from run to run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from shardgrad import ops
+from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.engine.transports import reaches
+from shardgrad.errors import GradientError, OptionError
+from shardgrad.optim.selection import Gradients, select
+from shardgrad.sharding.param_sharding import groups_cut_over
+
+__all__ = ["find_nonfinite", "norm_of"]
+
+_WHAT = "all-reduce of the gradients' norm"
+
+# A norm's value and its count of non-finite elements, and the groups of ranks it must be summed over.
+_Part = tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
+
+
+def norm_of(
+    gradients: Gradients, norm_type: float, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes a norm over all gradients of all ranks.
+
+    Args:
+        gradients: this rank's.
+        norm_type: 0, a positive number, or an infinity.
+        device: of the result, if there are no gradients.
+
+    Returns:
+        (norm, nonfinite), float32 device scalars, the same on every rank; `nonfinite` is above zero if any
+        element, or the norm, is an infinity or a NaN. The shards remember `nonfinite`.
+
+    Streams: the current stream; collectives are joined by it.
+    Capture: safe once the process group has been used.
+
+    Raises:
+        OptionError: an unknown kind of norm.
+    """
+    if math.isnan(norm_type) or (norm_type < 0 and not math.isinf(norm_type)):
+        raise OptionError(
+            "there is no norm of this type",
+            expected="0, a positive number, or an infinity",
+            got=repr(norm_type),
+            fix="norm_type=2.0",
+        )
+    parts = _parts(gradients, norm_type)
+    if not parts:
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        return zero, zero
+    total, count = _over_ranks(parts, norm_type).unbind()
+    norm = total if norm_type == 0 or math.isinf(norm_type) else total.pow(1.0 / norm_type)
+    nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
+    for selection in gradients.selections:
+        selection.shard.nonfinite = nonfinite
+    return norm.float(), nonfinite
+
+
+def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Returns a float32 device scalar, above zero on every rank if any gradient of any is not finite.
+
+    Streams and capture: as `norm_of`.
+    """
+    return norm_of(select(params), math.inf, device)[1]
+
+
+def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
+    parts: list[_Part] = []
+    groups: tuple[dist.ProcessGroup, ...]
+    scratch: dict[torch.device, torch.Tensor] = {}
+    for selection in gradients.selections:
+        shard = selection.shard
+        for groups, places in shard.spread(selection.places).items():
+            rows, tiles = shard.table(places)
+            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.owed, scratch)
+            parts.append((value, groups))
+    for grad in gradients.plain:
+        groups = ()
+        if isinstance(grad, DTensor):
+            groups = _sharding_groups(grad)
+            grad = grad.to_local()
+        if grad.layout is not torch.strided:
+            raise GradientError(
+                "a gradient has no norm here",
+                expected="a dense gradient",
+                got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
+                fix="sparse=False in the embedding",
+            )
+        flat = grad.detach().contiguous().view(-1)
+        one = torch.ones(1, dtype=torch.float32, device=flat.device)
+        table, tiles = _table_of_one(flat.numel(), flat.device)
+        parts.append((_local_norm(flat, one, table, tiles, norm_type, None, scratch), groups))
+    return parts
+
+
+@lru_cache(maxsize=1024)
+def _table_of_one(numel: int, device: torch.device) -> tuple[torch.Tensor, int]:
+    """Returns the table for a tensor by itself; kept, so that a capture finds it on the device."""
+    with torch.inference_mode(mode=False):
+        rows, tiles = ops.segment_rows([(0, 0, 0, numel, 0, 0)])
+        return rows.to(device), tiles
+
+
+def _local_norm(
+    flat: torch.Tensor,
+    touched: torch.Tensor,
+    rows: torch.Tensor,
+    tiles: int,
+    norm_type: float,
+    scale: torch.Tensor | None,
+    scratch: dict[torch.device, torch.Tensor],
+) -> torch.Tensor:
+    device = flat.device
+    if device not in scratch:
+        scratch[device] = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=device)
+    out = torch.empty(2, dtype=torch.float64, device=device)
+    ops.norm_(
+        out,
+        scratch[device],
+        flat=flat,
+        touched=touched,
+        rows=rows,
+        tiles=tiles,
+        norm_type=norm_type,
+        scale=scale,
+    )
+    return out
+
+
+def _sharding_groups(grad: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups over which another library's DTensor is cut."""
+    if any(placement.is_partial() for placement in grad.placements):
+        raise GradientError(
+            "a gradient is still a sum to be done",
+            expected="a DTensor that is sharded or replicated",
+            got=f"placements {grad.placements}",
+            fix="grad.redistribute(...) before clipping",
+        )
+    return groups_cut_over(grad)
+
+
+def _over_ranks(parts: Sequence[_Part], norm_type: float) -> torch.Tensor:
+    """Adds up (or takes the extreme of) all parts, those of the same ranks before they travel."""
+    by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
+    for value, groups in parts:
+        by_groups.setdefault(groups, []).append(value)
+    sums = []
+    for groups, values in by_groups.items():
+        value = _combined(values, norm_type)
+        for group in groups:
+            _all_reduce(value, group, norm_type)
+        sums.append(value)
+    return _combined(sums, norm_type)
+
+
+def _combined(values: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    if len(values) == 1:
+        return values[0]
+    stacked = torch.stack([value.to(values[0].device) for value in values])
+    if not math.isinf(norm_type):
+        return stacked.sum(0)
+    totals, counts = stacked.unbind(1)
+    return torch.stack([totals.amax() if norm_type > 0 else totals.amin(), counts.sum()])
+
+
+def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float) -> None:
+    if not reaches(group, value.device):  # gradients on the host, and a backend for devices only
+        device = torch.accelerator.current_accelerator()
+        there = value.to(device)
+        _all_reduce(there, group, norm_type)
+        value.copy_(there)
+        return
+    if not math.isinf(norm_type):
+        with journal.line(group).awaited(_WHAT, value):
+            dist.all_reduce(value, group=group)
+        return
+    # One message: an extreme and a count. A minimum is a maximum of the opposite; what NaN becomes in a
+    # backend's maximum is not defined, so it travels as an infinity, and the count tells.
+    sign = math.copysign(1.0, norm_type)
+    total, count = value.unbind()
+    message = torch.stack([(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count])
+    with journal.line(group).awaited(_WHAT, message):
+        dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    total, count = message.unbind()
+    value.copy_(torch.stack([total * sign, count]))

@@ -1,0 +1,103 @@
+"""Which gradients belong to a set of parameters, and what is done to all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.param import ManagedParam, managed_by
+from shardgrad.engine.param_group import ParamGroup
+
+__all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Gradients chosen from one shard.
+
+    Attributes:
+        shard: where they are.
+        places: their indices.
+        is_whole: True if no other parameter of the shard has a gradient.
+    """
+
+    shard: GradientShard
+    places: tuple[int, ...]
+    is_whole: bool
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a set of parameters has for gradients.
+
+    Attributes:
+        selections: those in gradient shards, in the order of the parameters.
+        plain: those of parameters that no unit shards.
+    """
+
+    selections: list[Selection]
+    plain: list[torch.Tensor]
+
+    def multiply(self, factor: torch.Tensor) -> None:
+        """Multiplies all of them: those of whole shards later, by whoever reads them, others at once.
+
+        Args:
+            factor: float32 device scalar; kept. See [Note: Owed factor] in `engine/pending_scale.py`.
+
+        Streams: the current stream. Capture: safe.
+        """
+        at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
+        for selection in self.selections:
+            if selection.is_whole:
+                selection.shard.owe(factor)
+            else:
+                selection.shard.pay()
+                at_once += [selection.shard.view(place) for place in selection.places]
+        if at_once:
+            torch._foreach_mul_(at_once, factor)
+
+
+def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradientShard | None:
+    """Returns a group's gradient shard; None if there has been no backward and nothing was assigned."""
+    if not group.has_gradients:
+        attribute = group.gradient_policy.attribute
+        if all(getattr(param, attribute, None) is None for param in params):
+            return None
+        if group.gradient_layout is None:
+            group.refresh_trainable()
+    return group.gradients()
+
+
+def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns the gradient of a parameter that no unit shards: `.grad`, else `.decoupled_grad`."""
+    return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
+
+
+def select(params: Iterable[torch.Tensor]) -> Gradients:
+    """Finds the gradients of parameters, and makes the device's flags agree with what is bound to them.
+
+    Raises:
+        ForeignParameterError: a gradient is not sharded like its parameter.
+    """
+    by_group: dict[ParamGroup, list[ManagedParam]] = {}
+    plain = []
+    for param in dict.fromkeys(params):
+        managed = managed_by(param)
+        if managed is not None:
+            by_group.setdefault(managed.group, []).append(managed)
+        elif (grad := plain_gradient(param)) is not None:
+            plain.append(grad)
+    selections = []
+    for group, members in by_group.items():
+        shard = gradients_of(group, [managed.sharded for managed in members])
+        if shard is None:
+            continue
+        live = shard.settle(range(shard.count))
+        places = [shard.place_of(managed.sharded) for managed in members]
+        chosen = tuple(place for place in places if place is not None)
+        selections.append(Selection(shard, chosen, sum(live) == sum(live[place] for place in chosen)))
+    return Gradients(selections, plain)

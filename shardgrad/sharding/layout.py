@@ -1,0 +1,238 @@
+"""Where every element of a group lives: shapes and a world size in, integers out.
+
+A group of parameters that travel together is packed so that each rank holds one contiguous *chunk*, and a
+parameter's piece sits at the same offset in every rank's chunk. With three parameters on two ranks:
+
+      chunk of rank 0:  | A rows 0..a | pad | B rows 0..b | pad | C ... | pad | tail |
+      chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
+
+Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor; trailing
+ranks may hold short or empty ones. A parameter may be cut along another dim instead, evenly: its piece is
+then contiguous by itself, but no longer a range of the whole, and is moved by `strided_pack.py`. Every piece
+starts on a multiple of `alignment` elements, so that every pointer handed to a collective or a kernel is
+aligned (NCCL falls off its fast path otherwise, nccl#413).
+
+The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
+`engine/scheduler.py`), and ends in the chunk's label ([Note: Labels] in `engine/message_tag.py`).
+
+Parameters that travel by themselves ([Note: Direct parameters] in `zero_copy.py`) come first in a chunk, so
+that what is left to be packed into one message is the end of it, and a layout of its own.
+
+In the flat unsharded buffer parameters lie whole, one after the other, aligned the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from shardgrad.engine.message_tag import LABEL_NUMEL
+
+__all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
+
+ALIGNMENT_NBYTES = 128
+
+
+def alignment_numel(dtypes: Sequence[torch.dtype]) -> int:
+    """Returns the number of elements whose size is a multiple of 128 bytes in each of `dtypes`."""
+    return ALIGNMENT_NBYTES // min(dtype.itemsize for dtype in dtypes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place; offsets and counts in elements.
+
+    Attributes:
+        shape: of the whole.
+        shard_rows: rows of the dim it is cut along that a full piece has, `ceil(shape[dim] / world_size)`.
+        shard_numel: elements of a full piece.
+        span: elements reserved in a chunk, `shard_numel` rounded up.
+        shard_offset: first element inside a chunk.
+        unsharded_offset: first element inside the flat unsharded buffer.
+        dim: along which it is cut.
+    """
+
+    shape: tuple[int, ...]
+    shard_rows: int
+    shard_numel: int
+    span: int
+    shard_offset: int
+    unsharded_offset: int
+    dim: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> int:
+        """Ranges of the whole that one piece consists of; 1 if it is cut along its outermost dim."""
+        return math.prod(self.shape[: self.dim])
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Returns the half-open range of `dim` that `rank` holds, as `torch.chunk` cuts it."""
+        begin = min(rank * self.shard_rows, self.shape[self.dim])
+        return begin, min(begin + self.shard_rows, self.shape[self.dim])
+
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns the part of a whole parameter that `rank` holds; a view, with gaps if cut crosswise."""
+        begin, end = self.rows(rank)
+        return whole.narrow(self.dim, begin, end - begin)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of the piece of `rank`; `dim` may have no rows."""
+        begin, end = self.rows(rank)
+        return (*self.shape[: self.dim], end - begin, *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        """Returns the elements `rank` really holds, at most `shard_numel`."""
+        return math.prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`.
+
+    Attributes:
+        world_size: ranks, each with a chunk.
+        alignment: elements.
+        pieces: of all parameters, in the order given.
+        tail_offset: elements before the tail.
+        chunk_numel: of one rank's chunk, the tail included.
+        unsharded_numel: of the flat unsharded buffer.
+        direct: indices of the parameters that travel by themselves; their pieces come first in a chunk.
+    """
+
+    world_size: int
+    alignment: int
+    pieces: tuple[Piece, ...]
+    tail_offset: int
+    chunk_numel: int
+    unsharded_numel: int
+    direct: tuple[int, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        shapes: Sequence[Sequence[int]],
+        world_size: int,
+        *,
+        alignment: int,
+        with_flags: bool,
+        dims: Sequence[int] | None = None,
+        direct: Sequence[bool] = (),
+    ) -> ShardLayout:
+        """Packs parameters, direct ones first, else in the order given.
+
+        Args:
+            shapes: global shapes, each with at least one dimension.
+            world_size: ranks the group is cut over.
+            alignment: elements; see `alignment_numel`.
+            with_flags: reserve one element per parameter behind the pieces.
+            dims: along which each is cut; None for dim 0. A dim other than 0 has to divide evenly.
+            direct: whether each travels by itself; nothing if none does.
+        """
+        pieces = []
+        unsharded_offset = 0
+        for shape, dim in zip(map(tuple, shapes), dims or [0] * len(shapes), strict=True):
+            shard_rows = -(-shape[dim] // world_size)
+            shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
+            span = _round_up(shard_numel, alignment)
+            pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
+            unsharded_offset += _round_up(math.prod(shape), alignment)
+        first = [i for i, travels_alone in enumerate(direct) if travels_alone]
+        shard_offset = 0
+        for i in dict.fromkeys((*first, *range(len(pieces)))):
+            pieces[i] = replace(pieces[i], shard_offset=shard_offset)
+            shard_offset += pieces[i].span
+        tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
+        return cls(
+            world_size,
+            alignment,
+            tuple(pieces),
+            tail_offset=shard_offset,
+            chunk_numel=shard_offset + tail_numel,
+            unsharded_numel=unsharded_offset,
+            direct=tuple(first),
+        )
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """Indices of the parameters that are not direct."""
+        return tuple(sorted({*range(len(self.pieces))}.difference(self.direct)))
+
+    @cached_property
+    def packed_offset(self) -> int:
+        """Elements of a chunk before the first parameter that is not direct."""
+        return sum(self.pieces[i].span for i in self.direct)
+
+    @cached_property
+    def packed(self) -> ShardLayout:
+        """The layout of the other parameters and the tail: of chunks without their first `packed_offset`."""
+        if not self.direct:
+            return self
+        skipped = self.packed_offset
+        rest = (self.pieces[i] for i in self.others)
+        return replace(
+            self,
+            pieces=tuple(replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest),
+            tail_offset=self.tail_offset - skipped,
+            chunk_numel=self.chunk_numel - skipped,
+            direct=(),
+        )
+
+    @cached_property
+    def straight(self) -> tuple[int, ...]:
+        """Indices of the parameters of which every piece is one range of the whole."""
+        return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
+
+    @cached_property
+    def crosswise(self) -> tuple[int, ...]:
+        """Indices of the others, which `strided_pack.py` moves."""
+        return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int64 CPU tensor [straight parameters, 5] that pack and unpack kernels read (`ops/movement.py`)."""
+        rows = [
+            [p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset]
+            for p in self.pieces
+            if p.blocks <= 1
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)
+
+    @cached_property
+    def table_with_tail(self) -> torch.Tensor:
+        """`table` and a row for the tail, which is packed like a parameter with `tail_numel` rows a rank."""
+        tail = [self.tail_numel * self.world_size, self.tail_numel, self.tail_numel, self.tail_offset, 0]
+        return torch.cat([self.table, torch.tensor([tail], dtype=torch.int64, device="cpu")])
+
+    @property
+    def tail_numel(self) -> int:
+        """Elements of the tail; the last `LABEL_NUMEL` are the label."""
+        return self.chunk_numel - self.tail_offset
+
+    @property
+    def padding_numel(self) -> int:
+        """Elements of a chunk that hold no parameter on a rank with full pieces."""
+        return self.chunk_numel - sum(p.shard_numel for p in self.pieces)
+
+    def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Cuts a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
+        return [
+            chunk.narrow(0, p.shard_offset, p.local_numel(rank)).view(p.local_shape(rank))
+            for p in self.pieces
+        ]
+
+    def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Cuts a flat unsharded buffer (1-D, `unsharded_numel`) into whole parameters without copying."""
+        return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]

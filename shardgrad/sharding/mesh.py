@@ -1,0 +1,264 @@
+"""What the engine needs of a device mesh: who shards, who replicates, and as which rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate
+
+from shardgrad.errors import MeshError, MeshNamesError, OptionError
+
+__all__ = ["DataParallelMesh", "SpmdAxes", "TwoLevels", "default_mesh"]
+
+
+@dataclass(frozen=True)
+class SpmdAxes:
+    """A mesh that has more axes than the data-parallel ones, and which those are.
+
+    Attributes:
+        mesh: all axes, named.
+        shard_axes: indices of those that parameters are cut over.
+        replicate_axes: indices of those that hold replicas.
+    """
+
+    mesh: DeviceMesh
+    shard_axes: tuple[int, ...]
+    replicate_axes: tuple[int, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of all axes."""
+        return tuple(self.mesh.mesh_dim_names or ())
+
+
+@dataclass(frozen=True)
+class TwoLevels:
+    """The axes that messages go over, one at a time. See [Note: Two levels] in `features/hfsdp.py`."""
+
+    outer: dist.ProcessGroup
+    inner: dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class DataParallelMesh:
+    """One or two mesh axes seen as a shard group and, for HSDP, a replicate group.
+
+    Attributes:
+        mesh: 1-D (FSDP, or replicas only), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
+        shard_group: ranks that hold different pieces; `shard_rank` of `shard_size`.
+        replicate_group: ranks that hold the same piece, or None for FSDP.
+        device: where parameters of this rank compute.
+        spmd: the mesh that `mesh` is part of and parameters lie on, if `dp_mesh_dims` named its axes.
+        levels: the two axes of which `mesh` is made, if it shards over both; else None.
+    """
+
+    mesh: DeviceMesh
+    shard_group: dist.ProcessGroup
+    shard_rank: int
+    shard_size: int
+    replicate_group: dist.ProcessGroup | None
+    replicate_size: int
+    device: torch.device
+    spmd: SpmdAxes | None = None
+    levels: TwoLevels | None = None
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
+        """Reads a mesh.
+
+        Raises:
+            MeshError: the mesh is not 1-D or 2-D.
+            MeshNamesError: a 2-D mesh has no axis names.
+        """
+        if not isinstance(mesh, DeviceMesh):
+            raise OptionError(
+                "mesh must be a DeviceMesh",
+                expected="torch.distributed.device_mesh.DeviceMesh, or None for all ranks",
+                got=repr(mesh),
+                fix="init_device_mesh(device_type, (world_size,))",
+            )
+        if mesh.ndim not in (1, 2):
+            raise MeshError(
+                f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}",
+                expected="1 axis (FSDP) or 2 named axes (HSDP: replicate, shard)",
+                got=f"{mesh.ndim} axes",
+                fix="pass one axis of the mesh, for example mesh['shard']",
+            )
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise MeshNamesError(
+                "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+                expected="names for both axes",
+                got="mesh_dim_names=None",
+                fix="init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))",
+            )
+        shard_axis = mesh.ndim - 1
+        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(
+            mesh=mesh,
+            shard_group=mesh.get_group(shard_axis),
+            shard_rank=mesh.get_local_rank(shard_axis),
+            shard_size=mesh.size(shard_axis),
+            replicate_group=replicate_group,
+            replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
+            device=_device_of(mesh),
+        )
+
+    @classmethod
+    def of_named_axes(cls, mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
+        """Takes the data-parallel axes out of a mesh that has others too.
+
+        Several axes of one kind are seen as one. Creates process groups on the first call for a mesh, so
+        every rank must call it.
+
+        Args:
+            mesh: with axis names.
+            dims: torch's `DataParallelMeshDims`.
+
+        Raises:
+            MeshError: an axis is unknown, or named twice, or none is named.
+        """
+        names = tuple(mesh.mesh_dim_names or ())
+        shard, replicate = tuple(dims.shard_names), tuple(dims.replicate_names)
+        unknown = [name for name in shard + replicate if name not in names]
+        if unknown or len({*shard, *replicate}) < len(shard + replicate) or not shard + replicate:
+            raise MeshError(
+                f"Mesh dim name {unknown[0]!r} not found in mesh.mesh_dim_names {names}"
+                if unknown
+                else "dp_mesh_dims has to name each data-parallel axis once",
+                expected=f"axes among {names or 'the names of the mesh, which has none'}",
+                got=repr(dims),
+                fix="DataParallelMeshDims(shard='dp') for an axis called 'dp'",
+            )
+        spmd = SpmdAxes(mesh, tuple(map(names.index, shard)), tuple(map(names.index, replicate)))
+        if not shard:
+            return cls._of_replicas(_one_axis(mesh, replicate), spmd)
+        parts = [_one_axis(mesh, axes) for axes in (replicate, shard) if axes]
+        joined = parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts)
+        return replace(cls.of(joined), spmd=spmd)
+
+    @classmethod
+    def _of_replicas(cls, mesh: DeviceMesh, spmd: SpmdAxes) -> DataParallelMesh:
+        alone = _group_of_one(dist.group.WORLD)
+        return cls(mesh, alone, 0, 1, mesh.get_group(0), mesh.size(0), device=_device_of(mesh), spmd=spmd)
+
+    @classmethod
+    def of_info(cls, info: Any) -> DataParallelMesh:
+        """Reads torch's `FSDPMeshInfo` or `HSDPMeshInfo`, which a `ShardPlacementResult` brings.
+
+        Raises:
+            MeshError: its axes are in another order than replicate, shard.
+        """
+        if getattr(info, "dp_mesh_dims", None) is not None:
+            return cls.of_named_axes(info.spmd_mesh, info.dp_mesh_dims)
+        expected = (None, 0) if info.mesh.ndim == 1 else (0, 1)
+        got = (info.replicate_mesh_dim, info.shard_mesh_dim)
+        if got != expected:
+            raise MeshError(
+                "the axes of a ShardPlacementResult's mesh_info are not those of FSDP or HSDP",
+                expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or "
+                "HSDPMeshInfo(mesh_2d, replicate_mesh_dim=0, shard_mesh_dim=1)",
+                got=f"replicate_mesh_dim={got[0]}, shard_mesh_dim={got[1]} of {info.mesh}",
+                fix="pass the axes it means as a mesh of their own",
+            )
+        return cls.of(info.mesh)
+
+    def placements(self, cut: Placement) -> tuple[Placement, ...]:
+        """Returns the placements on `mesh` of a parameter that is cut over the shard group as `cut` says."""
+        replicas = () if self.replicate_group is None else (Replicate(),)
+        return replicas if len(replicas) == self.mesh.ndim else (*replicas, cut)
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks a gradient is averaged over."""
+        return self.shard_size * self.replicate_size
+
+    def over_both_axes(self) -> DataParallelMesh:
+        """Returns the mesh that shards over all ranks of this HSDP mesh, one axis after the other.
+
+        Creates a process group on the first call for a mesh, so every rank must call it.
+
+        Raises:
+            OptionError: the mesh has one axis only.
+        """
+        if self.mesh.ndim != 2:
+            raise OptionError(
+                'zero_stage="hfsdp" needs a second axis to shard optimizer states over',
+                expected="2 named axes: outer, inner",
+                got=f"{self.mesh}",
+                fix="init_device_mesh(device, (machines, ranks_of_each), mesh_dim_names=('outer', 'inner'))",
+            )
+        return _flattened(self.mesh, TwoLevels(self.mesh.get_group(0), self.mesh.get_group(1)))
+
+    @property
+    def gather_group(self) -> dist.ProcessGroup:
+        """The ranks that whole parameters are gathered from."""
+        return self.shard_group if self.levels is None else self.levels.inner
+
+    def subdivide(self, size: int) -> DataParallelMesh:
+        """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int reshard.
+
+        Creates process groups on the first call for a mesh and size, so every rank must call it.
+
+        Raises:
+            OptionError: `size` does not divide the shard group.
+        """
+        if size < 1 or self.shard_size % size:
+            raise OptionError(
+                f"If passing reshard_after_forward as an int, it should be a factor of {self.shard_size}, "
+                f"not {size}",
+                expected=f"a divisor of the shard group's size {self.shard_size}",
+                got=str(size),
+                fix="reshard_after_forward=True, False, or such a divisor",
+            )
+        return _subdivided(self.mesh, self.shard_group, size)
+
+
+# Keys name process groups too: in another world, which comes after this one, equal meshes have other groups.
+
+
+@lru_cache(maxsize=64)
+def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParallelMesh:
+    grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
+    return DataParallelMesh.of(grid["shard"])
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """Returns axes of a mesh as one; torch keeps what it has flattened once."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+@lru_cache(maxsize=4)
+def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns a process group that this rank is alone in; nobody else has to take part in making it."""
+    alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
+    return alone
+
+
+@lru_cache(maxsize=64)
+def _flattened(mesh: DeviceMesh, levels: TwoLevels) -> DataParallelMesh:
+    names = mesh.mesh_dim_names or ()
+    flat = DeviceMesh(mesh.device_type, mesh.mesh.reshape(-1), mesh_dim_names=("_".join(names),))
+    return replace(DataParallelMesh.of(flat), levels=levels)
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def default_mesh() -> DeviceMesh:
+    """Returns a 1-D mesh over all ranks, starting the default process group if nobody has."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    device_type = "cpu" if accelerator is None else accelerator.type
+    backend = dist.get_backend_config(dist.group.WORLD)
+    if device_type != "cpu" and f"{device_type}:" not in str(backend):
+        device_type = "cpu"
+    return init_device_mesh(device_type, (dist.get_world_size(),))

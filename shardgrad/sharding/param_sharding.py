@@ -1,0 +1,272 @@
+"""How one parameter is cut: what of it this rank packs, along which dim, and which DTensors show it.
+
+A parameter may be a DTensor before it comes here, because tensor or expert parallelism has cut it over axes
+of its own. The engine then works on its local tensor, and its faces say both:
+
+| parameter                                | sharded face                          | unsharded face        |
+|------------------------------------------|---------------------------------------|-----------------------|
+| plain                                    | on the data-parallel mesh             | plain                 |
+| DTensor on a mesh of its own             | on both meshes, data-parallel first   | as it came            |
+| DTensor on the mesh of `dp_mesh_dims`    | on that mesh                          | as it came            |
+
+[Note: Strided shards]
+Tensor parallelism cuts first, data parallelism cuts what is left. Where both cut the same dim, the rows a
+rank holds are not those that reading the placements from left to right would give it; `_StridedShard` tells
+DTensor the true order, with the number of cuts that come before it. FSDP2 writes the same placements, so
+checkpoints of either engine load into the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
+from shardgrad.sharding.dtensor import face_over
+from shardgrad.sharding.mesh import DataParallelMesh
+
+__all__ = ["Cut", "cut_of", "groups_cut_over"]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Where a parameter lay when it came, as a DTensor.
+
+    Attributes:
+        mesh, placements: its own.
+        data_axes: those of its axes that are data-parallel; sums over them are left to the reduction.
+    """
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    data_axes: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """See the module's docstring.
+
+    Attributes:
+        shape: of what this rank packs: the parameter, or its local tensor if it came as a DTensor.
+        dim: along which that is cut over the shard group.
+        full_shape, stride: of the parameter.
+        mesh, placements: of the sharded face.
+    """
+
+    shape: tuple[int, ...]
+    dim: int
+    full_shape: torch.Size
+    stride: tuple[int, ...]
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    _whole: _Whole | None
+
+    @property
+    def came_as_dtensor(self) -> bool:
+        """True if the unsharded face, and gradients with it, are DTensors."""
+        return self._whole is not None
+
+    def face(self, local: torch.Tensor) -> DTensor:
+        """Returns the sharded face over this rank's piece."""
+        return face_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+
+    def unsharded_face(self, packed: torch.Tensor) -> torch.Tensor:
+        """Returns what compute sees over gathered memory of `shape`."""
+        if self._whole is None:
+            return packed
+        whole = self._whole
+        return face_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
+
+    def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Returns what this rank packs of an unsharded gradient; a collective if it has to be redistributed.
+
+        Compute may leave a gradient as a sum to be done over tensor-parallel ranks. It is redistributed to
+        where the parameter lies, except over data-parallel axes, which the reduce-scatter sums over.
+
+        Streams: the current one.
+        """
+        whole = self._whole
+        if whole is None:
+            return grad
+        if isinstance(grad, AsyncCollectiveTensor):
+            grad = grad.wait()
+        if not isinstance(grad, DTensor):
+            return grad  # somebody assigned the local part
+        wanted = tuple(
+            came if axis in whole.data_axes else own
+            for axis, (came, own) in enumerate(zip(grad.placements, whole.placements, strict=True))
+        )
+        if wanted != grad.placements:
+            grad = grad.redistribute(placements=wanted)
+        local: torch.Tensor = grad._local_tensor
+        return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups of more than one rank over which a DTensor is cut, in the order of its axes."""
+    mesh = tensor.device_mesh
+    return tuple(
+        mesh.get_group(axis)
+        for axis, placement in enumerate(tensor.placements)
+        if isinstance(placement, Shard | _StridedShard) and mesh.size(axis) > 1
+    )
+
+
+def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> Cut:
+    """Decides how a parameter is cut along `dim` over the shard group of `mesh`.
+
+    Raises:
+        PlacementError: it has no such dim, or lies where data parallelism cannot cut it.
+        UnsupportedParameterError: `dim` is not the outermost, and does not divide evenly.
+    """
+    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    dim = dim + param.ndim if dim < 0 else dim
+    _require_dim(local, name, mesh, dim)
+    whole: _Whole | None = None
+    if mesh.spmd is not None:
+        axes, placements, whole = _on_full_mesh(param, name, mesh, dim)
+    elif isinstance(param, DTensor):
+        _require_whole_values(param, name)
+        axes = _joined(mesh.mesh, param.device_mesh)
+        placements = (*mesh.placements(_shard(dim, param)), *param.placements)
+        whole = _Whole(param.device_mesh, tuple(param.placements), frozenset())
+    else:
+        axes, placements = mesh.mesh, mesh.placements(Shard(dim))
+    stride = torch.empty(tuple(param.shape), device="meta").stride()
+    return Cut(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
+
+
+def _joined(*meshes: DeviceMesh) -> DeviceMesh:
+    """Returns one mesh with the axes of all, the same object each time."""
+    return _joined_once(meshes, tuple(group for mesh in meshes for group in mesh.get_all_groups()))
+
+
+# Groups are part of the key: in another world, which comes after this one, equal meshes have other groups.
+@lru_cache(maxsize=256)
+def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...]) -> DeviceMesh:
+    try:
+        joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
+    except (AssertionError, RuntimeError, TypeError) as error:
+        raise MeshError(
+            "the mesh of fully_shard and that of parameters which are DTensors already do not fit together",
+            expected="disjoint axes, sliced from one mesh with axis names",
+            got=f"{' and '.join(map(str, meshes))}: {error}",
+            fix="mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')); "
+            "then mesh['tp'] for tensor parallelism and fully_shard(..., mesh=mesh['dp'])",
+        ) from error
+    return joined
+
+
+def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
+    """Returns the placement of the data-parallel axis. See [Note: Strided shards].
+
+    Args:
+        dim: of the parameter.
+        param: as it came.
+        behind: only axes of the parameter after this one come before the cut.
+    """
+    cuts = 1
+    for axis in range(behind + 1, param.device_mesh.ndim):
+        placement = param.placements[axis]
+        if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
+            cuts *= param.device_mesh.size(axis)
+    return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
+
+
+def _on_full_mesh(
+    param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
+) -> tuple[DeviceMesh, tuple[Placement, ...], _Whole]:
+    """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are data-parallel."""
+    spmd = mesh.spmd
+    if spmd is None:
+        raise RuntimeError("the mesh has no dp_mesh_dims")
+    if not isinstance(param, DTensor):
+        raise PlacementError(
+            "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh",
+            expected=f"DTensors on {spmd.mesh}",
+            got=f"a plain tensor of shape {tuple(param.shape)}",
+            where=f"parameter {name}",
+            fix="distribute_tensor(param, mesh, placements), with Replicate() on data-parallel axes",
+        )
+    if param.device_mesh != spmd.mesh:
+        raise PlacementError(
+            "Expected param's DTensor mesh to be the same mesh passed to fully_shard",
+            expected=str(spmd.mesh),
+            got=str(param.device_mesh),
+            where=f"parameter {name}",
+            fix="distribute the parameters over the mesh that fully_shard is given",
+        )
+    for axis in sorted({*spmd.shard_axes, *spmd.replicate_axes}):
+        if not isinstance(param.placements[axis], Replicate):
+            raise PlacementError(
+                f"Expected Replicate() on data-parallel axis {spmd.names[axis]!r}",
+                expected="parameters that are the same on all data-parallel ranks",
+                got=str(param.placements),
+                where=f"parameter {name}",
+                fix="leave data-parallel axes to fully_shard: Replicate() there",
+            )
+    _require_whole_values(param, name)
+    placements = list(param.placements)
+    for axis in spmd.shard_axes:
+        placements[axis] = _shard(dim, param, behind=axis)
+    whole = _Whole(spmd.mesh, tuple(param.placements), frozenset((*spmd.shard_axes, *spmd.replicate_axes)))
+    if len(spmd.shard_axes) <= 1:
+        return spmd.mesh, tuple(placements), whole
+    return *_with_one_shard_axis(mesh, placements), whole
+
+
+def _with_one_shard_axis(
+    mesh: DataParallelMesh, placements: Sequence[Placement]
+) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+    """Returns mesh and placements where all data-parallel axes have become those of `mesh.mesh`."""
+    spmd = mesh.spmd
+    if spmd is None:
+        raise RuntimeError("the mesh has no dp_mesh_dims")
+    meshes: list[DeviceMesh] = []
+    kept: list[Placement] = []
+    for axis, name in enumerate(spmd.names):
+        if axis == spmd.shard_axes[0]:
+            meshes.append(mesh.mesh)
+            kept.extend(mesh.placements(placements[axis]))
+        elif axis not in spmd.shard_axes and axis not in spmd.replicate_axes:
+            meshes.append(spmd.mesh[name])
+            kept.append(placements[axis])
+    return _joined(*meshes), tuple(kept)
+
+
+def _require_dim(local: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> None:
+    if not 0 <= dim < local.ndim:
+        raise PlacementError(
+            f"Shard dim {dim} is invalid for {local.ndim}D tensor: {name}",
+            expected=f"a dim from 0 to {local.ndim - 1}",
+            got=str(dim),
+            where=f"parameter {name} of shape {tuple(local.shape)}",
+            fix="return Shard(0), or None, from shard_placement_fn for it",
+        )
+    if dim > 0 and local.shape[dim] % mesh.shard_size:
+        raise UnsupportedParameterError(
+            f"FSDP does not support uneven sharding on dim {dim}: {name}",
+            expected=f"a size of dim {dim} that {mesh.shard_size} ranks divide",
+            got=f"shape {tuple(local.shape)}",
+            where=f"parameter {name}",
+            fix="return Shard(0), which may be uneven, from shard_placement_fn for it",
+        )
+
+
+def _require_whole_values(param: DTensor, name: str) -> None:
+    if any(placement.is_partial() for placement in param.placements):
+        raise PlacementError(
+            f"parameter {name} is still a sum to be done",
+            expected="a DTensor that is sharded or replicated",
+            got=str(param.placements),
+            where=f"parameter {name}",
+            fix="param.redistribute(...) to Replicate() before fully_shard",
+        )

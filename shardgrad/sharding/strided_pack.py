@@ -1,0 +1,102 @@
+"""Moving pieces that are cut along a later dim than the outermost.
+
+`[4, 6]` cut along dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
+four separate ranges of the whole. Seen as `[blocks, ranks, inner]` the whole is the gathered pieces,
+`[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is one copy there and one back.
+
+The ops of `ops/movement.py` move everything else, and say what these functions have in common with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from shardgrad.ops.checks import compute_dtype, divide_
+from shardgrad.sharding.layout import Piece, ShardLayout
+
+__all__ = ["pack_crosswise", "unpack_crosswise"]
+
+
+@torch.no_grad()
+def unpack_crosswise(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
+    """Puts the crosswise parameters of a layout together.
+
+    Args:
+        chunks: the chunk of each rank in order, 1-D, `layout.chunk_numel` elements of one dtype.
+        unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters lie.
+        layout: with `world_size` chunks.
+
+    Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
+    """
+    gathered = _side_by_side(chunks)
+    for piece in map(layout.pieces.__getitem__, layout.crosswise):
+        whole = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
+        whole = whole.view(piece.blocks, layout.world_size, -1)
+        if gathered is not None:
+            whole.copy_(_pieces(gathered, piece).transpose(0, 1))
+        else:
+            for rank, chunk in enumerate(chunks):
+                whole[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
+
+
+@torch.no_grad()
+def pack_crosswise(
+    grads: Sequence[torch.Tensor],
+    slot: torch.Tensor,
+    layout: ShardLayout,
+    *,
+    divisor: float,
+    accumulate: bool,
+) -> None:
+    """Cuts the crosswise gradients of a layout, and writes them, scaled and cast, into all ranks' chunks.
+
+    Args:
+        grads: one contiguous tensor per parameter of the layout; those that are not crosswise are left alone.
+            One with no elements stands for "no gradient this time".
+        slot: 1-D, `world_size * chunk_numel` elements; written where these parameters lie.
+        layout: of the chunks.
+        divisor: what gradients are divided by; a true division.
+        accumulate: add to what the slot holds; padding and missing gradients then leave it as it is.
+
+    Streams: the current one.
+    Capture: safe. Allocates only to accumulate or to divide by something else than 1.
+    """
+    chunks = slot.data.view(layout.world_size, layout.chunk_numel)
+    for i in layout.crosswise:
+        piece, grad = layout.pieces[i], grads[i]
+        if not accumulate:
+            padded_from = piece.shard_numel if grad.numel() else 0
+            if padded_from < piece.span:
+                chunks.narrow(1, piece.shard_offset + padded_from, piece.span - padded_from).zero_()
+        if not grad.numel():
+            continue
+        into = _pieces(chunks, piece)
+        value = grad.view(piece.blocks, layout.world_size, -1).transpose(0, 1)
+        if accumulate or divisor != 1:
+            value = value.to(compute_dtype(grad, slot), copy=True)
+            divide_(value, divisor)
+        if accumulate:
+            value.add_(into)
+        into.copy_(value)
+
+
+def _pieces(chunks: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the pieces that lie in chunks [ranks, chunk_numel], as [ranks, blocks, inner]."""
+    numel = piece.shard_numel
+    return chunks[:, piece.shard_offset : piece.shard_offset + numel].view(
+        len(chunks), piece.blocks, numel // piece.blocks
+    )
+
+
+def _side_by_side(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Returns chunks that follow each other in memory as one tensor [ranks, chunk_numel], else None."""
+    first, numel = chunks[0], chunks[0].numel()
+    nbytes = numel * first.itemsize
+    if any(chunk.data_ptr() != first.data_ptr() + i * nbytes for i, chunk in enumerate(chunks)):
+        return None
+    end = first.storage_offset() + len(chunks) * numel
+    if end * first.itemsize > first.untyped_storage().nbytes():
+        return None
+    return first.as_strided((len(chunks), numel), (numel, 1))

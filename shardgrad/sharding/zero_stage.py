@@ -1,0 +1,70 @@
+"""The ZeRO stages: what a rank keeps whole, and what it only has a piece of.
+
+[Note: Stages]
+Optimizer states are always cut. A stage says what else is:
+
+| stage | parameters                   | gradients                         |
+|-------|------------------------------|-----------------------------------|
+| 1     | whole from step to step      | whole until the last micro-batch  |
+| 2     | whole from step to step      | cut                               |
+| 3     | whole only while a unit runs | cut                               |
+
+A program sees the same in all of them, shards outside of forward and backward: what is kept whole is memory
+that a unit finds again in its next forward. It is dropped when the shard it was gathered from has been
+written: by an optimizer's step, or by an in-place operation on a sharded parameter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardgrad.errors import OptionError
+
+__all__ = ["Stage"]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One of the stages of ZeRO. See [Note: Stages].
+
+    Attributes:
+        keeps_whole: whole parameters stay until their shard is written.
+        sums_whole: a backward that is not the last adds to a whole gradient and reduces nothing.
+        over_both_axes: an HSDP mesh shards over its outer axis too; see [Note: Two levels] in
+        `features/hfsdp.py`.
+    """
+
+    keeps_whole: bool = False
+    sums_whole: bool = False
+    over_both_axes: bool = False
+
+    @classmethod
+    def of(cls, name: Any, reshard_after_forward: Any) -> Stage:
+        """Reads `zero_stage`.
+
+        Raises:
+            OptionError: no such stage, or one that contradicts `reshard_after_forward`.
+        """
+        if isinstance(name, bool) or name not in (1, 2, 3, "hfsdp"):
+            raise OptionError(
+                f"there is no zero_stage={name!r}",
+                expected='1, 2, 3 or "hfsdp"',
+                got=repr(name),
+                fix="zero_stage=3, which is fully sharded",
+            )
+        if name in (1, 2) and reshard_after_forward not in (None, False):
+            raise OptionError(
+                f"zero_stage={name} keeps parameters whole, which reshard_after_forward would free",
+                expected="reshard_after_forward=None or False",
+                got=repr(reshard_after_forward),
+                fix="zero_stage=3",
+            )
+        if name == "hfsdp" and not isinstance(reshard_after_forward, bool | None):
+            raise OptionError(
+                'zero_stage="hfsdp" reshards to the inner axis of the mesh, not to another number of ranks',
+                expected="reshard_after_forward=None, True or False",
+                got=repr(reshard_after_forward),
+                fix="reshard_after_forward=True",
+            )
+        return cls(keeps_whole=name in (1, 2), sums_whole=name == 1, over_both_axes=name == "hfsdp")
