@@ -35,7 +35,7 @@ types: .venv/installed
 	.venv/bin/python -m mypy
 
 bench: .venv/installed
-	.venv/bin/shardgrad bench $(ARGS)
+	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -50,5 +50,5 @@ clean:
 	touch .venv/torch
 
 .venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[plots,test,lint,clients]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[plots,bench,test,lint,clients]' '$(TORCH)'
 	touch .venv/installed

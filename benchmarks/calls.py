@@ -14,8 +14,8 @@ one forward and one backward are watched with `sys.setprofile`:
 
 The engine's files are found by the folder of its package alone, so moving them needs no change here.
 
-    python -m benchmarks.calls            # the table
-    python -m benchmarks.calls --list     # and, for each engine, the calls in order, and the calls by file
+    python -m benchmarks calls            # the table
+    python -m benchmarks calls --list     # and, for each engine, the calls in order, and the calls by file
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -31,6 +30,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 import click
+
+from benchmarks.run import Run
+from benchmarks.workers import one_rank
 
 _WARM_UP_STEPS = 3
 _PHASES = ("forward", "backward")
@@ -122,49 +124,24 @@ def measure() -> dict[str, dict[str, dict[str, Any]]]:
 
 @click.command()
 @click.option("--list", "is_list", is_flag=True, help="Print every call in order, and the calls by file.")
-@click.option("--out", type=click.Path(path_type=Path), help="Folder to append the record to.")
-def main(is_list: bool, out: Path | None) -> None:
+@click.pass_obj
+def main(run: Run, is_list: bool) -> None:
     """Count the engine's calls in a forward and a backward of two Linear units."""
-    import torch.distributed as dist
-
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+    with one_rank():
         found = measure()
-        dist.destroy_process_group()
-    for phase in _PHASES:
-        for name, of in found.items():
-            one = of[phase]
-            click.echo(
-                f"{phase:9} {name:10} {one['files']:3} files, {one['changes_of_file']:3} changes of file, "
-                f"{one['calls']:3} calls"
-            )
     if is_list:
         for name, of in found.items():
             for phase, one in of.items():
                 click.echo(f"\n{name}, {phase}:")
                 click.echo("\n".join(f"  {call}" for call in one["sequence"]))
                 click.echo("\n".join(f"  {calls:4} {file}" for file, calls in one["calls_by_file"].items()))
-    if out is not None:
-        from benchmarks.record import append, environment, make_record
-
-        kept = ("calls", "files", "changes_of_file", "calls_by_file")
-        append(
-            out,
-            make_record(
-                "calls",
-                environment=environment(),
-                ops_backend="",
-                config={"units": 2, "ranks": 1, "warm_up_steps": _WARM_UP_STEPS},
-                samples={
-                    name: {phase: one["sequence"] for phase, one in of.items()} for name, of in found.items()
-                },
-                summary={
-                    name: {phase: {key: one[key] for key in kept} for phase, one in of.items()}
-                    for name, of in found.items()
-                },
-            ),
-        )
-
-
-if __name__ == "__main__":
-    main()
+    kept = ("files", "changes_of_file", "calls")
+    run.finish(
+        "calls",
+        config={"units": 2, "ranks": 1, "warm_up_steps": _WARM_UP_STEPS},
+        samples={phase: {name: of[phase]["sequence"] for name, of in found.items()} for phase in _PHASES},
+        summary={
+            phase: {name: {key: of[phase][key] for key in kept} for name, of in found.items()}
+            for phase in _PHASES
+        },
+    )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-if TYPE_CHECKING:
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.parallel import Place
-    from shardgrad.training.step import TrainStep
+from shardgrad.training.checkpoint import TrainState
+from shardgrad.training.config import TrainConfig
+from shardgrad.training.corpus import Sampler
+from shardgrad.training.optimizer import build_optimizer, build_schedule
+from shardgrad.training.parallel import Place
+from shardgrad.training.sharding import build_model
+from shardgrad.training.step import TrainStep
 
 
 def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, Place]:
@@ -17,17 +22,6 @@ def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, Place]:
         config: of the run.
         device: where this rank computes.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from shardgrad.training.checkpoint import TrainState
-    from shardgrad.training.corpus import Sampler
-    from shardgrad.training.optimizer import build_optimizer, build_schedule
-    from shardgrad.training.parallel import Place
-    from shardgrad.training.sharding import build_model
-    from shardgrad.training.step import TrainStep
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     place = Place(rank, ranks, torch.device(device), dist.new_group(backend="gloo"))
     model = build_model(config, init_device_mesh(place.device.type, (ranks,)), place.device)

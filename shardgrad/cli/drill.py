@@ -51,7 +51,7 @@ def drill(
     """
     from rich.console import Console
 
-    from shardgrad.bench.record import environment
+    from benchmarks.records import environment
     from shardgrad.cli import main
     from shardgrad.drills.faults import CATALOGUE, Fault
     from shardgrad.drills.hosts import can_have_hosts
