@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from benchmarks.records import RESULTS, ROOT, Record, is_result, read
-from benchmarks.report import is_spread, markdown, table_of, title
+from benchmarks.tables import is_spread, markdown, table_of, title
 
 README = ROOT / "benchmarks" / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"

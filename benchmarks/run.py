@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import draw
 from benchmarks.records import Record, append, environment, make_record
 from benchmarks.report import show, write
 
@@ -53,4 +52,4 @@ class Run:
         """Writes the page and the pictures of what was measured; returns their paths."""
         if not self.records or self.out is None:
             return []
-        return [write(self.records, self.out / "report.html"), *draw(self.records, self.out)]
+        return write(self.records, self.out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from itertools import chain, cycle
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -95,7 +96,9 @@ class Rank:
         with counting_dtensors() as dtensors:
             self._step()
         self._barrier()
-        events = trace(self._step, self._device)
+        # Beside the log; of rank 0, as the timeline is.
+        kept = Path(self._worker.log or "").with_suffix(".trace.json")
+        events = trace(self._step, self._device, kept if self._worker.rank == 0 else None)
         spans = lanes(events)
         timeline, dropped = shortened(spans if self._worker.rank == 0 else [], _MOST_SPANS)
         return Observation(

@@ -112,11 +112,16 @@ class Observation:
     exposed_s: float = 0.0
 
 
-def trace(step: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+def trace(step: Callable[[], object], device: torch.device, path: Path | None = None) -> list[dict[str, Any]]:
     """Runs one step under the profiler and returns the events of its Chrome trace, with shapes.
 
     Where the profiler cannot start (some containers forbid it), the step is taken all the same, and there
     are no events.
+
+    Args:
+        step: what to run.
+        device: of this rank.
+        path: where the trace is kept, for Perfetto.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -133,7 +138,7 @@ def trace(step: Callable[[], object], device: torch.device) -> list[dict[str, An
         torch.accelerator.synchronize()
     profiler.stop()
     with tempfile.TemporaryDirectory(prefix="shardgrad-benchmark-") as folder:
-        path = Path(folder) / "trace.json"
+        path = path or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     return events

@@ -128,7 +128,12 @@ def test_several_benchmarks_run_one_after_the_other(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "calls", "construction", "--smoke", f"--out={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert {path.name for path in tmp_path.iterdir()} == {"calls.jsonl", "construction.jsonl", "report.html"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "calls.jsonl",
+        "construction.jsonl",
+        "report.html",
+        "charts-2.png",
+    }
 
 
 def test_calls_counts_both_engines_the_same_way(tmp_path: Path) -> None:

@@ -151,8 +151,10 @@ def test_of_all_engines_each_has_numbers_or_a_reason(tmp_path: Path) -> None:
         assert f"{name}: {reason[:40]}" in done.stdout
 
 
-def test_pictures_are_drawn_where_matplotlib_is(measured: tuple[Path, dict[str, Any], str]) -> None:
-    pytest.importorskip("matplotlib")
-    folder, _, _ = measured
-    for name in ("steps.png", "timeline-1.png"):
+def test_pictures_and_traces_lie_with_the_record(measured: tuple[Path, dict[str, Any], str]) -> None:
+    folder, record, _ = measured
+    for name in ("charts-1.png", "timeline-1.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for name in record["summary"]:
+        trace = json.loads((folder / "logs" / f"{name}.trace.json").read_text(encoding="utf-8"))
+        assert any(event["name"] == "benchmarks step" for event in trace["traceEvents"])
