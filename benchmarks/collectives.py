@@ -17,7 +17,7 @@ from benchmarks.run import Run
 from benchmarks.workers import on_ranks
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
+from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
 from shardgrad.engine.transports import ExchangeTransport
 
 _KIB, _MIB = 2**10, 2**20
@@ -77,7 +77,7 @@ def _calls(numel: int) -> dict[str, dict[str, Callable[[], object]]]:
     if group is None:
         raise RuntimeError("there is no process group")
     exchange = ExchangeTransport(group)
-    label = Label.of("benchmark", 1)
+    tag = MessageTag.of("benchmark", 1)
     ranks = group.size()
     shard, gradients = torch.ones(numel), _chunks(torch.ones(ranks * numel), ranks)
     gathered, total = torch.zeros(ranks * numel), torch.zeros(numel)
@@ -85,13 +85,13 @@ def _calls(numel: int) -> dict[str, dict[str, Callable[[], object]]]:
     receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
 
     for chunk in (shard, *gradients.parts):
-        chunk[-LABEL_NUMEL:] = torch.tensor(label.digits)
+        chunk[-TAG_NUMEL:] = torch.tensor(tag.digits)
 
     def gather_by_exchange() -> None:
-        exchange.all_gather(shard, staging, label).wait()
+        exchange.all_gather(shard, staging, tag).wait()
 
     def scatter_by_exchange() -> None:
-        chunks = exchange.reduce_scatter(gradients, receive, label).wait()
+        chunks = exchange.reduce_scatter(gradients, receive, tag).wait()
         ops.sum_chunks(chunks, total)
 
     return {

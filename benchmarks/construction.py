@@ -11,8 +11,8 @@ import shardgrad
 from benchmarks.measure import interleaved, samples_of, summarise
 from benchmarks.run import Run
 from benchmarks.workers import one_rank
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import TransformerConfig
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import TransformerConfig
 
 
 @click.command()

@@ -22,9 +22,9 @@ from benchmarks.run import Run
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.flight_recorder import Entry, Journal, Line, journal
-from shardgrad.training import step as step_module
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.health import Health, gradient_sums
+from shardgrad.train import step as step_module
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.health import NonfiniteCheck, gradient_sums
 
 _RANKS = 2
 _MODES = ("without", "recorder", "default")
@@ -63,7 +63,7 @@ def measure(preset: str, rounds: int, repeats: int) -> tuple[dict[str, Any], dic
     config = TrainConfig(preset=preset, steps=10**9, graph="off")
     step, place = make_step(config, "cpu")
     names = [name for name, p in step._state.model.named_parameters() if p.requires_grad]
-    health = Health(names, config.on_nonfinite, Path(), place)
+    health = NonfiniteCheck(names, config.on_nonfinite, Path(), place)
 
     def work(mode: str) -> None:
         with _mode(mode, len(names)):
@@ -99,7 +99,7 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
         yield
 
 
-def _parts(step: Any, health: Health) -> dict[str, dict[str, float]]:
+def _parts(step: Any, health: NonfiniteCheck) -> dict[str, dict[str, float]]:
     with (
         mock.patch.object(Line, "begin", autospec=True, side_effect=Line.begin) as begin,
         mock.patch.object(Journal, "enter", autospec=True, side_effect=Journal.enter) as enter,

@@ -22,8 +22,8 @@ from benchmarks.run import Run
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
-from shardgrad.training.model import Block
-from shardgrad.training.presets import PRESETS
+from shardgrad.train.model import Block
+from shardgrad.train.presets import PRESETS
 
 _PRESETS = ("tiny", "small", "medium")
 _LEAST_S = 2e-3  # of one timing, so that it is long enough for the clock

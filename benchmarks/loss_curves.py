@@ -18,7 +18,7 @@ import shardgrad
 from benchmarks.models import build_model
 from benchmarks.run import Run
 from benchmarks.workers import on_ranks
-from shardgrad.training.corpus import Sampler, load_corpus
+from shardgrad.train.corpus import Sampler, load_corpus
 
 _RANKS = 2
 _BASE = "fsdp2, torch.optim"

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.training.huggingface import CausalLM, build_causal_lm
-from shardgrad.training.model import Transformer, count_parameters, materialise
-from shardgrad.training.presets import PRESETS, TransformerConfig
+from shardgrad.train.huggingface import CausalLM, build_causal_lm
+from shardgrad.train.model import Transformer, count_parameters, materialise
+from shardgrad.train.presets import PRESETS, TransformerConfig
 
 SEED = 0
 

@@ -25,9 +25,9 @@ from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, spread
 from benchmarks.models import Chain
 from benchmarks.run import Run
 from benchmarks.workers import on_ranks
-from shardgrad.engine.root import units_under
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import transformer_config
+from shardgrad.engine.unit import units_under
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import transformer_config
 
 _NBYTES_PER_PARAMETER = 28  # float32: read and write weight and two moments, read the gradient
 
@@ -135,8 +135,8 @@ def _clip(smoke: bool) -> tuple[Steps, int]:
             shardgrad.clip_grad_norm_(params, 1.0)
             optimizer.step()
             for unit in units_under(model):
-                for group in unit.groups:
-                    group.gradients().owed = None  # as the next reduction does
+                for grads in unit.grad_groups:
+                    grads.require_shard().owed = None  # as the next reduction does
 
         def theirs() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1.0)

@@ -37,8 +37,8 @@ from shardgrad.plan.hardware import Link, machine_of
 from shardgrad.plan.planning import Calibration, plan_of
 from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
-from shardgrad.training.model import Transformer, materialise
-from shardgrad.training.presets import transformer_config
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
 
 _STEPS = 3  # of the memory measurement: the second has all that a steady step has
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # <malloc.h>

@@ -19,10 +19,10 @@ from benchmarks.run import Run
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.hang_watchdog import Lookout
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.optimizer import build_optimizer
-from shardgrad.training.parallel import memory_nbytes
-from shardgrad.training.sharding import build_model
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.optimizer import build_optimizer
+from shardgrad.train.parallel import memory_nbytes
+from shardgrad.train.sharding import build_model
 
 _MODES = {"eager": ("train", 2), "graphed": ("train_graphed", 1), "models": ("build_and_delete", 2)}
 _WARM = 0.2  # of the looks: caches, lazily made buffers, the allocator's arenas

@@ -22,9 +22,9 @@ from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
 from benchmarks.models import MODELS
 from benchmarks.run import Run
-from shardgrad.training.config import mesh_shape
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.presets import suggestion
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.presets import suggestion
 
 _ALL = "all"
 

@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pkgutil import resolve_name
 from typing import Any
 
+_PRELOADED = "benchmarks.engines.torch_and_shardgrad"
 _GRACE_S = 2.0  # for a peer to tell the cause, where the first to speak only felt the consequence
 _CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
@@ -72,7 +73,7 @@ class Worker:
         import torch
         import torch.distributed as dist
 
-        from shardgrad.training.heap import keep_freed_memory
+        from shardgrad.train.heap import keep_freed_memory
 
         # torch 2.13 gave collectives new names; engines that serve older ones know only the old.
         warnings.filterwarnings(
@@ -141,9 +142,9 @@ class Workers:
         self._store = tempfile.mkdtemp(prefix="shardgrad-benchmark-")
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        # A server imports torch once, touches no device, and is forked for every rank.
+        # A server imports torch and the engines once, touches no device, and is forked for every rank.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["shardgrad", serves.partition(":")[0]])
+        context.set_forkserver_preload([_PRELOADED, serves.partition(":")[0]])
         for rank in range(ranks):
             worker = Worker(serves, argument, rank, ranks, self._store, timeout_s, **settings)
             ours, theirs = context.Pipe()

@@ -80,7 +80,7 @@ class _Block(nn.Module):
 def _step(shard_nbytes: int, least_nbytes: int) -> Callable[[], None]:
     """Builds a model whose weights go without a copy from `least_nbytes` on; returns what trains it once."""
     rows = shard_nbytes * dist.get_world_size() // (_WIDTH * torch.float32.itemsize)
-    with mock.patch.object(zero_copy, "DIRECT_NBYTES", least_nbytes):
+    with mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", least_nbytes):
         torch.manual_seed(0)
         model = nn.Sequential(*(_Block(rows) for _ in range(_UNITS)))
         for block in (*model, model):

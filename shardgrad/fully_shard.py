@@ -16,18 +16,23 @@ from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import notice_optimizer_steps
 from shardgrad.checks.untrained_params import watch_first_steps
 from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
-from shardgrad.engine.param import CLAIM, is_extension, mark_sharded
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import attach_unit, unit_of
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
+from shardgrad.engine.param_group import GroupSpec, ParamGroup
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import lazy_init
+from shardgrad.engine.unit import Unit, attach_unit, unit_of
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
-from shardgrad.features.tensor_extensions import ExtensionGroup, require_extension
+from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput
+from shardgrad.features.offload import OffloadedInput
+from shardgrad.features.post_forward import PostForwardGroup
+from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.byte_params import is_float8
+from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
 from shardgrad.sharding.zero_stage import Stage
 
@@ -95,32 +100,65 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
-    home = Home.of(data_mesh.device, offload_policy)
+    memory = ShardMemory.of(data_mesh.device, offload_policy)
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
-    _refuse_combinations(names, places, reshard_after_forward, stage, home, mp_policy)
+    _refuse_combinations(names, places, reshard_after_forward, stage, memory, mp_policy)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, is_extension)
-    smaller = {place.mesh: _reshard_plan(reshard_after_forward, place.mesh)[1] for place in places.values()}
-    groups = [
-        (ExtensionGroup if is_extension(params[0]) else ParamGroup)(
-            [(names[p], p, collected.params[p][1], places[p].cut) for p in params],
-            places[params[0]].mesh,
-            smaller[places[params[0]].mesh],
+    groups = []
+    for originals in grouped:
+        group_mesh = places[originals[0]].mesh
+        params = [
+            FSDPParam(names[p], collected.params[p][1], tuple(p.shape), p, places[p].sharding)
+            for p in originals
+        ]
+        spec = GroupSpec(
+            group_mesh,
             mp_policy,
             gradient_policy,
-            home,
+            memory,
             stage,
+            all_gather_input=_all_gather_input(stage, memory),
+            regroup=regroup,
         )
-        for params in grouped
-    ]
-    unit = Unit(modules, groups, data_mesh, mp_policy, flag)
+        groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
+    unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     _commit(unit, collected, grouped)
     return module
+
+
+# -- where strategies are chosen ----------------------------------------------------------------------------
+
+
+def _group(
+    params: list[FSDPParam], spec: GroupSpec, mesh_after_forward: DataParallelMesh | None
+) -> ParamGroup:
+    """Returns the kind of group that parameters need, with their values in its shard."""
+    original = params[0].sharded
+    group: ParamGroup
+    if is_extension(original):
+        group = ExtensionGroup(params, spec)
+    elif mesh_after_forward is not None and not travels_as_bytes(original.dtype):
+        group = PostForwardGroup(params, spec, mesh_after_forward)
+    else:
+        group = ParamGroup(params, spec)
+    group.shard_params()
+    return group
+
+
+def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
+    """Returns what makes the input of all-gathers: from the device or the host, over one axis or two."""
+    if stage.over_both_axes:
+        return OffloadedHfsdpInput if memory.is_offloaded else HfsdpInput
+    return OffloadedInput if memory.is_offloaded else AllGatherInput
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
@@ -156,23 +194,23 @@ def _refuse_combinations(
     places: Mapping[nn.Parameter, Place],
     reshard_after_forward: bool | int | None,
     stage: Stage,
-    home: Home,
+    memory: ShardMemory,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
     """Refuses parameters that some other argument of the call does not go together with."""
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     for param, place in places.items():
         name = names[param]
-        if stage.over_both_axes and (place.cut.dim or place.mesh.levels is None):
-            what = f"dim {place.cut.dim}" if place.cut.dim else "a mesh of its own"
+        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a mesh of its own"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
-        if is_int and place.cut.came_as_dtensor:
+        if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
                 f"reshard_after_forward as an int for {name}, which is a DTensor already",
                 instead="reshard_after_forward=True or False",
             )
         if is_extension(param):
-            require_extension(param, name, reshard_after_forward, home)
+            require_extension(param, name, reshard_after_forward, memory)
         elif is_float8(param.dtype) and mp_policy.param_dtype not in (None, param.dtype):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
@@ -219,10 +257,10 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     refuse_uncapturable_steps()
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
-        for managed, original in zip(group.params, originals, strict=True):
-            original.__dict__[CLAIM] = Claim(unit, managed)
-            mark_sharded(managed)
-            managed.register(managed.sharded)
+        for p, original in zip(group.params, originals, strict=True):
+            original.__dict__[CLAIM] = Claim(unit, p)
+            mark_sharded(p)
+            p.register(p.sharded)
     for module, name in collected.buffers:
         buffer = module._buffers[name]
         if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
@@ -253,14 +291,14 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
-    """Guards inner modules, and keeps state dicts and loading on the sharded faces."""
+    """Guards inner modules, and keeps state dicts and loading on the sharded parameters."""
 
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
 
-    def adopt(*_: Any, **__: Any) -> None:
+    def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:
-            group.adopt()
+            adopt(group)
 
     for module in managed_modules:
         # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
@@ -272,7 +310,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
             if module not in unit.modules:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:
-        module.register_load_state_dict_post_hook(adopt)
+        module.register_load_state_dict_post_hook(take_over)
 
 
 # As torch's `contract` does for its own: the view of a sharded module's unit, None for another.

@@ -23,7 +23,7 @@ from benchmarks.engines.program import (
 )
 from benchmarks.engines.task import Task
 from benchmarks.models import build_model
-from shardgrad.training.model import next_token_loss
+from shardgrad.train.model import next_token_loss
 
 
 def _deepspeed(task: Task, device: torch.device, *, stage: int) -> Trained:

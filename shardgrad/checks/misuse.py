@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.param_group import ParamGroup, ShardState
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import UnitBypassedError
 
 __all__ = ["guard_owner", "guarded_methods"]
@@ -33,7 +33,7 @@ def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> No
         if torch.compiler.is_compiling():
             return
         owner = group()
-        if owner is not None and owner.state is not ShardState.UNSHARDED:
+        if owner is not None and owner.state is not ParamState.UNSHARDED:
             raise _bypassed(called, owner.name)
 
     module.register_forward_pre_hook(check)

@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["notice_optimizer_steps"]
 
@@ -27,7 +27,7 @@ def _groups(optimizer: Optimizer) -> list[weakref.ref[ParamGroup]]:
     known = _moved.get(optimizer)
     if known is None or known[0] != count:
         params = [param for optim_group in optimizer.param_groups for param in optim_group["params"]]
-        groups = {managed.group: None for param in params if (managed := managed_by(param)) is not None}
+        groups = {group_of(managed): None for param in params if (managed := managed_by(param)) is not None}
         known = _moved[optimizer] = count, [weakref.ref(group) for group in groups]
     return known[1]
 

@@ -12,8 +12,9 @@ from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import journal
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.pending_scale import OwedGradient
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.param_group import group_of
+from shardgrad.engine.pending_scale import ScaledGradient
+from shardgrad.engine.unit import unit_of
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
 
@@ -85,7 +86,7 @@ def _contents(
     found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)
-        if managed is not None and not _same_ranks(managed.group.mesh.replicate_group, group):
+        if managed is not None and not _same_ranks(group_of(managed).mesh.replicate_group, group):
             continue
         found[f"parameter {name}"] = _local(param)
         if param.grad is not None:
@@ -104,7 +105,7 @@ def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bo
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, OwedGradient):
+    if isinstance(tensor, ScaledGradient):
         return tensor.unpaid()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 

@@ -24,8 +24,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardgrad.engine.param import ManagedParam, is_replaced, is_whole, local_of, managed_by
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
+from shardgrad.engine.param_group import group_of
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 
@@ -46,7 +48,7 @@ class _Sample:
         grad: its gradient, a DTensor.
     """
 
-    def __init__(self, managed: ManagedParam, grad: torch.Tensor) -> None:
+    def __init__(self, managed: FSDPParam, grad: torch.Tensor) -> None:
         self.name = managed.name
         self._now = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
         self._before = self._now.clone()
@@ -59,7 +61,7 @@ class _Sample:
 
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor; one that owes a factor is not made to pay for being looked at."""
-    if isinstance(grad, OwedGradient):
+    if isinstance(grad, ScaledGradient):
         return grad.unpaid()
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
@@ -82,7 +84,7 @@ class _Watch:
         Raises:
             OptimizerParameterError: the optimizer has whole parameters, whose memory comes and goes.
         """
-        whole = sum(map(is_whole, _params(optimizer)))
+        whole = sum(map(is_unsharded_param, _params(optimizer)))
         if whole:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {whole} whole parameters, as a forward or "
@@ -95,9 +97,9 @@ class _Watch:
         moving = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in moving for param in group["params"]):
             managed = managed_by(param)
-            if managed is None or not managed.group.is_flat:
+            if managed is None or not group_of(managed).is_flat:
                 continue  # a tensor subclass may not even have views
-            grad = getattr(param, managed.group.gradient_policy.attribute, None)
+            grad = getattr(param, group_of(managed).gradient_policy.attribute, None)
             if grad is not None:
                 self._samples.append(_Sample(managed, grad))
             elif param.requires_grad:
@@ -148,8 +150,8 @@ def _is_meant_to_stand_still(optimizer: Optimizer) -> bool:
     verdicts = [getattr(optimizer, "found_inf", None)]
     for param in _params(optimizer):
         managed = managed_by(param)
-        if managed is not None and managed.group.has_gradients:
-            verdicts.append(managed.group.gradients().nonfinite)
+        if managed is not None and (shard := grads_of(group_of(managed)).shard):
+            verdicts.append(shard.nonfinite)
     return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
 
 
@@ -183,7 +185,7 @@ def _watch(optimizer: Optimizer) -> _Watch | None:
     if watch is None:
         watch = _watches[optimizer] = _Watch()
         watch.is_over = not any(
-            managed_by(param) is not None or is_replaced(param) or is_whole(param)
+            managed_by(param) is not None or is_replaced(param) or is_unsharded_param(param)
             for param in _params(optimizer)
         )
     if watch.is_over:

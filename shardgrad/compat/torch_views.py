@@ -21,10 +21,9 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import establish_context
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 
@@ -34,7 +33,7 @@ __all__ = ["StateView", "show_to_torch", "state_of"]
 class _ParamView:
     """What torch calls an `FSDPParam`."""
 
-    def __init__(self, managed: ManagedParam) -> None:
+    def __init__(self, managed: FSDPParam) -> None:
         self._managed = managed
 
     @property
@@ -45,11 +44,11 @@ class _ParamView:
     @property
     def unsharded_param(self) -> nn.Parameter:
         """The unsharded face, once there is one."""
-        return self._managed.whole
+        return self._managed.require_unsharded()
 
     @property
     def _unsharded_param(self) -> nn.Parameter:
-        return self._managed.whole
+        return self._managed.require_unsharded()
 
     @property
     def _param_fqn(self) -> str:
@@ -97,8 +96,8 @@ class _GroupView:
 
     def unshard(self, async_op: bool = False) -> None:
         """Gathers the group."""
-        context = _context(self._unit)
-        self._group.unshard(context.runtime)
+        context = lazy_init(self._unit)
+        self._group.unshard(context.comm_ctx)
         if not async_op:
             self._group.wait_for_unshard()
 
@@ -136,7 +135,7 @@ class StateView:
 
     @property
     def _state_ctx(self) -> _ContextView:
-        return _ContextView(_context(self._unit))
+        return _ContextView(lazy_init(self._unit))
 
     @property
     def _fsdp_param_groups(self) -> list[_GroupView]:
@@ -189,14 +188,10 @@ class StateView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces what micro-batches have left, and waits for the gradients. A collective."""
-        context = _context(self._unit)
+        context = lazy_init(self._unit)
         with torch.no_grad():
             context.scheduler.begin_backward(in_autograd=False)
             context.end_backward()
-
-
-def _context(unit: Unit) -> RootContext:
-    return unit.context or establish_context(unit)
 
 
 # What torch files its own states under.

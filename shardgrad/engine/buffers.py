@@ -24,9 +24,9 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 
-__all__ = ["Allocate", "Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
 # Gives a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -65,9 +65,9 @@ class Slot:
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
         self._allocated_on = streams.current()
-        self._ready: dict[Stream, Mark] = {}
+        self._ready: dict[Stream, StreamEvent] = {}
         self._writers: list[Stream] = []
-        self._free = streams.mark()
+        self._free = streams.event()
         self._lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
@@ -132,7 +132,7 @@ class Slot:
         """Says that `stream` has written; call it after the last write. The reader will wait for it."""
         mark = self._ready.get(stream)
         if mark is None:
-            mark = self._ready[stream] = self._streams.mark()
+            mark = self._ready[stream] = self._streams.event()
         mark.record(stream)
         if stream not in self._writers:
             self._writers.append(stream)
@@ -248,45 +248,37 @@ class SlotRing:
                 slot.return_lent()
 
 
-class Recurring(Protocol):
-    """Memory that comes and goes under tensors that stay."""
-
-    def free(self) -> None:
-        """Gives it back, after the last use on the current stream."""
-
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Returns what it is in; empty ones while it is gone."""
-
-
 class RecurringBuffer:
     """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
 
-    Storage belongs to the stream that was current when it was allocated, and the allocator may lend it to
+    Storage belongs to the stream that was current when it was allocated, and the allocator may give it to
     that stream again as soon as it is freed.
 
+    Args:
+        tensor: 1-D, allocated for the current stream, and made for training even in inference mode.
+        streams: of the device.
+
     Attributes:
-        tensor: 1-D, made for training even in inference mode; its storage is there from the start.
+        tensor: as given.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> None:
+    def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
+        self.tensor = tensor
         self._streams = streams
-        self._home = streams.current()
-        with torch.inference_mode(mode=False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._allocation_stream = streams.current()
 
     @classmethod
-    def around(cls, tensor: torch.Tensor, streams: Streams) -> RecurringBuffer:
-        """Takes over a tensor that is there already, allocated for the current stream."""
-        buffer = cls.__new__(cls)
-        buffer._streams, buffer._home, buffer.tensor = streams, streams.current(), tensor
-        return buffer
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> RecurringBuffer:
+        """Returns a new buffer, with its storage."""
+        with torch.inference_mode(mode=False):
+            return cls(torch.empty(numel, dtype=dtype, device=device), streams)
 
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.tensor.numel() * self.tensor.itemsize)
-            self._home = self._streams.current()
+            self._allocation_stream = self._streams.current()
 
     def free(self) -> None:
         """Gives the storage back, after the last use on the current stream; nothing if it is gone.
@@ -295,12 +287,13 @@ class RecurringBuffer:
         """
         storage = self.tensor.untyped_storage()
         current = self._streams.current()
-        if storage.nbytes() and current != self._home:
-            used = self._streams.mark()
+        if storage.nbytes() and current != self._allocation_stream:
+            used = self._streams.event()
             used.record(current)
-            used.wait(self._home)
+            used.wait(self._allocation_stream)
         storage.resize_(0)
 
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Returns the one there is."""
-        return (self.tensor.untyped_storage(),)
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The one there is; of 0 bytes while it is gone."""
+        return self.tensor.untyped_storage()

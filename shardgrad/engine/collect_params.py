@@ -7,15 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import CLAIM, ManagedParam, Owner, is_sharded_by_us
-from shardgrad.engine.root import unit_of, units_under
+from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
+from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
     ContainerError,
@@ -24,13 +23,10 @@ from shardgrad.errors import (
     ParameterClaimedError,
     UnsupportedParameterError,
 )
-from shardgrad.sharding.byte_params import is_carried
+from shardgrad.sharding.byte_params import travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh
 
-if TYPE_CHECKING:
-    from shardgrad.engine.unit import Unit
-
-__all__ = ["Collected", "Guest", "collect", "validate_modules"]
+__all__ = ["Collected", "collect", "validate_modules"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -40,25 +36,7 @@ class Claim:
     """Which unit took a parameter, and as what."""
 
     unit: Unit
-    managed: ManagedParam
-
-
-@dataclass
-class Guest:
-    """A parameter that a unit uses but a unit beside it owns; a common ancestor will take it.
-
-    Attributes:
-        param: the original.
-        owners: where the guest's unit registers it.
-        owner_name: the unit that claimed it first.
-        unit_name: the unit it is a guest in.
-    """
-
-    name: str
-    param: nn.Parameter
-    owners: list[Owner]
-    owner_name: str
-    unit_name: str
+    managed: FSDPParam
 
 
 @dataclass
@@ -213,7 +191,7 @@ def _validate_param(name: str, param: nn.Parameter) -> None:
             where=where,
             fix="param.data = param.data.contiguous() before fully_shard",
         )
-    if param.dtype in _DTYPES or (is_carried(param.dtype) and not param.requires_grad):
+    if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
         return
     raise UnsupportedParameterError(
         f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",

@@ -20,16 +20,16 @@ from types import MethodType
 
 import torch
 
-from shardgrad.engine.param import ManagedParam
-from shardgrad.engine.streams import Mark, Stream, Streams
+from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.errors import GradientError
 
-__all__ = ["Arrivals"]
+__all__ = ["GradCollector"]
 
 _HOOKED = "_shardgrad_hooked"
 
 
-class Arrivals:
+class GradCollector:
     """Collects the gradients of one group in one backward.
 
     Attributes:
@@ -42,13 +42,13 @@ class Arrivals:
         self._home: Stream = None
         self.gradients: list[torch.Tensor | None] = []
         self._index: dict[int, int] = {}
-        self._foreign: dict[Stream, Mark] = {}
+        self._foreign: dict[Stream, StreamEvent] = {}
         # Where gradients arrived at home, or were packed: they have no mark, and home may have moved since.
         self._homes: dict[Stream, None] = {}
         self._summed: list[torch.Tensor] = []
         self._count = 0
 
-    def expect(self, params: Sequence[ManagedParam], arrived: MethodType) -> None:
+    def expect(self, params: Sequence[FSDPParam], arrived: MethodType) -> None:
         """Starts over for these parameters, and calls `arrived` for each gradient from now on.
 
         `arrived` is a bound method; its object is not kept alive, as the garbage collector cannot look into
@@ -124,7 +124,7 @@ class Arrivals:
         else:  # [Note: Producer streams]
             mark = self._foreign.get(stream)
             if mark is None:
-                mark = self._foreign[stream] = streams.mark()
+                mark = self._foreign[stream] = streams.event()
             mark.record(stream)
         return True
 
@@ -134,7 +134,7 @@ class Arrivals:
         """Adds a second gradient of a parameter, whose node reentrant checkpointing runs several times."""
         for mark in self._foreign.values():
             mark.wait(stream)
-        home = streams.mark()
+        home = streams.event()
         home.record(self.home)
         home.wait(stream)
         self._summed.append(earlier)  # not handed back before the pack, which comes after this sum
@@ -154,7 +154,7 @@ class Arrivals:
             mark.wait(stream)
         for home in self._homes:
             if home != stream:
-                mark = streams.mark()
+                mark = streams.event()
                 mark.record(home)
                 mark.wait(stream)
         self._homes.clear()
@@ -163,7 +163,7 @@ class Arrivals:
         """Drops the gradients, once their streams are ordered after what the home stream did with them."""
         self._homes[self.home] = None
         if self._foreign:
-            packed = streams.mark()
+            packed = streams.event()
             packed.record(self.home)
             for stream in self._foreign:
                 packed.wait(stream)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.message_tag import TAG_NUMEL
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
 from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.strided_pack import pack_crosswise
+from shardgrad.sharding.strided_pack import pack_strided
 
-__all__ = ["Packer"]
+__all__ = ["GradPacker"]
 
 
-class Packer:
+class GradPacker:
     """Packs the gradients of one group.
 
     Args:
@@ -26,22 +29,25 @@ class Packer:
         outer: the second step over two levels, or None.
     """
 
-    def __init__(self, group: ParamGroup, arrivals: Arrivals, outer: OuterScatter | None) -> None:
+    def __init__(self, group: ParamGroup, arrivals: GradCollector, outer: OuterScatter | None) -> None:
         self._group = group
         self._arrivals = arrivals
         self._outer = outer
+        self._params: list[FSDPParam] = []
+        self._layout: ShardLayout | None = None
         self.tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
 
     @property
     def layout(self) -> ShardLayout:
         """Of the trainable parameters."""
-        layout = self._group.gradient_layout
-        if layout is None:
+        if self._layout is None:
             raise RuntimeError(f"unit {self._group.name} was never unsharded")
-        return layout
+        return self._layout
 
-    def start_over(self) -> None:
-        """Takes note that other parameters may be trainable."""
+    def start_over(self, params: Sequence[FSDPParam], layout: ShardLayout | None) -> None:
+        """Takes these for the trainable parameters from now on."""
+        self._params = list(params)
+        self._layout = layout
         self.tails.clear()
         self._nothing = torch.empty(0, dtype=self._group.gather_dtype, device=self._group.mesh.device)
 
@@ -77,9 +83,12 @@ class Packer:
         with streams.on(arrivals.home), torch.no_grad():
             arrived = arrivals.gradients
             if self._group.holds_dtensors:
-                arrived = self._group.local_gradients(arrived)
+                arrived = [
+                    None if grad is None else p.sharding.local_gradient(grad)
+                    for p, grad in zip(self._params, arrived, strict=True)
+                ]
             grads = [self._nothing if g is None else g.contiguous() for g in arrived]
-            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.direct] if directly else []
+            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.zero_copy] if directly else []
             if alone:
                 grads = [grads[i] for i in layout.others]
                 slot.lend(alone, arrivals.streams)
@@ -103,12 +112,12 @@ class Packer:
         accumulate: bool,
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
+        straight = [grads[i] for i in layout.straight] if layout.strided else grads
         straight = [*straight, self._tail(divisor, labelled=not accumulate)]
-        if self._outer is not None:  # which takes no crosswise parameters
+        if self._outer is not None:  # which takes no strided parameters
             straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
-        if layout.crosswise:
-            pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
+        if layout.strided:
+            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
         ops.pack(straight, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 
     def _tail(self, divisor: float, *, labelled: bool) -> torch.Tensor:
@@ -117,14 +126,14 @@ class Packer:
         See [Note: Touched flags] in `scheduler.py` and [Note: Labels]. A tail that is added to one that has
         the label already brings none.
         """
-        label = self._group.reduce_label.digits if labelled else (0.0,) * LABEL_NUMEL
+        label = self._group.reduce_tag.digits if labelled else (0.0,) * TAG_NUMEL
         flags = tuple(grad is not None for grad in self._arrivals.gradients)
         tail = self.tails.get((flags, label))
         if tail is None:
             chunk = torch.zeros(self.layout.tail_numel, dtype=torch.float32)
             chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
             # The pack divides what it writes, and a label must arrive as it is.
-            chunk[-LABEL_NUMEL:] = torch.tensor(label) * divisor
+            chunk[-TAG_NUMEL:] = torch.tensor(label) * divisor
             tail = chunk.repeat(self._group.mesh.shard_size).to(self._group.mesh.device)
             self.tails[flags, label] = tail
         return tail

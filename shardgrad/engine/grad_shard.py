@@ -33,17 +33,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.pending_scale import OwedGradient
-from shardgrad.engine.streams import Mark, Streams, is_capturing
+from shardgrad.engine.pending_scale import ScaledGradient
+from shardgrad.engine.streams import StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["Binding", "GradientFacts", "GradientShard"]
+__all__ = ["Binding", "GradFacts", "GradShard"]
 
 _FLAGGED = attrgetter("_flagged")
 _PENDING = attrgetter("owed", "nonfinite")
@@ -55,7 +55,7 @@ class Binding:
 
     Attributes:
         gradients: what is bound to each parameter.
-        owed, nonfinite: as in `GradientShard`.
+        owed, nonfinite: as in `GradShard`.
         flagged: what the flags say, as far as the host knows.
     """
 
@@ -65,7 +65,7 @@ class Binding:
     flagged: tuple[bool, ...]
 
 
-class GradientShard:
+class GradShard:
     """Persistent gradients of one group on one rank.
 
     Args:
@@ -94,7 +94,7 @@ class GradientShard:
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         policy: GradientPolicy,
-        home: Home,
+        home: ShardMemory,
     ) -> None:
         self._params = list(params)
         self._layout = layout
@@ -102,7 +102,7 @@ class GradientShard:
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
-        self._brought: Mark | None = None
+        self._brought: StreamEvent | None = None
         self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
         self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
@@ -110,10 +110,10 @@ class GradientShard:
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
         self._faces = [
-            face_like(in_own_storage(view), cast(DTensor, param))
+            dtensor_like(in_own_storage(view), cast(DTensor, param))
             for param, view in zip(self._params, self._views, strict=True)
         ]
-        self._owing = [OwedGradient(face, self.pay) for face in self._faces]
+        self._owing = [ScaledGradient(face, self.pay) for face in self._faces]
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
         self._spreads: dict[tuple[int, ...], dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]] = {}
         self._index = {id(param): i for i, param in enumerate(self._params)}
@@ -159,7 +159,7 @@ class GradientShard:
         Streams: on the current one; the copy goes on after the return, until `arrive`.
         """
         self.flat.copy_(landing, non_blocking=self._home.pinned)
-        self._brought = self._brought or streams.mark()
+        self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
 
     def arrive(self) -> None:
@@ -353,14 +353,14 @@ class GradientShard:
                 setattr(param, self._attribute, after)
 
 
-class GradientFacts:
+class GradFacts:
     """What the host knows of the gradients of several shards, read at every replay, so without a loop.
 
     Args:
         shards: of one model.
     """
 
-    def __init__(self, shards: Sequence[GradientShard]) -> None:
+    def __init__(self, shards: Sequence[GradShard]) -> None:
         self._shards = list(shards)
         self._params: dict[str, list[nn.Parameter]] = {}
         for shard in self._shards:

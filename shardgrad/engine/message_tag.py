@@ -14,15 +14,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LABEL_NUMEL", "Label", "words_for"]
+from shardgrad.sharding.layout import TAG_NUMEL
 
-LABEL_NUMEL = 3
+__all__ = ["TAG_NUMEL", "MessageTag", "words_for"]
+
 _BASE = 128
 _words: dict[int, str] = {}
 
 
 @dataclass(frozen=True)
-class Label:
+class MessageTag:
     """One kind of message.
 
     Attributes:
@@ -36,13 +37,13 @@ class Label:
     digits: tuple[float, ...]
 
     @classmethod
-    def of(cls, what: str, code: int) -> Label:
+    def of(cls, what: str, code: int) -> MessageTag:
         """Makes a label, and remembers its words for `words_for`."""
         _words[code] = what
-        return cls(what, code, tuple(float(code // _BASE**i % _BASE) for i in range(LABEL_NUMEL)))
+        return cls(what, code, tuple(float(code // _BASE**i % _BASE) for i in range(TAG_NUMEL)))
 
     @classmethod
-    def unseen(cls, what: str) -> Label:
+    def unseen(cls, what: str) -> MessageTag:
         """Makes the label of a message that carries none."""
         return cls(what, -1, ())
 

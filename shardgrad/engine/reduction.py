@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import torch
 
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import Label
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream
-from shardgrad.engine.summands import Summands
-from shardgrad.engine.transports import Flight
+from shardgrad.engine.summands import PendingSum
+from shardgrad.engine.transports import Work
 from shardgrad.features.hfsdp import OuterScatter
 
 __all__ = ["OVERFLOWING", "Message", "PartialSum", "Reduction"]
@@ -41,7 +42,7 @@ class Message:
     begin: int
     send: Chunks
     receive: Chunks
-    label: Label
+    label: MessageTag
 
     @property
     def numel(self) -> int:
@@ -66,7 +67,7 @@ class PartialSum:
         """What is to be added, if anything is."""
         return self.tensor if self.is_live else None
 
-    def keep(self, summands: Summands, like: torch.Tensor) -> None:
+    def keep(self, summands: PendingSum, like: torch.Tensor) -> None:
         """Becomes the sum of summands, itself among them if it is live."""
         if self.tensor is None:
             self.tensor = torch.empty_like(like)
@@ -85,6 +86,7 @@ class Reduction:
         outer: the second step over two levels, or None.
         crosses: False stops after the first step and keeps the partial sum.
         bound: called with `touched` once the gradients are bound.
+        shard: gives the gradient shard.
 
     Attributes:
         touched: per trainable parameter, whether this rank had a gradient.
@@ -98,18 +100,19 @@ class Reduction:
 
     touched: tuple[bool, ...]
     own: torch.Tensor
-    flights: Sequence[tuple[int, int, Flight]]
+    flights: Sequence[tuple[int, int, Work]]
 
     def __init__(
         self,
         group: ParamGroup,
-        runtime: Runtime,
+        runtime: CommContext,
         *,
         divisor: float,
         partial: PartialSum,
         outer: OuterScatter | None,
         crosses: bool,
         bound: Callable[[tuple[bool, ...]], None],
+        shard: Callable[[], GradShard],
     ) -> None:
         self._group = group
         self._runtime = runtime
@@ -118,11 +121,12 @@ class Reduction:
         self._outer = outer
         self._crosses = crosses
         self._bound = bound
-        self._done = runtime.streams.mark()
+        self._shard = shard
+        self._done = runtime.streams.event()
         self._landed = False
         self._crossing = False
         self._completed = False
-        self._summands = Summands([])
+        self._summands = PendingSum([])
         self.slots: list[Slot] = []
         self.outer: Chunks | None = None
         self.landing: torch.Tensor | None = None
@@ -143,13 +147,13 @@ class Reduction:
             self._summands = self._summands.plus(self._partial.live)
         if not self._crosses:
             self._partial.keep(self._summands, like=self.own)
-            self._summands = Summands([])
+            self._summands = PendingSum([])
             return
         self._summands.add_up(self.own)
         self._partial.is_live = False
         self._crossing = True
         if self._outer is not None and self.outer is not None:
-            flight = self._outer.launch(self.own, self.outer, self._group.reduce_label, self._runtime)
+            flight = self._outer.launch(self.own, self.outer, self._group.reduce_tag, self._runtime)
             self.flights = [(0, self._outer.own_part(self.own).numel(), flight)]
         elif replicas is not None:
             transport = self._runtime.transport(replicas)
@@ -157,7 +161,7 @@ class Reduction:
             self.flights = [(0, self.own.numel(), flight)]
 
     def _arrive(self) -> None:
-        self._summands = Summands([(begin, numel, flight.wait()) for begin, numel, flight in self.flights])
+        self._summands = PendingSum([(begin, numel, flight.wait()) for begin, numel, flight in self.flights])
 
     def _finish(self) -> None:
         """Writes the average into the gradient shard and binds it."""
@@ -166,9 +170,9 @@ class Reduction:
         if not self._summands:
             return  # the second step is deferred: the gradients stay None
         summands, divisor = self._summands, self._divisor
-        if self._group.comms.hook is not None:
+        if self._group.collectives.hook is not None:
             summands, divisor = self._through_hook()
-        gradients, landing = self._group.gradients(), self.landing
+        gradients, landing = self._shard(), self.landing
         accumulate = gradients.prepare()
         if landing is not None and accumulate:
             landing.copy_(gradients.flat, non_blocking=True)
@@ -179,7 +183,7 @@ class Reduction:
         gradients.bind(self.touched)
         self._bound(self.touched)
 
-    def _through_hook(self) -> tuple[Summands, float]:
+    def _through_hook(self) -> tuple[PendingSum, float]:
         """Shows the result to the program's all-reduce hook, as FSDP2 does.
 
         It sees the average, unless the average is taken last: in float16, or if only sums are allowed.
@@ -187,7 +191,7 @@ class Reduction:
         Returns:
             The summands to go on with, and what their sum is still to be divided by.
         """
-        comms, streams = self._group.comms, self._runtime.streams
+        comms, streams = self._group.collectives, self._runtime.streams
         last = comms.only_sums or self._group.reduce_dtype in OVERFLOWING
         out = self.own if self._outer is None else self._outer.own_part(self.own)
         self._summands.add_up(out, divisor=1.0 if last else self._divisor)
@@ -200,11 +204,11 @@ class Reduction:
             comms.hook(out.narrow(0, 0, self._tail_offset))
         self._done.record(place)
         self._done.wait(current)
-        return Summands([(0, out.numel(), [out])]), self._divisor if last else 1.0
+        return PendingSum([(0, out.numel(), [out])]), self._divisor if last else 1.0
 
     @property
     def _tail_offset(self) -> int:
-        return self._group.gradients().values.numel()
+        return self._shard().values.numel()
 
     def complete(self) -> None:
         """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
@@ -223,7 +227,7 @@ class Reduction:
         self.complete()
         self._done.wait(stream)
         if self.landing is not None:
-            self._group.gradients().arrive()
+            self._shard().arrive()
 
     def abandon(self) -> None:
         """Waits for the transport and drops the result."""

@@ -20,13 +20,21 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AcceleratorStreams", "Mark", "NoStreams", "Stream", "Streams", "is_capturing", "streams_for"]
+__all__ = [
+    "AcceleratorStreams",
+    "NoStreams",
+    "Stream",
+    "StreamEvent",
+    "Streams",
+    "is_capturing",
+    "streams_for",
+]
 
 # A stream is opaque to the engine: torch.Stream, or None where the device has none.
 Stream = torch.Stream | None
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in the work of the stream it was last recorded on."""
 
     def record(self, stream: Stream) -> None:
@@ -54,20 +62,20 @@ class Streams(Protocol):
     def current(self) -> Stream:
         """Returns the stream that the calling thread's work goes to."""
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns a new mark, not recorded yet."""
 
-    def mark_of(self, event: torch.Event) -> Mark:
+    def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns a program's event as a mark; the engine never records it."""
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which work goes to `stream`."""
 
-    def forget_marks(self) -> None:
+    def forget_events(self) -> None:
         """Makes every mark one that was never recorded. See [Note: The border of a capture]."""
 
 
-class _FreeMark:
+class _NoEvent:
     """A mark on a device that runs everything in order."""
 
     __slots__ = ()
@@ -87,18 +95,18 @@ class NoStreams:
 
     gather: Stream = None
     reduce: Stream = None
-    _mark = _FreeMark()
+    _mark = _NoEvent()
     _context: AbstractContextManager[None] = nullcontext()
 
     def current(self) -> Stream:
         """Returns None, the only stream there is."""
         return None
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns a mark that costs nothing."""
         return self._mark
 
-    def mark_of(self, event: torch.Event) -> Mark:
+    def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns a mark that costs nothing."""
         return self._mark
 
@@ -106,11 +114,11 @@ class NoStreams:
         """Returns an empty context."""
         return self._context
 
-    def forget_marks(self) -> None:
+    def forget_events(self) -> None:
         """Does nothing: there are none."""
 
 
-class _EventMark:
+class _DeviceEvent:
     """A mark kept by one reusable event."""
 
     __slots__ = ("_era", "_event", "_stream", "_streams")
@@ -145,7 +153,7 @@ def _require(stream: Stream) -> torch.Stream:
     return stream
 
 
-class _ForeignMark:
+class _ProgramEvent:
     """An event that the program has recorded."""
 
     def __init__(self, event: torch.Event) -> None:
@@ -178,20 +186,20 @@ class AcceleratorStreams:
         """Returns the calling thread's current stream on this device."""
         return torch.accelerator.current_stream(self._device)
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns a mark kept by one `torch.Event`."""
-        return _EventMark(self._device, self)
+        return _DeviceEvent(self._device, self)
 
-    def mark_of(self, event: torch.Event) -> Mark:
+    def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns a mark kept by the program's event."""
-        return _ForeignMark(event)
+        return _ProgramEvent(event)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
         return _require(stream)
 
-    def forget_marks(self) -> None:
-        """See `Streams.forget_marks`."""
+    def forget_events(self) -> None:
+        """See `Streams.forget_events`."""
         self.era += 1
 
 

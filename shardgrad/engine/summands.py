@@ -8,10 +8,10 @@ import torch
 
 from shardgrad import ops
 
-__all__ = ["Summands"]
+__all__ = ["PendingSum"]
 
 
-class Summands:
+class PendingSum:
     """What adds up to a chunk: for each stretch of it, the contributions of all ranks.
 
     Args:
@@ -24,9 +24,9 @@ class Summands:
     def __bool__(self) -> bool:
         return bool(self._stretches)
 
-    def plus(self, chunk: torch.Tensor) -> Summands:
+    def plus(self, chunk: torch.Tensor) -> PendingSum:
         """Returns these and a whole chunk more."""
-        return Summands(
+        return PendingSum(
             [
                 (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
                 for begin, numel, summands in self._stretches

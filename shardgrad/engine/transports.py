@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from shardgrad.diagnosis.flight_recorder import Entry, Line, journal
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label, words_for
+from shardgrad.engine.message_tag import MessageTag, words_for
 from shardgrad.errors import CollectiveError, DesyncError, unsupported
 
 __all__ = [
     "ExchangeTransport",
-    "Flight",
     "StreamTransport",
     "Transport",
+    "Work",
     "checked",
     "reaches",
     "transport_for",
@@ -39,7 +39,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Flight(Protocol):
+class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class Transport(ABC):
         self._line = journal.line(group)
 
     @abstractmethod
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         """Gathers everybody's chunk.
 
         Args:
@@ -93,7 +93,7 @@ class Transport(ABC):
         return places
 
     @abstractmethod
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """Brings together everybody's chunk for this rank.
 
         Args:
@@ -107,7 +107,7 @@ class Transport(ABC):
             that lies inside `send`, or in `receive`.
         """
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
             return _Arrived([chunk])
@@ -117,7 +117,7 @@ class Transport(ABC):
 
     def started(
         self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
-    ) -> Flight:
+    ) -> Work:
         """Calls somebody's collective, which sends `sent`. The work it returns, if any, ends the flight."""
         entry = self._line.begin(what, sent)
         work = checked(what, self.group, call)
@@ -166,7 +166,7 @@ class _Exchange(_Waiting):
         self,
         work: dist.Work | None,
         chunks: list[torch.Tensor],
-        label: Label,
+        label: MessageTag,
         entry: Entry,
         line: Line,
         group: dist.ProcessGroup,
@@ -198,7 +198,7 @@ _FIX = (
 )
 
 
-def _end(chunk: torch.Tensor, label: Label) -> torch.Tensor:
+def _end(chunk: torch.Tensor, label: MessageTag) -> torch.Tensor:
     """Returns where a chunk has the label; nothing if it carries none."""
     length = len(label.digits)
     return chunk.narrow(0, chunk.numel() - length, length)
@@ -233,13 +233,13 @@ class StreamTransport(Transport):
         super().__init__(group)
         self.gather_chunks = self.size
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         self._line.begin(label.what, chunk)
         checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Arrived(list(staging.parts))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
         self._line.begin(label.what, own)
@@ -267,7 +267,7 @@ class ExchangeTransport(Transport):
         other = places.parts[1 - self.rank]
         return Chunks(other, (other,))
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         if self.size == 1:
             return _Arrived([chunk])
@@ -282,7 +282,7 @@ class ExchangeTransport(Transport):
         )
         return _Exchange(work, list(staging.parts), label, entry, self._line, self.group)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
             return _Arrived([send.parts[0]])
@@ -300,8 +300,8 @@ class ExchangeTransport(Transport):
         return _Exchange(work, list(receive.parts), label, entry, self._line, self.group)
 
     def _swap(
-        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: Label, entry: Entry
-    ) -> Flight:
+        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: MessageTag, entry: Entry
+    ) -> Work:
         """Gives the other of two ranks one chunk and takes one."""
         splits = [0, 0]
         splits[1 - self.rank] = given.numel()
@@ -317,7 +317,7 @@ class ExchangeTransport(Transport):
         return _Exchange(work, chunks, label, entry, self._line, self.group)
 
     @staticmethod
-    def _forget_labels(chunks: Sequence[torch.Tensor], label: Label) -> None:
+    def _forget_labels(chunks: Sequence[torch.Tensor], label: MessageTag) -> None:
         """Wipes labels of earlier messages, so that a message too short to have one is not taken for them."""
         if label.digits:
             for chunk in chunks:

@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.root import RootContext, lazy_init
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
@@ -52,18 +53,33 @@ def participate(model: nn.Module) -> Iterator[None]:
             got=type(model).__name__,
             fix="with shardgrad.participate(root):",
         )
-    context = unit.context or establish_context(unit)
-    if context.keep_gathered:
+    context = lazy_init(unit)
+    if context.keep_unsharded:
         raise ParticipationError(
             "participate() cannot be nested",
             expected="one participate() per iteration",
             got="a second one inside the first",
             fix="leave the first one before entering the next",
         )
-    context.start_participation(with_gradients=torch.is_grad_enabled())
+    context.gather_in_order()
+    context.scheduler.enroll(context.grad_groups if torch.is_grad_enabled() else [])
     try:
         yield
     except BaseException:
         context.recover()
         raise
-    context.finish_participation()
+    _join_rest(context)
+
+
+def _join_rest(context: RootContext) -> None:
+    """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
+    context.gather_rest()
+    scheduler = context.scheduler
+    if scheduler.has_enrolled:
+        scheduler.begin_backward(in_autograd=False)
+        scheduler.reduce_ready()
+        context.end_backward()
+    context.keep_unsharded = False
+    scheduler.enroll(None)
+    for unit in context.units:
+        unit.reshard()

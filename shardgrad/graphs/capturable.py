@@ -17,12 +17,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.engine.grad_shard import GradientFacts
-from shardgrad.engine.param import managed_by
+from shardgrad.engine.grad_shard import GradFacts
+from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.replaced_params import Registration
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
@@ -119,7 +119,7 @@ _IS_LAST = attrgetter("is_last_backward")
 _STATE = attrgetter("state")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
-_GRADIENT_SHARD = attrgetter("gradient_shard")
+_GRAD_SHARD = attrgetter("shard")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -137,24 +137,24 @@ class _Module(Capturable):
         self._units = units_under(self._module)
         self._groups = [group for unit in self._units for group in unit.groups]
         _refuse_what_no_graph_repeats(self._groups)
+        self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
         self._made_of = self._identities()
-        known = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
-        self._contexts: list[RootContext] = list(known.values())
-        self._reducers = [reducer for unit in self._units for reducer in unit.reducers]
+        contexts = map(context_of, self._units)
+        self._contexts: list[RootContext] = list(dict.fromkeys(c for c in contexts if c is not None))
         params = [p for group in self._groups for p in group.params]
         self._sharded = [p.sharded for p in params]
         whole = {id(each) for p in params for each in (p.unsharded, p.post_forward)}
         self._plain = [p for p in self._module.parameters() if managed_by(p) is None and id(p) not in whole]
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
-        shards = map(_GRADIENT_SHARD, self._groups)
-        self._gradients = GradientFacts([shard for shard in shards if shard is not None])
+        shards = map(_GRAD_SHARD, self._grad_groups)
+        self._gradients = GradFacts([shard for shard in shards if shard is not None])
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns what `_look` has to be repeated for, if one of them is another."""
         return (
             list(map(_CONTEXT, self._units)),
-            list(map(_GRADIENT_SHARD, self._groups)),
+            list(map(_GRAD_SHARD, self._grad_groups)),
             list(map(_GENERATION, self._groups)),
         )
 
@@ -166,7 +166,7 @@ class _Module(Capturable):
     def _read(self) -> Hashable:
         if not self._registration.holds():
             for group in self._groups:
-                group.adopt()
+                adopt(group)
         if self._identities() != self._made_of:
             self._look()
         return (
@@ -186,7 +186,7 @@ class _Module(Capturable):
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
             tuple(map(_IS_LAST, self._contexts)),
-            tuple(map(_STATE, self._reducers)),
+            tuple(map(_STATE, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
@@ -199,26 +199,26 @@ class _Module(Capturable):
             unit.unshard_in_backward = in_backward
         for context, flag in zip(self._contexts, is_last, strict=True):
             context.is_last_backward = flag
-        for reducer, state in zip(self._reducers, states, strict=True):
-            reducer.state = state
+        for grads, state in zip(self._grad_groups, states, strict=True):
+            grads.state = state
 
     def rest(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
         for context in self._contexts:
-            context.rest()
-            context.runtime.streams.forget_marks()
+            context.quiesce()
+            context.comm_ctx.streams.forget_events()
 
     def broken_off(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
-            context.runtime.streams.forget_marks()
+            context.comm_ctx.streams.forget_events()
             context.recover()
 
     def hand_over(self) -> None:
         """See `Capturable`."""
-        for group in self._groups:
-            if group.has_gradients:
-                group.gradients().pay()
+        for grads in self._grad_groups:
+            if grads.shard is not None:
+                grads.shard.pay()
 
     def take_back(self) -> None:
         """See `Capturable`."""
@@ -228,7 +228,7 @@ class _Module(Capturable):
     def image(self) -> Callable[[], None]:
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
-        shards = [group.gradients() for group in self._groups if group.has_gradients]
+        shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
         bindings = [(shard, shard.binding()) for shard in shards]
         switches = self._switches()
 
@@ -255,14 +255,14 @@ class _Module(Capturable):
 
     def reports(self) -> dict[str, torch.Tensor]:
         """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
-        flags = [group.gradients().flags for group in self._groups if group.has_gradients]
+        flags = [grads.shard.flags for grads in self._grad_groups if grads.shard is not None]
         return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that somebody keeps whole are stale now, as after a backward."""
         for group in self._groups:
             group.steps_taken += 1
-            group.reshard(for_good=True)
+            group.reshard(drop_kept=True)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
@@ -272,26 +272,26 @@ class _Module(Capturable):
                 if param.grad is not None:
                     yield f"gradient of {name}", param.grad
         yield from self._module.named_buffers()
-        for group, reducer in zip(self._groups, self._reducers, strict=True):
+        for group, grads in zip(self._groups, self._grad_groups, strict=True):
             yield f"shard of {group.name}", group.shard
-            if group.has_gradients:
-                shard = group.gradients()
+            shard = grads.shard
+            if shard is not None:
                 yield f"gradient shard of {group.name}", shard.flat
                 if shard.owed is not None:
                     yield f"factor that gradients of {group.name} owe", shard.owed
-            for what, buffer in reducer.buffers().items():
+            for what, buffer in grads.buffers().items():
                 yield f"{what} of {group.name}", buffer
 
 
 def _refuse_what_no_graph_repeats(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
         where = f"unit {group.name}" if group.name else None
-        if group.home.is_away:
+        if group.shard_memory.is_offloaded:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
                 "no graph repeats",
                 expected=f"shards on {group.mesh.device}",
-                got=f"shards on {group.home.device}",
+                got=f"shards on {group.shard_memory.device}",
                 where=where,
                 fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
             )

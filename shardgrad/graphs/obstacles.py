@@ -13,7 +13,7 @@ class Obstacle:
     """One thing that a graph cannot record, or would repeat wrongly.
 
     Attributes:
-        kind: a few words, the same for all of its kind; docs/how_to/why_did_my_capture_fail.md lists them.
+        kind: a few words, the same for all of its kind; docs/how_to/migrate_to_graphed_step.md lists them.
         what: one sentence, which names the operation or the value.
         module: qualified name of the innermost module that was running, in a backward of the one whose
             gradient was computed; "" outside of modules.

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.graphs.findings import Call, Finding, findings, functions
 from shardgrad.graphs.obstacles import Obstacle
 from shardgrad.graphs.places import Place, here
@@ -268,7 +268,7 @@ def _address(tensor: Any) -> int | None:
 def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of those that wrap others, the inner ones."""
     for leaf in leaves:
-        if isinstance(leaf, OwedGradient):
+        if isinstance(leaf, ScaledGradient):
             yield leaf.unpaid()  # to look is not to ask for the values
         elif isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)

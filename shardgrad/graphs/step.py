@@ -391,7 +391,7 @@ class GraphedStep(Generic[_P, _R]):
             f"{self._name} {what}{found}",
             expected="a step that launches the same work every time and never waits for the device",
             got="another one; models, optimizers and random numbers are as before the call",
-            fix="docs/how_to/why_did_my_capture_fail.md; or on_uncapturable='eager'. Calling again goes on "
+            fix="docs/how_to/migrate_to_graphed_step.md; or on_uncapturable='eager'. Calling again goes on "
             "eagerly",
         ) from error
 

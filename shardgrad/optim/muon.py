@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, managed_by
+from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
@@ -116,7 +117,7 @@ class Muon(FlatOptimizer):
         }
         super().__init__(params, defaults, check_finite=check_finite)
 
-    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+    def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         super()._validate_param(param, name, managed)
         if param.ndim != 2:
             raise OptimizerParameterError(
@@ -125,11 +126,11 @@ class Muon(FlatOptimizer):
                 got=f"shape {tuple(param.shape)}",
                 fix="a second optimizer for the others: shardgrad.optim.AdamW",
             )
-        if managed is not None and (managed.cut.dim or managed.cut.came_as_dtensor):
+        if managed is not None and (managed.sharding.dim or managed.sharding.came_as_dtensor):
             raise OptimizerParameterError(
                 f"Muon was given parameter {name}, of which a rank does not hold whole rows",
                 expected="matrices that data parallelism cuts along dim 0, and nothing else cuts",
-                got=f"a DTensor with placements {managed.cut.placements}",
+                got=f"a DTensor with placements {managed.sharding.placements}",
                 fix="shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
             )
         if managed is None and isinstance(param, DTensor):
@@ -139,9 +140,11 @@ class Muon(FlatOptimizer):
                 got=f"a DTensor with placements {param.placements}",
                 fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
             )
-        if managed is not None and not reaches(managed.group.mesh.shard_group, managed.group.home.device):
+        if managed is not None and not reaches(
+            group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
+        ):
             raise unsupported(
-                f"Muon under CPUOffloadPolicy without a backend for {managed.group.home.device}",
+                f"Muon under CPUOffloadPolicy without a backend for {group_of(managed).shard_memory.device}",
                 instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to host',
             )
 
@@ -168,7 +171,7 @@ class Muon(FlatOptimizer):
         dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])
-            dtypes["momentum_buffer"] = segment.dtype if managed is None else managed.group.gradient_dtype
+            dtypes["momentum_buffer"] = segment.dtype if managed is None else group_of(managed).gradient_dtype
         return dtypes
 
     # -- a step -----------------------------------------------------------------------------------------

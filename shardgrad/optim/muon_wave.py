@@ -15,8 +15,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.errors import CollectiveError
 from shardgrad.optim.flat import Update
 from shardgrad.optim.newton_schulz import newton_schulz
@@ -79,10 +81,10 @@ class Member:
         self.rows = update.launch.rows
         managed = [managed_by(param) for param in segment.params]
         first = managed[0]
-        self.transport = None if first is None else first.group.mesh.shard_group
-        self.world_size = 1 if first is None else first.group.mesh.shard_size
-        self.rank = 0 if first is None else first.group.mesh.shard_rank
-        self._shard: GradientShard | None = None if first is None else first.group.gradients()
+        self.transport = None if first is None else group_of(first).mesh.shard_group
+        self.world_size = 1 if first is None else group_of(first).mesh.shard_size
+        self.rank = 0 if first is None else group_of(first).mesh.shard_rank
+        self._shard: GradShard | None = None if first is None else grads_of(group_of(first)).require_shard()
         places = [0 if self._shard is None else self._shard.place_of(param) for param in segment.params]
         # Frozen parameters have no place among the gradients, and none here.
         self._chosen = [i for i, place in enumerate(places) if place is not None]
@@ -152,7 +154,7 @@ class Member:
                 managed, place = managed_by(param), self._shard.place_of(param)
                 if managed is None or place is None:
                     raise RuntimeError(f"{self.segment.names[i]} is no longer part of its unit")
-                group = managed.group
+                group = group_of(managed)
                 piece = group.layout.pieces[group.params.index(managed)]
                 params.append(launch.param.narrow(0, piece.shard_offset, self._numels[i]))
                 grads.append(self._shard.view(place).view(-1))

@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import FSDPParam, Snapshot, is_replaced
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
@@ -148,7 +148,7 @@ class ShardedSegment(Segment):
         members: those of its parameters that are updated, in the group's order.
     """
 
-    def __init__(self, group: ParamGroup, members: Sequence[ManagedParam]) -> None:
+    def __init__(self, group: ParamGroup, members: Sequence[FSDPParam]) -> None:
         super().__init__()
         self._group = group
         self._members = list(members)
@@ -161,7 +161,7 @@ class ShardedSegment(Segment):
             offset += group.layout.pieces[self._place[id(managed)]].span
         self.numel = offset
         self.rank = group.mesh.shard_rank
-        self._shard: GradientShard | None = None
+        self._shard: GradShard | None = None
         self._generation = group.generation
         self._snapshot = Snapshot(self.params)
         self._places: list[int] = []
@@ -176,7 +176,7 @@ class ShardedSegment(Segment):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Where the group's shards live, also while the parameters are on the meta device."""
-        return self._group.home.device
+        return self._group.shard_memory.device
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
@@ -222,13 +222,13 @@ class ShardedSegment(Segment):
             self._generation = self._group.generation
         if self._snapshot.still_holds:
             return
-        if any(managed.group is not self._group for managed in self._members):
+        if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
                 "optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
-                where=f"unit {self._members[0].group.name}",
+                where=f"unit {group_of(self._members[0]).name}",
                 fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(
@@ -239,7 +239,7 @@ class ShardedSegment(Segment):
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
 
-    def _tabulate(self, shard: GradientShard) -> None:
+    def _tabulate(self, shard: GradShard) -> None:
         """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""
         pieces, places = [], []
         for i, (managed, offset) in enumerate(zip(self._members, self._offsets, strict=True)):
@@ -275,7 +275,7 @@ class ShardedSegment(Segment):
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
-        return face_like(in_own_storage(local), cast(DTensor, self.params[index]))
+        return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""
@@ -402,7 +402,7 @@ class PlainSegment(Segment):
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
         param = self.params[0]
-        return face_like(local, param) if isinstance(param, DTensor) else local
+        return dtensor_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.param import ManagedParam, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -25,7 +26,7 @@ class Selection:
         is_whole: True if no other parameter of the shard has a gradient.
     """
 
-    shard: GradientShard
+    shard: GradShard
     places: tuple[int, ...]
     is_whole: bool
 
@@ -61,15 +62,14 @@ class Gradients:
             torch._foreach_mul_(at_once, factor)
 
 
-def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradientShard | None:
+def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
     """Returns a group's gradient shard; None if there has been no backward and nothing was assigned."""
-    if not group.has_gradients:
+    grads = grads_of(group)
+    if grads.shard is None:
         attribute = group.gradient_policy.attribute
         if all(getattr(param, attribute, None) is None for param in params):
             return None
-        if group.gradient_layout is None:
-            group.refresh_trainable()
-    return group.gradients()
+    return grads.require_shard()
 
 
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -83,12 +83,12 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[ManagedParam]] = {}
+    by_group: dict[ParamGroup, list[FSDPParam]] = {}
     plain = []
     for param in dict.fromkeys(params):
         managed = managed_by(param)
         if managed is not None:
-            by_group.setdefault(managed.group, []).append(managed)
+            by_group.setdefault(group_of(managed), []).append(managed)
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

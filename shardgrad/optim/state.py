@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
 
-__all__ = ["load_state", "local_part", "misfit"]
+__all__ = ["copies_into", "load_state", "local_part", "misfit"]
 
 # A list of copies to make, once everything has been looked at.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -49,7 +49,7 @@ def load_state(
     saved_state = state_dict["state"]
     copies: _Copies = []
     for number, (key, param) in enumerate(zip(ids, params, strict=True)):
-        copies += _copies(number, state[param], saved_state.get(key, {}))
+        copies += copies_into(number, state[param], saved_state.get(key, {}))
     for group, saved in zip(groups, saved_groups, strict=True):
         group.check({key: value for key, value in saved.items() if key != "params"})
     with torch.no_grad():
@@ -59,7 +59,7 @@ def load_state(
         group.update({k: value for k, value in saved.items() if k != "params" and k not in ignored})
 
 
-def _copies(
+def copies_into(
     number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what has to be copied for one parameter, after looking at all of it."""

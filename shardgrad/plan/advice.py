@@ -10,7 +10,7 @@ from typing import Any
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Calibration, Plan
-from shardgrad.training.failure import TrainingError
+from shardgrad.train.failure import TrainingError
 
 __all__ = ["Advice", "advise"]
 

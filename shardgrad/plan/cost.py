@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.recording import Event, Kernel, Transfer
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["CostModel", "Place", "compute_s", "model_flops"]
 

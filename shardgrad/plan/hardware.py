@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import suggestion
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import suggestion
 
 __all__ = ["DEVICES", "LINKS", "NETWORKS", "Device", "Link", "Machine", "machine_of"]
 
@@ -197,7 +197,7 @@ DEVICES: Mapping[str, Device] = {
             1.0,
             True,
             "loopback",
-            "one core, an order of magnitude; measure your own: python -m benchmarks.plan",
+            "one core, an order of magnitude; measure your own: python -m benchmarks plan",
         ),
     )
 }

@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
 from shardgrad.plan.request import Request
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.huggingface import build_causal_lm, longest_module_list
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.huggingface import build_causal_lm, longest_module_list
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
 
 __all__ = ["PLAN_PRESETS", "Subject", "subject_of"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.training.model import (
+from shardgrad.train.model import (
     Attention,
     Embedding,
     FeedForward,

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardgrad.plan.planning import Plan
 from shardgrad.plan.recording import Kernel, Transfer
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["draw"]
 

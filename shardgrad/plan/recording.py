@@ -23,7 +23,7 @@ from functools import partial
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream
+from shardgrad.engine.streams import Stream, StreamEvent
 
 __all__ = ["Change", "Event", "Kernel", "Marked", "PaperStreams", "Recorder", "Transfer", "Waited"]
 
@@ -253,11 +253,11 @@ class PaperStreams:
         """Returns the name of the current stream."""
         return self._recorder.stream  # type: ignore[return-value]
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns a mark that is written down."""
         return _PaperMark(self._recorder)
 
-    def mark_of(self, event: torch.Event) -> Mark:
+    def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns a mark that says nothing: a plan has no events of programs."""
         return _PaperMark(self._recorder)
 
@@ -265,5 +265,5 @@ class PaperStreams:
         """Returns a context in which `stream` is current."""
         return self._recorder.on(str(stream))
 
-    def forget_marks(self) -> None:
+    def forget_events(self) -> None:
         """Does nothing: nothing is captured on paper."""

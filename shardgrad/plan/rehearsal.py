@@ -16,9 +16,10 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.root import lazy_init
 from shardgrad.engine.streams import NoStreams, Streams
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
@@ -28,7 +29,7 @@ from shardgrad.plan.request import Request
 from shardgrad.plan.stages import Waste, groups_of, shard_subject, waste_of
 from shardgrad.plan.transports import paper_transport
 from shardgrad.plan.world import fake_tensors, fake_world
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -125,11 +126,11 @@ class _Rehearsing:
                 recorder.axes[group.mesh.shard_group.group_name] = "both"
         transports = partial(paper_transport, recorder=recorder, on_host=request.on_host)
         streams: Streams = NoStreams() if request.on_host else PaperStreams(recorder)
-        self._runtime = Runtime(torch.device("cpu"), streams, transports)
+        self._runtime = CommContext(torch.device("cpu"), streams, transports)
         unit = unit_of(self._model)
         if unit is None:
             raise UsageError(f"{subject.name} has no parameters to shard.")
-        self._context = establish_context(unit, self._runtime)
+        self._context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer: FlatOptimizer = (
             AdamW(params, lr=1e-3) if request.optimizer == "adamw" else SGD(params, lr=1e-3, momentum=0.9)
@@ -185,8 +186,8 @@ class _Rehearsing:
         """Returns who owns the memory that outlives a step."""
         owners: dict[int, str] = {}
         keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
-        for reducer in self._context.reducers:
-            keepers += [reducer.memory(), reducer.group.memory()]
+        for grads in self._context.grad_groups:
+            keepers += [grads.memory(), grads.group.memory()]
         for owner, storage in chain.from_iterable(keepers):
             owners[storage._cdata] = owner
         for _, tensor in self._optimizer.buffers():

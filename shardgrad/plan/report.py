@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardgrad.plan.advice import Advice
 from shardgrad.plan.planning import Plan
-from shardgrad.training.display import nice_nbytes
+from shardgrad.train.display import nice_nbytes
 
 __all__ = ["as_json", "show"]
 

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardgrad.training.config import mesh_shape
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import Scalar
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import Scalar
 
 __all__ = ["PRECISIONS", "Request"]
 

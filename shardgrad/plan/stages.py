@@ -16,13 +16,14 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import fully_shard
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import units_under
+from shardgrad.engine.unit import units_under
 from shardgrad.plan.models import Subject
 from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]
 
@@ -123,5 +124,6 @@ def waste_of(groups: Sequence[ParamGroup]) -> Waste:
 def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[ShardLayout, int]]:
     for group in groups:
         yield group.layout, group.dtype.itemsize
-        if group.gradient_layout is not None:
-            yield group.gradient_layout, group.gradient_dtype.itemsize
+        layout = grads_of(group).layout
+        if layout is not None:
+            yield layout, group.gradient_dtype.itemsize

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label
-from shardgrad.engine.transports import ExchangeTransport, Flight, StreamTransport, Transport
+from shardgrad.engine.message_tag import MessageTag
+from shardgrad.engine.transports import ExchangeTransport, StreamTransport, Transport, Work
 from shardgrad.plan.recording import Recorder, Transfer, Waited
 
 __all__ = ["paper_transport"]
@@ -40,17 +40,17 @@ class _PaperStreamTransport(StreamTransport):
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         with self._recorder.labelled(label.what):
             super().all_gather(chunk, staging, label)
         # All chunks as one: of 16,384 tensors without content, one says as much.
         return _Landed([staging.whole], self._recorder, None)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         with self._recorder.labelled(label.what):
             return super().reduce_scatter(send, receive, label)
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             return super().all_reduce(chunk, what=what)
 
@@ -62,18 +62,18 @@ class _PaperExchangeTransport(ExchangeTransport):
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
         with self._recorder.labelled(label.what):
             super().all_gather(chunk, staging, label)
         return self._landed([chunk] if self.size == 1 else self._arrivals(chunk, staging))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
         with self._recorder.labelled(label.what):
             super().reduce_scatter(send, receive, label)
         own = send.parts[self.rank]
         return self._landed([own] if self.size == 1 else self._arrivals(own, receive))
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             super().all_reduce(chunk, what=what)
         return self._landed([chunk])
@@ -81,7 +81,7 @@ class _PaperExchangeTransport(ExchangeTransport):
     def _arrivals(self, own: torch.Tensor, room: Chunks) -> list[torch.Tensor]:
         return [own, room.parts[0]] if self.size == 2 else [room.whole]
 
-    def _landed(self, chunks: list[torch.Tensor]) -> Flight:
+    def _landed(self, chunks: list[torch.Tensor]) -> Work:
         last = len(self._recorder.events) - 1
         is_under_way = self.size > 1 and isinstance(self._recorder.events[last], Transfer)
         return _Landed(chunks, self._recorder, last if is_under_way else None)

@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
 from shardgrad.plan.repeats import Seen, Work, key_of
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["fake_tensors", "fake_world"]
 

@@ -13,7 +13,7 @@ starts on a multiple of `alignment` elements, so that every pointer handed to a 
 aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/scheduler.py`), and ends in the chunk's label ([Note: Labels] in `engine/message_tag.py`).
+`engine/scheduler.py`), and ends in the message's tag ([Note: Message tags] in `engine/message_tag.py`).
 
 Parameters that travel by themselves ([Note: Direct parameters] in `zero_copy.py`) come first in a chunk, so
 that what is left to be packed into one message is the end of it, and a layout of its own.
@@ -30,11 +30,12 @@ from functools import cached_property
 
 import torch
 
-from shardgrad.engine.message_tag import LABEL_NUMEL
-
-__all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
+__all__ = ["ALIGNMENT_NBYTES", "TAG_NUMEL", "Piece", "ShardLayout", "alignment_numel"]
 
 ALIGNMENT_NBYTES = 128
+
+# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `engine/message_tag.py`).
+TAG_NUMEL = 3
 
 
 def alignment_numel(dtypes: Sequence[torch.dtype]) -> int:
@@ -84,7 +85,7 @@ class Piece:
         return begin, min(begin + self.shard_rows, self.shape[self.dim])
 
     def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the part of a whole parameter that `rank` holds; a view, with gaps if cut crosswise."""
+        """Returns the part of a whole parameter that `rank` holds; a view, with gaps if strided."""
         begin, end = self.rows(rank)
         return whole.narrow(self.dim, begin, end - begin)
 
@@ -109,7 +110,7 @@ class ShardLayout:
         tail_offset: elements before the tail.
         chunk_numel: of one rank's chunk, the tail included.
         unsharded_numel: of the flat unsharded buffer.
-        direct: indices of the parameters that travel by themselves; their pieces come first in a chunk.
+        zero_copy: indices of the parameters that travel by themselves; their pieces come first in a chunk.
     """
 
     world_size: int
@@ -118,7 +119,7 @@ class ShardLayout:
     tail_offset: int
     chunk_numel: int
     unsharded_numel: int
-    direct: tuple[int, ...] = ()
+    zero_copy: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -129,7 +130,7 @@ class ShardLayout:
         alignment: int,
         with_flags: bool,
         dims: Sequence[int] | None = None,
-        direct: Sequence[bool] = (),
+        zero_copy: Sequence[bool] = (),
     ) -> ShardLayout:
         """Packs parameters, direct ones first, else in the order given.
 
@@ -139,7 +140,7 @@ class ShardLayout:
             alignment: elements; see `alignment_numel`.
             with_flags: reserve one element per parameter behind the pieces.
             dims: along which each is cut; None for dim 0. A dim other than 0 has to divide evenly.
-            direct: whether each travels by itself; nothing if none does.
+            zero_copy: whether each travels by itself; nothing if none does.
         """
         pieces = []
         unsharded_offset = 0
@@ -149,12 +150,12 @@ class ShardLayout:
             span = _round_up(shard_numel, alignment)
             pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
             unsharded_offset += _round_up(math.prod(shape), alignment)
-        first = [i for i, travels_alone in enumerate(direct) if travels_alone]
+        first = [i for i, travels_alone in enumerate(zero_copy) if travels_alone]
         shard_offset = 0
         for i in dict.fromkeys((*first, *range(len(pieces)))):
             pieces[i] = replace(pieces[i], shard_offset=shard_offset)
             shard_offset += pieces[i].span
-        tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
+        tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
@@ -162,23 +163,23 @@ class ShardLayout:
             tail_offset=shard_offset,
             chunk_numel=shard_offset + tail_numel,
             unsharded_numel=unsharded_offset,
-            direct=tuple(first),
+            zero_copy=tuple(first),
         )
 
     @cached_property
     def others(self) -> tuple[int, ...]:
         """Indices of the parameters that are not direct."""
-        return tuple(sorted({*range(len(self.pieces))}.difference(self.direct)))
+        return tuple(sorted({*range(len(self.pieces))}.difference(self.zero_copy)))
 
     @cached_property
     def packed_offset(self) -> int:
         """Elements of a chunk before the first parameter that is not direct."""
-        return sum(self.pieces[i].span for i in self.direct)
+        return sum(self.pieces[i].span for i in self.zero_copy)
 
     @cached_property
     def packed(self) -> ShardLayout:
         """The layout of the other parameters and the tail: of chunks without their first `packed_offset`."""
-        if not self.direct:
+        if not self.zero_copy:
             return self
         skipped = self.packed_offset
         rest = (self.pieces[i] for i in self.others)
@@ -187,7 +188,7 @@ class ShardLayout:
             pieces=tuple(replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest),
             tail_offset=self.tail_offset - skipped,
             chunk_numel=self.chunk_numel - skipped,
-            direct=(),
+            zero_copy=(),
         )
 
     @cached_property
@@ -196,7 +197,7 @@ class ShardLayout:
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
 
     @cached_property
-    def crosswise(self) -> tuple[int, ...]:
+    def strided(self) -> tuple[int, ...]:
         """Indices of the others, which `strided_pack.py` moves."""
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
 
@@ -218,7 +219,7 @@ class ShardLayout:
 
     @property
     def tail_numel(self) -> int:
-        """Elements of the tail; the last `LABEL_NUMEL` are the label."""
+        """Elements of the tail; the last `TAG_NUMEL` are the label."""
         return self.chunk_numel - self.tail_offset
 
     @property

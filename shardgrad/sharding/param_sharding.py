@@ -1,9 +1,9 @@
 """How one parameter is cut: what of it this rank packs, along which dim, and which DTensors show it.
 
 A parameter may be a DTensor before it comes here, because tensor or expert parallelism has cut it over axes
-of its own. The engine then works on its local tensor, and its faces say both:
+of its own. The engine then works on its local tensor, and its parameters say both:
 
-| parameter                                | sharded face                          | unsharded face        |
+| parameter                                | sharded parameter                          | unsharded parameter        |
 |------------------------------------------|---------------------------------------|-----------------------|
 | plain                                    | on the data-parallel mesh             | plain                 |
 | DTensor on a mesh of its own             | on both meshes, data-parallel first   | as it came            |
@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import face_over
+from shardgrad.sharding.dtensor import dtensor_over
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Cut", "cut_of", "groups_cut_over"]
+__all__ = ["ParamSharding", "groups_cut_over", "sharding_of"]
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _Unsharded:
     """Where a parameter lay when it came, as a DTensor.
 
     Attributes:
@@ -51,14 +51,14 @@ class _Whole:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamSharding:
     """See the module's docstring.
 
     Attributes:
         shape: of what this rank packs: the parameter, or its local tensor if it came as a DTensor.
         dim: along which that is cut over the shard group.
         full_shape, stride: of the parameter.
-        mesh, placements: of the sharded face.
+        mesh, placements: of the sharded parameter.
     """
 
     shape: tuple[int, ...]
@@ -67,23 +67,23 @@ class Cut:
     stride: tuple[int, ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    _whole: _Whole | None
+    _unsharded: _Unsharded | None
 
     @property
     def came_as_dtensor(self) -> bool:
-        """True if the unsharded face, and gradients with it, are DTensors."""
-        return self._whole is not None
+        """True if the unsharded parameter, and gradients with it, are DTensors."""
+        return self._unsharded is not None
 
-    def face(self, local: torch.Tensor) -> DTensor:
-        """Returns the sharded face over this rank's piece."""
-        return face_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
+        """Returns the sharded parameter over this rank's piece."""
+        return dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
 
-    def unsharded_face(self, packed: torch.Tensor) -> torch.Tensor:
+    def unsharded_tensor(self, packed: torch.Tensor) -> torch.Tensor:
         """Returns what compute sees over gathered memory of `shape`."""
-        if self._whole is None:
+        if self._unsharded is None:
             return packed
-        whole = self._whole
-        return face_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
+        whole = self._unsharded
+        return dtensor_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns what this rank packs of an unsharded gradient; a collective if it has to be redistributed.
@@ -93,7 +93,7 @@ class Cut:
 
         Streams: the current one.
         """
-        whole = self._whole
+        whole = self._unsharded
         if whole is None:
             return grad
         if isinstance(grad, AsyncCollectiveTensor):
@@ -120,7 +120,7 @@ def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> Cut:
+def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
     """Decides how a parameter is cut along `dim` over the shard group of `mesh`.
 
     Raises:
@@ -130,18 +130,18 @@ def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> 
     local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
     dim = dim + param.ndim if dim < 0 else dim
     _require_dim(local, name, mesh, dim)
-    whole: _Whole | None = None
+    whole: _Unsharded | None = None
     if mesh.spmd is not None:
         axes, placements, whole = _on_full_mesh(param, name, mesh, dim)
     elif isinstance(param, DTensor):
         _require_whole_values(param, name)
         axes = _joined(mesh.mesh, param.device_mesh)
         placements = (*mesh.placements(_shard(dim, param)), *param.placements)
-        whole = _Whole(param.device_mesh, tuple(param.placements), frozenset())
+        whole = _Unsharded(param.device_mesh, tuple(param.placements), frozenset())
     else:
         axes, placements = mesh.mesh, mesh.placements(Shard(dim))
     stride = torch.empty(tuple(param.shape), device="meta").stride()
-    return Cut(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
+    return ParamSharding(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
 
 
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:
@@ -183,7 +183,7 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
 
 def _on_full_mesh(
     param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
-) -> tuple[DeviceMesh, tuple[Placement, ...], _Whole]:
+) -> tuple[DeviceMesh, tuple[Placement, ...], _Unsharded]:
     """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are data-parallel."""
     spmd = mesh.spmd
     if spmd is None:
@@ -217,7 +217,9 @@ def _on_full_mesh(
     placements = list(param.placements)
     for axis in spmd.shard_axes:
         placements[axis] = _shard(dim, param, behind=axis)
-    whole = _Whole(spmd.mesh, tuple(param.placements), frozenset((*spmd.shard_axes, *spmd.replicate_axes)))
+    whole = _Unsharded(
+        spmd.mesh, tuple(param.placements), frozenset((*spmd.shard_axes, *spmd.replicate_axes))
+    )
     if len(spmd.shard_axes) <= 1:
         return spmd.mesh, tuple(placements), whole
     return *_with_one_shard_axis(mesh, placements), whole

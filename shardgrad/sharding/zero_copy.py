@@ -19,21 +19,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label
-
-__all__ = ["DIRECT_NBYTES", "DirectGather", "travels_directly"]
+__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
 
 # Bytes of a rank's piece on the wire, from which on a message of its own costs less than the copies that it
-# saves. Measured: docs/design/direct_parameters.md.
-DIRECT_NBYTES = 2 * 2**20
+# saves. Measured: docs/design/zero_copy_parameters.md.
+ZERO_COPY_NBYTES = 2 * 2**20
 
 
-def travels_directly(
+def is_zero_copy(
     shape: Sequence[int], dim: int, world_size: int, *, alignment: int, dtype: torch.dtype
 ) -> bool:
     """Returns whether a parameter is direct. See [Note: Direct parameters].
@@ -48,19 +44,4 @@ def travels_directly(
     if world_size == 1 or dim != 0 or shape[0] % world_size:
         return False
     piece_numel = math.prod(shape) // world_size
-    return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= DIRECT_NBYTES
-
-
-@dataclass(frozen=True)
-class DirectGather:
-    """One parameter's own all-gather.
-
-    Attributes:
-        piece: this rank's, 1-D, in its shard.
-        places: where the pieces of all ranks belong: the whole parameter, 1-D, in rank order.
-        label: of the message, which has no room for one.
-    """
-
-    piece: torch.Tensor
-    places: Chunks
-    label: Label
+    return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= ZERO_COPY_NBYTES

@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.param import local_of
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import RootError, ShardgradError, UnsupportedError
 from shardgrad.testing.event_order import EventOrder
 
@@ -148,7 +148,7 @@ def check_streams(model: nn.Module, *, order: Order | None = None) -> Iterator[S
         UnsupportedError: the device has streams whose events cannot be followed.
     """
     contexts = _contexts(model)
-    device = contexts[0].runtime.device
+    device = contexts[0].comm_ctx.device
     report = StreamReport()
     if not _watched.isdisjoint(contexts):
         raise StreamCheckError(
@@ -188,7 +188,7 @@ def _watching(contexts: list[RootContext], order: Order, report: StreamReport) -
 
 def _contexts(model: nn.Module) -> list[RootContext]:
     units = units_under(model)
-    contexts = list(dict.fromkeys(unit.context for unit in units if unit.context is not None))
+    contexts = list(dict.fromkeys(context for context in map(context_of, units) if context is not None))
     if not contexts:
         raise RootError(
             "check_streams() needs a sharded model that has run",
@@ -285,30 +285,30 @@ def _range(tensor: torch.Tensor, name: str) -> _Range:
 
 def _buffers(context: RootContext) -> Iterator[_Range]:
     """Yields the memory that lives as long as the model. Several storages may lie in one of them."""
-    rings = (context.runtime.gather_ring, context.runtime.reduce_ring)
+    rings = (context.comm_ctx.gather_ring, context.comm_ctx.reduce_ring)
     for slot in (slot for ring in rings for slot in ring._made):
         yield _range(slot._bytes, "the engine's staging memory")
-    for reducer in context.reducers:
-        group = reducer.group
+    for grads in context.grad_groups:
+        group = grads.group
         yield _range(group.shard, f"shard of {group.name or 'the root'}")
-        if group.has_gradients:
-            yield _range(group.gradients().flat, f"gradients of {group.name or 'the root'}")
-        if reducer._accumulator is not None:
-            yield _range(reducer._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
+        if grads.shard is not None:
+            yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
+        if grads._accumulator is not None:
+            yield _range(grads._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
     """Yields what belongs to one parameter, as it is now."""
-    for reducer in context.reducers:
-        group = reducer.group
+    for grads in context.grad_groups:
+        group = grads.group
         for p in group.params:
             yield _range(local_of(p.sharded), f"shard of {p.name}")
             if p.unsharded is not None and p.unsharded.untyped_storage().nbytes():
                 yield _range(p.unsharded, f"parameter {p.name}")
-        for place, p in enumerate(group.trainable()):
-            if group.has_gradients:
-                yield _range(group.gradients().view(place), f"gradient of {p.name}")
-        for p, grad in zip(group.trainable(), reducer.arrivals.gradients, strict=False):
+        for place, p in enumerate(grads.params):
+            if grads.shard is not None:
+                yield _range(grads.shard.view(place), f"gradient of {p.name}")
+        for p, grad in zip(grads.params, grads.collector.gradients, strict=False):
             if grad is not None:
                 yield _range(grad, f"gradient of {p.name}")
             if p.unsharded is not None and p.unsharded.grad is not None:
@@ -352,7 +352,7 @@ class _Watch(TorchDispatchMode):
         self._contexts = contexts
         self._order = order
         self._report = report
-        self._device = contexts[0].runtime.device
+        self._device = contexts[0].comm_ctx.device
         self._main = torch.accelerator.current_stream(self._device)
         self._lock = threading.RLock()
         self._accesses: dict[int, list[_Access]] = {}
@@ -464,7 +464,7 @@ class _Watch(TorchDispatchMode):
 
     def _stream_name(self) -> str:
         stream = torch.accelerator.current_stream(self._device)
-        streams = self._contexts[0].runtime.streams
+        streams = self._contexts[0].comm_ctx.streams
         if stream == self._main:
             name = "the stream that the block began on"
         elif stream == streams.gather:

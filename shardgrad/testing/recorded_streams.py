@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.engine.streams import Mark
+from shardgrad.engine.streams import StreamEvent
 
 __all__ = ["Hazard", "RecordedStreams"]
 
@@ -73,7 +73,7 @@ class _RecordedMark:
 
 
 class RecordedStreams:
-    """A stand-in for a device's streams; pass it to `Runtime`, or patch
+    """A stand-in for a device's streams; pass it to `CommContext`, or patch
     `shardgrad.engine.comm_context.streams_for`.
 
     Attributes:
@@ -97,13 +97,13 @@ class RecordedStreams:
         """Returns the name of the current stream; "compute" at first."""
         return self._current[-1]
 
-    def mark(self) -> Mark:
+    def event(self) -> StreamEvent:
         """Returns a mark that carries a vector clock."""
         return _RecordedMark(self)
 
-    def mark_of(self, event: Any) -> Mark:
+    def event_of(self, event: Any) -> StreamEvent:
         """Returns a mark of these streams that stands in for an event."""
-        mark: Mark = event
+        mark: StreamEvent = event
         return mark
 
     @contextmanager
@@ -118,8 +118,8 @@ class RecordedStreams:
         """Returns a context in which `stream` is current."""
         return self._switch(stream)
 
-    def forget_marks(self) -> None:
-        """See `shardgrad.engine.streams.Streams.forget_marks`."""
+    def forget_events(self) -> None:
+        """See `shardgrad.engine.streams.Streams.forget_events`."""
         self.era += 1
 
     def tick(self, stream: str) -> _Clock:

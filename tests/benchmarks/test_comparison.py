@@ -11,7 +11,7 @@ from benchmarks.engines.catalogue import ENGINES, lack_of_memory, least_nbytes
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
 from benchmarks.engines.summary import noise, summarise
 from benchmarks.engines.task import Length, Task, check
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import UnshardHandle
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 import shardgrad
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.unit import unit_of
 from tests.parity.programs import (
     FSDP2,
     SHARDGRAD,
@@ -155,10 +155,10 @@ def settings_are_in_force() -> None:
     many_buffers(model)
     train(SHARDGRAD, model, steps=1)
     shard_group = unit_of(model).mesh.shard_group
-    layers = [unit_of(layer).groups[0].comms.reduce_group for layer in model.layers]
+    layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
     assert layers[0] is None
     assert layers[1] is layers[2] is not shard_group
-    ring = unit_of(model).context.runtime.reduce_ring
+    ring = unit_of(model).context.comm_ctx.reduce_ring
     assert ring.depth == 5
     one_buffer(model)
     assert ring.depth == 1
@@ -198,7 +198,7 @@ def train_two_roots(engine: Engine, *, early: bool) -> Tensors:
                 param.data.add_(param.grad, alpha=-0.1)
                 param.grad = None
     if engine is SHARDGRAD:
-        runtimes = [unit_of(root).context.runtime for root in (first, second)]
+        runtimes = [unit_of(root).context.comm_ctx for root in (first, second)]
         assert runtimes[0].reduce_ring is runtimes[1].reduce_ring
         assert runtimes[0].streams is runtimes[1].streams
     return found

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import Arrivals
+from shardgrad.engine.grad_collector import GradCollector
 from tests.simulated.upstream_bugs import (
     BUGS,
     WORK,
@@ -95,8 +95,8 @@ def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug], device
     [
         pytest.param(kind, owner, method, marks=NEEDS_CUDA)
         for kind, owner, method in [
-            (HookBornOnASideStream, Arrivals, "wait_for_producers"),
-            (ReductionAwaitsTheCurrentStream, Arrivals, "wait_for_producers"),
+            (HookBornOnASideStream, GradCollector, "wait_for_producers"),
+            (ReductionAwaitsTheCurrentStream, GradCollector, "wait_for_producers"),
             (RefillAwaitsTheFlusher, Slot, "start_writing"),
         ]
     ],

@@ -101,7 +101,7 @@ def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
     model = SHARDGRAD.fully_shard(stack(5, 4, 3))
     model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
     right = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
-    memory = model._unit.groups[0].gradients().flat
+    memory = model._unit.grad_groups[0].require_shard().flat
     before = memory.clone()
     norm = shardgrad.clip_grad_norm_(model, 1e-2)
     assert norm > 1e-2

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from shardgrad import fully_shard
 from shardgrad.errors import UnsupportedError
 from shardgrad.features.tensor_extensions import require_extension
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from tests.parity import test_carried as carried
 from tests.parity import test_extensions as extensions
 from tests.parity import test_tensor_parallel as tensor_parallel
@@ -154,7 +154,7 @@ def test_sharding_over_both_axes_names_what_it_does_not_cut(
 
 def test_an_extension_is_not_moved_off_its_device() -> None:
     param: Tensor = nn.Parameter(Narrowed(torch.ones(2, 2)))
-    away = Home(torch.device("cpu"), is_away=True)
+    away = ShardMemory(torch.device("cpu"), is_offloaded=True)
     with pytest.raises(UnsupportedError, match="CPUOffloadPolicy for weight, which has fsdp_pre_all_gather"):
         require_extension(param, "weight", None, away)
-    require_extension(param, "weight", None, Home(torch.device("cpu")))
+    require_extension(param, "weight", None, ShardMemory(torch.device("cpu")))

@@ -78,7 +78,7 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
 
 
 def of_direct_weights(sizes: tuple[int, ...]) -> tuple[Counter[str], Counter[str]]:
-    with patch.object(zero_copy, "DIRECT_NBYTES", 2**12):
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**12):
         return both(sizes)
 
 

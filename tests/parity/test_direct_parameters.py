@@ -35,7 +35,7 @@ BF16 = torch.bfloat16
 @contextmanager
 def weights_direct() -> Iterator[None]:
     """Makes the weights of small layers direct, and not their biases."""
-    with patch.object(zero_copy, "DIRECT_NBYTES", 2**10):
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**10):
         yield
 
 

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import errors
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.root import lazy_init
+from shardgrad.engine.unit import unit_of
 from tests.parity.extensions import Half, Narrowed, Quantized
 from tests.parity.programs import (
     FSDP2,
@@ -381,7 +382,7 @@ def refuse_unpadded() -> str:
     model = shardgrad.fully_shard(extended(Unpadded, 4, 3))
     unit = unit_of(model)
     assert unit is not None
-    establish_context(unit)  # which compares the ranks' models
+    lazy_init(unit)  # which compares the ranks' models
     if torch.distributed.get_rank() == 0:
         return ""  # it has nothing to pad, and would wait for the other
     with pytest.raises(errors.ExtensionError, match="padded sharded size") as caught:

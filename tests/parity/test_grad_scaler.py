@@ -101,7 +101,7 @@ def gradients_are_not_written() -> None:
     model, scaler = build(), shardgrad.GradScaler(init_scale=8.0)
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
     backward(model, scaler, 0)
-    memory = model._unit.groups[0].gradients().flat
+    memory = model._unit.grad_groups[0].require_shard().flat
     before = memory.clone()
     scaler.unscale_(optim)
     shardgrad.clip_grad_norm_(model, 1e-3)

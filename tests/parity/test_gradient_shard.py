@@ -130,11 +130,11 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
         token_loss(model, SHARDGRAD.tokens(step)).backward()
         model.zero_grad()
     units = [model, model.embedding, *model.layers]
-    runtime = model._unit.context.runtime
+    runtime = model._unit.context.comm_ctx
 
     def addresses() -> list[int]:
         slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring._made]
-        shards = [group.gradients().flat.data_ptr() for unit in units for group in unit._unit.groups]
+        shards = [grads.require_shard().flat.data_ptr() for unit in units for grads in unit._unit.grad_groups]
         return slots + shards
 
     before = addresses()

@@ -15,9 +15,9 @@ import shardgrad
 from shardgrad.plan.recording import Transfer
 from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
-from shardgrad.training.model import Transformer, materialise
-from shardgrad.training.presets import transformer_config
-from shardgrad.training.sharding import precision_policy
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
+from shardgrad.train.sharding import precision_policy
 from tests.ranks import Ranks
 
 NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import units_under
 from shardgrad.engine.transports import Transport, _Exchange
+from shardgrad.engine.unit import units_under
 from tests.parity.programs import (
     GATHERED,
     SHARDGRAD,
@@ -122,7 +123,7 @@ def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], 
         step_once(model, optim, 2, 2)
     groups = groups_of(model)
     shards = sum(group.layout.chunk_numel for group in groups) * 4
-    gradients = sum(group.gradient_layout.chunk_numel for group in groups) * 4
+    gradients = sum(grads_of(group).layout.chunk_numel for group in groups) * 4
     return dict(received), shards, gradients
 
 
@@ -159,8 +160,8 @@ def memory_between_micro_batches(stage: int) -> tuple[int, int]:
     gradients = sum(
         tensor.nbytes
         for unit in units_under(model)
-        for reducer in unit.reducers
-        for tensor in reducer.buffers().values()
+        for grads in unit.grad_groups
+        for tensor in grads.buffers().values()
     )
     model.set_is_last_backward(True)
     token_loss(model, SHARDGRAD.tokens(1)).backward()

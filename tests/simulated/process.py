@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing as mp
 import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.processes import CONTEXT, FairClock
 from tests.ranks import RankError
 
 
@@ -42,9 +42,8 @@ class SimulatorProcess:
         self._pipe: Any = None
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, sys.path), daemon=True)
+        self._pipe, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=_serve, args=(theirs, sys.path), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -65,8 +64,10 @@ class SimulatorProcess:
             self._start()
         try:
             self._pipe.send((function.__module__, function.__qualname__, args, kwargs))
-            if not self._pipe.poll(timeout_s):
-                raise RankError(f"{function.__qualname__} did not finish within {timeout_s:.0f} s")
+            clock = FairClock([self._process.pid])
+            while not self._pipe.poll(0.5):
+                if clock.elapsed_s() > timeout_s:
+                    raise RankError(f"{function.__qualname__} did not finish within {timeout_s:.0f} s")
             succeeded, result = self._pipe.recv()
         except BaseException as error:
             self.stop()

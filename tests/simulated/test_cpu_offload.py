@@ -103,12 +103,12 @@ def _device_memory(policy: OffloadPolicy) -> int:
     token_loss(model, _batch(0)).backward()
     optimizer.step()
     groups = [
-        group
+        grads
         for module in model.modules()
         if (unit := module.__dict__.get("_shardgrad_unit"))
-        for group in unit.groups
+        for grads in unit.grad_groups
     ]
-    held = [t for group in groups for t in (group.shard, group.gradients().flat)]
+    held = [t for grads in groups for t in (grads.group.shard, grads.require_shard().flat)]
     held += [t for _, t in optimizer.buffers()]
     return sum(t.nbytes for t in held if t.device.type == "sim")
 

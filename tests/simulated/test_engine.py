@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import transformer_config
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import transformer_config
 from tests.parity.programs import ROWS, VOCABULARY, Tower, tower
 from tests.simulated.device import checked
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
@@ -127,7 +127,7 @@ def _parameters_born_on_a_side_stream() -> None:
 def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
     with checked():
         VirtualRanks(2).run(_parameters_born_on_a_side_stream)
-    with checked(raises=False) as found, _without(Arrivals, "wait_for_producers"):
+    with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
         VirtualRanks(2).run(_parameters_born_on_a_side_stream)
     assert "shardgrad::pack" in {hazard.later.op for hazard in found}
 

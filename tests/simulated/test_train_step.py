@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Sampler
-from shardgrad.training.optimizer import build_optimizer, build_schedule
-from shardgrad.training.parallel import Place
-from shardgrad.training.sharding import build_model
-from shardgrad.training.step import TrainStep, validation_loss
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep, validation_loss
 from tests.simulated.device import NAME, checked
 from tests.simulated.virtual_ranks import VirtualRanks, one_at_a_time
 
@@ -23,7 +23,7 @@ STEPS = 7
 SHAPE = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 16}
 
 
-class OwnPlace(Place):
+class OwnWorld(World):
     """A rank that keeps its numbers: virtual ranks have no collectives on the host."""
 
     def gather(self, values: list[float]) -> list[list[float]]:
@@ -39,7 +39,7 @@ class Seen(list[float]):
 def trained(config: TrainConfig) -> Seen:
     """Trains with a validation in between; returns losses, norms, and what validation said."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    place = OwnPlace(rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD))
+    place = OwnWorld(rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD))
     with one_at_a_time():
         model = build_model(config, init_device_mesh(NAME, (ranks,)), place.device)
     optimizer = build_optimizer(model, config)

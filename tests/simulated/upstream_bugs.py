@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardgrad import fully_shard
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.unit import unit_of
 
 # 4 MiB: a block of its own in CUDA's allocator, so that the next request of this size gets it again.
 NUMEL = 1 << 20
@@ -332,8 +332,8 @@ class Training:
 
     def delay_reduction(self) -> None:
         context = unit_of(self.model).context if self.mesh is not None else None
-        if self.work.late_reduction and context is not None and context.runtime.streams.reduce is not None:
-            with context.runtime.streams.reduce:
+        if self.work.late_reduction and context is not None and context.comm_ctx.streams.reduce is not None:
+            with context.comm_ctx.streams.reduce:
                 self.late()
 
     def step(self) -> None:

@@ -229,7 +229,7 @@ def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
 def test_a_name_that_is_taken_by_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointSaveError, match="no checkpoint"):
+    with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
         checkpoint.save(small(1), tmp_path / "mine")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
@@ -291,7 +291,7 @@ def test_two_saves_into_one_folder_do_not_write_over_each_other(
     )
     saving = checkpoint.save_async(small(1), tmp_path / "c")
     for again in (checkpoint.save, checkpoint.save_async):
-        with pytest.raises(CheckpointSaveError, match="still under way"):
+        with pytest.raises(CheckpointSaveError, match="still running"):
             again(small(2), tmp_path / "c")
     gate.set()
     saving.wait(10)

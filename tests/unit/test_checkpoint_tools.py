@@ -138,18 +138,21 @@ def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
 def test_without_the_package_safetensors_the_command_says_what_to_install(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(PartnerUnavailableError, match="pip install safetensors"):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(PartnerUnavailableError, match=r"pip install .shardgrad\[safetensors\]."):
         checkpoint.export_safetensors(state()["model"], tmp_path / "st")
     result = run("convert", saved, tmp_path / "st", "--to", "safetensors")
-    assert result.exit_code == 1
-    assert "pip install safetensors" in result.stderr
+    assert result.exit_code == 2
+    assert "pip install 'shardgrad[safetensors]'" in result.stderr
     assert not (tmp_path / "st").exists()
 
 
 def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
     result = run("verify", saved)
-    assert (result.exit_code, result.output) == (0, f"{saved} is whole: 4 tensors, 4.96 MiB.\n")
+    assert (result.exit_code, result.output) == (
+        0,
+        f"{saved} is complete and undamaged: 4 tensors, 4.96 MiB.\n",
+    )
     content = bytearray((saved / "rank_00000.bin").read_bytes())
     content[-1] ^= 1
     (saved / "rank_00000.bin").write_bytes(content)
@@ -165,7 +168,7 @@ def test_inspect_lists_what_is_there_and_escapes_it(tmp_path: Path) -> None:
     assert "\x1b" not in result.output
     assert "a\\x1b[2J/w  float32 2x3  1 piece" in result.output
     assert "n = 3" in result.output
-    assert "2 values beside the tensors" in result.output
+    assert "2 values that are not tensors" in result.output
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:

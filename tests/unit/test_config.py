@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardgrad.cli import main
-from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.training.failure import UsageError
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import UsageError
 
 SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.training.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
-from shardgrad.training.failure import UsageError
+from shardgrad.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
+from shardgrad.train.failure import UsageError
 
 
 def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20, validation_fraction: float = 0.1) -> Corpus:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shardgrad import ops
 from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
-from shardgrad.sharding.strided_pack import pack_crosswise, unpack_crosswise
+from shardgrad.sharding.strided_pack import pack_strided, unpack_strided
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -45,7 +45,7 @@ def packed(
     layout: ShardLayout, grads: list[torch.Tensor], slot: torch.Tensor, *, divisor: float, accumulate: bool
 ) -> None:
     """Packs everything, as the engine does."""
-    pack_crosswise(grads, slot, layout, divisor=divisor, accumulate=accumulate)
+    pack_strided(grads, slot, layout, divisor=divisor, accumulate=accumulate)
     straight = [grads[i] for i in layout.straight]
     ops.pack(
         straight, slot, layout.table, chunk_numel=layout.chunk_numel, divisor=divisor, accumulate=accumulate
@@ -79,7 +79,7 @@ def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float, apa
     if apart:
         chunks = [chunk.clone() for chunk in chunks]
     ops.unpack(chunks, flat, layout.table)
-    unpack_crosswise(chunks, flat, layout)
+    unpack_strided(chunks, flat, layout)
     for view, grad in zip(layout.unsharded_views(flat), grads, strict=True):
         assert torch.equal(view, grad / divisor)
 
@@ -102,7 +102,7 @@ def test_a_second_packing_adds_and_a_missing_gradient_adds_nothing(case: Cut) ->
 def test_a_missing_gradient_leaves_zeros(dtype: torch.dtype) -> None:
     layout = layout_of(([(3, 4)], [1], 2))
     slot = torch.ones(2 * layout.chunk_numel, dtype=dtype)
-    pack_crosswise([torch.empty(0, dtype=dtype)], slot, layout, divisor=1.0, accumulate=False)
+    pack_strided([torch.empty(0, dtype=dtype)], slot, layout, divisor=1.0, accumulate=False)
     assert not slot.view(2, -1)[:, : layout.pieces[0].span].any()
 
 
@@ -110,7 +110,7 @@ def test_values_are_rounded_once_where_they_are_stored() -> None:
     layout = layout_of(([(3, 4)], [1], 2))
     grad = torch.randn(3, 4, dtype=torch.bfloat16)
     slot = torch.zeros(2 * layout.chunk_numel)
-    pack_crosswise([grad], slot, layout, divisor=3.0, accumulate=False)
+    pack_strided([grad], slot, layout, divisor=3.0, accumulate=False)
     views = [layout.local_views(chunk, rank)[0] for rank, chunk in enumerate(slot.view(2, -1))]
     assert torch.equal(torch.cat(views, 1), grad.float() / 3)
 

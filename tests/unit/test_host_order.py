@@ -14,10 +14,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
-from shardgrad.engine.grad_shard import GradientShard
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import unit_of
-from shardgrad.sharding.offload import Home
+from shardgrad.engine.unit import unit_of
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.testing import RecordedStreams
 
 
@@ -41,8 +42,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams whose shards live apart from where it computes."""
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
-    away = Home(torch.device("cpu"), is_away=True)
-    monkeypatch.setattr(Home, "of", classmethod(lambda cls, device, policy: away))
+    away = ShardMemory(torch.device("cpu"), is_offloaded=True)
+    monkeypatch.setattr(ShardMemory, "of", classmethod(lambda cls, device, policy: away))
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield recorded
     dist.destroy_process_group()
@@ -60,7 +61,7 @@ def on_host(streams: RecordedStreams) -> Iterator[None]:
     """Accesses in this context are the host's; all that is launched later comes after them."""
     with streams.on("host"):
         yield
-    done = streams.mark()
+    done = streams.event()
     done.record("host")
     done.wait_on_host()
 
@@ -72,8 +73,8 @@ def touch_from_the_host(streams: RecordedStreams, model: nn.Module) -> None:
             unit = unit_of(module)
             for group in unit.groups if unit is not None else ():
                 streams.access("optimizer writes parameters", group.shard, writes=True)
-                if group.has_gradients:
-                    streams.access("optimizer reads gradients", group.gradients().flat, writes=False)
+                if (shard := grads_of(group).shard) is not None:
+                    streams.access("optimizer reads gradients", shard.flat, writes=False)
 
 
 def train(streams: RecordedStreams, *, micro_batches: int = 1) -> None:
@@ -137,10 +138,10 @@ def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None
 @pytest.mark.parametrize(
     ("owner", "method", "program"),
     [
-        (GradientShard, "arrive", train),
-        (GradientShard, "arrive", read_in_hooks),
-        (ParamGroup, "let_host_write", evaluate),
-        (ParamGroup, "let_host_write", gather_by_hand),
+        (GradShard, "arrive", train),
+        (GradShard, "arrive", read_in_hooks),
+        (ParamGroup, "wait_until_read", evaluate),
+        (ParamGroup, "wait_until_read", gather_by_hand),
     ],
 )
 def test_a_missing_wait_of_the_host_is_found(

@@ -11,8 +11,8 @@ from rich.console import Console
 
 import shardgrad
 from shardgrad.ops import library
-from shardgrad.training.display import LiveDisplay, PlainDisplay
-from shardgrad.training.record import StepMetrics
+from shardgrad.train.display import LiveDisplay, PlainDisplay
+from shardgrad.train.record import StepMetrics
 
 EVIL = "runs/\x1b]0;boo\x07[red]\u202ex[/red]"
 

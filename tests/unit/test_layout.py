@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.engine.message_tag import LABEL_NUMEL
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout, alignment_numel
-from shardgrad.sharding.zero_copy import DIRECT_NBYTES, travels_directly
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL, ShardLayout, alignment_numel
+from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 64)
@@ -40,7 +39,7 @@ def test_pieces_do_not_overlap_and_fit(shapes: list[tuple[int, ...]], world_size
         assert piece.span >= piece.shard_numel
         end = piece.shard_offset + piece.span
     assert layout.tail_offset == end
-    assert layout.tail_numel >= (len(shapes) if tail else 0) + LABEL_NUMEL
+    assert layout.tail_numel >= (len(shapes) if tail else 0) + TAG_NUMEL
 
 
 @given(SHAPES, WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
@@ -81,9 +80,9 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     shapes: list[tuple[int, ...]], world_size: int, chosen: list[bool]
 ) -> None:
     direct = chosen[: len(shapes)]
-    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, direct=direct)
+    layout = ShardLayout.of(shapes, world_size, alignment=32, with_flags=True, zero_copy=direct)
     ends = {i: piece.shard_offset + piece.span for i, piece in enumerate(layout.pieces)}
-    assert all(ends[i] <= layout.packed_offset for i in layout.direct)
+    assert all(ends[i] <= layout.packed_offset for i in layout.zero_copy)
     chunk = torch.arange(layout.chunk_numel)
     rest = layout.packed.local_views(chunk[layout.packed_offset :], 0)
     everything = layout.local_views(chunk, 0)
@@ -96,15 +95,15 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     assert layout.packed.tail_numel == layout.tail_numel
     plain = layout_of(shapes, world_size, with_flags=True)
     assert layout.chunk_numel == plain.chunk_numel
-    assert sorted([*layout.direct, *layout.others]) == list(range(len(shapes)))
+    assert sorted([*layout.zero_copy, *layout.others]) == list(range(len(shapes)))
 
 
 @given(st.integers(1, 9), st.integers(0, 3), WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
 def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
     rows: int, uneven: int, world_size: int, dtype: torch.dtype
 ) -> None:
-    shape = (rows * world_size + uneven, DIRECT_NBYTES)
-    is_direct = travels_directly(shape, 0, world_size, alignment=64, dtype=dtype)
+    shape = (rows * world_size + uneven, ZERO_COPY_NBYTES)
+    is_direct = is_zero_copy(shape, 0, world_size, alignment=64, dtype=dtype)
     assert is_direct == (world_size > 1 and shape[0] % world_size == 0)
     (piece,) = ShardLayout.of([shape], world_size, alignment=64, with_flags=False).pieces
     if is_direct:
@@ -114,9 +113,9 @@ def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
 
 def test_small_uneven_and_crosswise_parameters_are_not_direct() -> None:
     def is_direct(shape: tuple[int, ...], dim: int = 0) -> bool:
-        return travels_directly(shape, dim, 2, alignment=32, dtype=torch.float32)
+        return is_zero_copy(shape, dim, 2, alignment=32, dtype=torch.float32)
 
-    elements = DIRECT_NBYTES // torch.float32.itemsize
+    elements = ZERO_COPY_NBYTES // torch.float32.itemsize
     assert is_direct((2, elements))
     assert not is_direct((2, elements - 32))
     assert not is_direct((3, elements))

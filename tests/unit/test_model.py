@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardgrad.training.failure import UsageError
-from shardgrad.training.model import (
+from shardgrad.train.failure import UsageError
+from shardgrad.train.model import (
     PRESETS,
     Transformer,
     TransformerConfig,
@@ -18,7 +18,7 @@ from shardgrad.training.model import (
     rotary_tables,
     rotate,
 )
-from shardgrad.training.presets import transformer_config
+from shardgrad.train.presets import transformer_config
 
 SMALL = TransformerConfig(width=16, layers=2, heads=2, kv_heads=2, hidden=24)
 CPU = torch.device("cpu")

@@ -13,14 +13,13 @@ from torch import nn
 
 import shardgrad.engine.grad_packer
 import shardgrad.engine.root
-import shardgrad.engine.root_context
 import shardgrad.engine.scheduler
 import shardgrad.engine.summands
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.engine.buffers import Slot, SlotRing
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.engine.scheduler import GroupReducer
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
 
@@ -74,10 +73,10 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
-    arrive = GroupReducer._arrive
+    arrive = GradGroup._arrive
 
-    def on_chosen_stream(self: GroupReducer, unsharded: torch.Tensor) -> None:
-        computed = streams.mark()
+    def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
+        computed = streams.event()
         computed.record(streams.current())
         with streams.on(choose(unsharded)):
             computed.wait(streams.current())
@@ -85,7 +84,7 @@ def arriving_on(
                 streams.access("backward writes gradient", unsharded.grad, writes=True)
             arrive(self, unsharded)
 
-    monkeypatch.setattr(GroupReducer, "_arrive", on_chosen_stream)
+    monkeypatch.setattr(GradGroup, "_arrive", on_chosen_stream)
 
 
 def two_layers() -> nn.Module:
@@ -142,21 +141,21 @@ def test_a_missing_wait_is_found(
     """The recorder can fail: each wait, taken out, is a hazard."""
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
-        arrive = GroupReducer._arrive
+        arrive = GradGroup._arrive
 
-        def forget(self: GroupReducer, unsharded: torch.Tensor) -> None:
+        def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
             arrive(self, unsharded)
-            self.arrivals._foreign.clear()
+            self.collector._foreign.clear()
 
-        monkeypatch.setattr(GroupReducer, "_arrive", forget)
+        monkeypatch.setattr(GradGroup, "_arrive", forget)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:
         release = Slot.release
 
         def release_without_mark(self: Slot, stream: Any) -> None:
-            self._free = streams.mark()
-            free, self._free = self._free, streams.mark()
+            self._free = streams.event()
+            free, self._free = self._free, streams.event()
             release(self, stream)
             self._free = free
 
@@ -170,10 +169,10 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
 ) -> None:
     """The producer's stream, which gets the gradient's memory back, waits for the pack that reads it."""
     arriving_on(monkeypatch, streams, lambda param: "side")
-    let_go = Arrivals.let_go
+    let_go = GradCollector.let_go
     kept_from_the_host_allocator: list[torch.Tensor] = []
 
-    def reuse(self: Arrivals, *args: Any) -> None:
+    def reuse(self: GradCollector, *args: Any) -> None:
         freed = [grad for grad in self.gradients if grad is not None]
         kept_from_the_host_allocator.extend(freed)
         let_go(self, *args)
@@ -181,7 +180,7 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
             for grad in freed:
                 streams.access("side stream reuses the memory", grad, writes=True)
 
-    monkeypatch.setattr(Arrivals, "let_go", reuse)
+    monkeypatch.setattr(GradCollector, "let_go", reuse)
     train(two_layers())
     assert streams.hazards == []
 

@@ -26,9 +26,9 @@ from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.repeats import key_of
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import play
-from shardgrad.training.failure import UsageError
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import PRESETS, transformer_config
+from shardgrad.train.failure import UsageError
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import PRESETS, transformer_config
 
 pytestmark = pytest.mark.timeout(400)  # a rehearsal takes a second, or many where others use the machine
 

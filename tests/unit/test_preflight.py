@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.engine.pending_scale import OwedGradient
+from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.graphs.obstacles import Obstacle, explain
 from shardgrad.graphs.preflight import Recording, differences, watch
 from shardgrad.graphs.surroundings import surroundings
@@ -434,9 +434,9 @@ def test_to_watch_is_not_to_look_at_a_gradient_that_owes_a_factor() -> None:
     model, _, _ = training()
     model(torch.ones(3, 4)).sum().backward()
     shardgrad.clip_grad_norm_(model, 0.1)
-    assert isinstance(model[0].weight.grad, OwedGradient)
+    assert isinstance(model[0].weight.grad, ScaledGradient)
     recorded(lambda: None, model)
-    assert isinstance(model[0].weight.grad, OwedGradient)
+    assert isinstance(model[0].weight.grad, ScaledGradient)
 
 
 @pytest.mark.usefixtures("one_rank")

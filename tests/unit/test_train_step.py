@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import GraphedStep
-from shardgrad.training.checkpoint import TrainState
-from shardgrad.training.config import TrainConfig
-from shardgrad.training.corpus import Sampler
-from shardgrad.training.failure import TrainingError
-from shardgrad.training.health import Health, StepResult
-from shardgrad.training.model import Transformer, TransformerConfig, materialise
-from shardgrad.training.optimizer import build_optimizer, build_schedule
-from shardgrad.training.parallel import Place
-from shardgrad.training.step import TrainStep
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.health import NonfiniteCheck, StepResult
+from shardgrad.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World
+from shardgrad.train.step import TrainStep
 
 CPU = torch.device("cpu")
-ALONE = cast(Place, SimpleNamespace(rank=0, world_size=1, device=CPU))
+ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
 
 
 class SyncRecorder(Transformer):
@@ -182,16 +182,16 @@ def result(loss: float, norm: float, sums: Sequence[float] = (0.0, 0.0, 0.0)) ->
     return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(sums), lr=0.1)
 
 
-class Alone(Place):
+class Alone(World):
     """A place whose only rank answers itself."""
 
     def gather(self, values: list[float]) -> list[list[float]]:
         return [values]
 
 
-def watched(folder: Path, policy: str) -> Health:
+def watched(folder: Path, policy: str) -> NonfiniteCheck:
     """After one step that was well."""
     place = Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
-    health = Health(["first", "second", "third"], policy, folder, place)
+    health = NonfiniteCheck(["first", "second", "third"], policy, folder, place)
     health.watch(1, result(1.0, 1.0))
     return health

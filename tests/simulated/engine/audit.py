@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from tests.simulated import device
 from tests.simulated.engine.edges import Edge, watched
 from tests.simulated.engine.matrix import CASES
-from tests.simulated.engine.programs import run
+from tests.simulated.engine.programs import Outcome, run
 from tests.simulated.engine.scenarios import Scenario
 
 
@@ -35,15 +36,28 @@ class Verdict:
     tried: int
 
 
-def edges_of(cases: Mapping[str, Scenario]) -> dict[Edge, dict[str, int]]:
-    """Runs all programs; returns for each edge which of them make it, and how often."""
+@cache  # the matrix judges the losses, the audit the edges
+def ran(name: str) -> tuple[Outcome, Mapping[Edge, int]]:
+    """Runs a program of the matrix once; returns what came of it, and how often it made each edge."""
+    with watched() as seen:
+        outcome = run(CASES[name])
+    return outcome, seen
+
+
+def by_edge(seen: Mapping[str, Mapping[Edge, int]]) -> dict[Edge, dict[str, int]]:
+    """Returns for each edge which programs make it, and how often."""
     found: dict[Edge, dict[str, int]] = {}
-    for name, scenario in cases.items():
-        with watched() as seen:
-            run(scenario)
-        for edge, count in seen.items():
+    for name, edges in seen.items():
+        for edge, count in edges.items():
             found.setdefault(edge, {})[name] = count
     return found
+
+
+def edges_of(scenario: Scenario) -> Mapping[Edge, int]:
+    """Runs a program; returns how often it made each edge."""
+    with watched() as seen:
+        run(scenario)
+    return seen
 
 
 def _verdict(
@@ -61,7 +75,7 @@ def _verdict(
 
 def audit() -> list[Verdict]:
     """Returns a verdict for each edge, and one for each place that records."""
-    edges = edges_of(CASES)
+    edges = by_edge({name: ran(name)[1] for name in CASES})
     verdicts = [_verdict(str(edge), makers, removed=edge) for edge, makers in sorted(edges.items())]
     places: dict[str, dict[str, int]] = {}
     for edge, makers in edges.items():

@@ -23,10 +23,10 @@ import shardgrad.engine.streams
 from tests.simulated import collectives
 
 _ENGINE = str(Path(shardgrad.__file__).parent)
-_MarkOfAnEvent: Any = shardgrad.engine.streams._EventMark
+_MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
 # They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and gets.)
 _FOR_OTHERS = tuple(f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading"))
-_FOR_OTHERS += ("Slot.release", "Reduction._release", "Gathering.chunks", "Gathering.release")
+_FOR_OTHERS += ("Slot.release", "Reduction._release", "AllGather.wait", "AllGather.release")
 
 
 @dataclass(frozen=True, order=True)
@@ -123,12 +123,12 @@ def watched(removed: Edge | None = None, *, not_recorded: str = "") -> Iterator[
         self._tensors = []
         return True
 
-    shardgrad.engine.streams._EventMark = marks  # type: ignore[misc]
+    shardgrad.engine.streams._DeviceEvent = marks  # type: ignore[misc]
     collectives.SimulatedGroup._enter = watched_enter  # type: ignore[method-assign]
     collectives.Work.wait = watched_wait  # type: ignore[method-assign]
     try:
         yield watch.seen
     finally:
-        shardgrad.engine.streams._EventMark = _MarkOfAnEvent
+        shardgrad.engine.streams._DeviceEvent = _MarkOfAnEvent
         collectives.SimulatedGroup._enter = enter  # type: ignore[method-assign]
         collectives.Work.wait = wait  # type: ignore[method-assign]

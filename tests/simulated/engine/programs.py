@@ -375,7 +375,7 @@ class _Training:
         """Makes the nodes that accumulate gradients, each in its stream; forward finds them there."""
         owners = [*zip(self.net.layers, plan.units, strict=True), (self.net, plan.units[-1])]
         for module, places in owners:
-            whole = [p.unsharded for group in module._unit.groups for p in group.trainable()]
+            whole = [p.unsharded for grads in module._unit.grad_groups for p in grads.params]
             if places.hooks is None or any(param is None for param in whole):
                 continue  # not before the first step has made them
             with self.streams.at(places.hooks):
@@ -425,8 +425,8 @@ def run(scenario: Scenario) -> Outcome:
     started = time.monotonic()
     ranks = scenario.model.ranks
     device.restart_schedule()
-    least = 1 if scenario.model.direct else zero_copy.DIRECT_NBYTES
-    with patch.object(zero_copy, "DIRECT_NBYTES", least), device.checked(raises=False) as found:
+    least = 1 if scenario.model.direct else zero_copy.ZERO_COPY_NBYTES
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", least), device.checked(raises=False) as found:
         by_rank = VirtualRanks(ranks).run(_train, scenario)
     digests = by_rank[0][1] or [device.schedule_digest(ranks)]
     losses = torch.tensor([losses for losses, _ in by_rank]).permute(1, 2, 0)

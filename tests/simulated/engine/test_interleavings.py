@@ -27,8 +27,9 @@ from tests.simulated.engine.scenarios import Model, Places, Plan, Scenario, _som
 
 ROOT = Path(__file__).parents[3]
 PARTS = (1, 2, 3, 4)  # of one rank; each is a test, since a test may not take long
-SCENARIOS = 27  # in each part
+SCENARIOS = 11  # in each part: some 650 interleavings
 AT_LEAST = 2_000
+LONG_SCENARIOS = 27
 # On several ranks an interleaving is a whole scenario.
 SCENARIOS_OF_RANKS = {2: 28, 4: 10}
 # Two of them may differ in what orders nothing, such as the optimizer.
@@ -82,6 +83,12 @@ def test_no_interleaving_of_several_ranks_has_a_hazard_or_a_wrong_loss(ranks: in
     found = len(_explored(ranks, SCENARIOS_OF_RANKS[ranks], ranks))
     print(f"{ranks} ranks: {found} different interleavings")
     assert found >= AT_LEAST_OF_RANKS[ranks]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", PARTS)
+def test_no_interleaving_of_a_longer_search_has_a_hazard_or_a_wrong_loss(part: int) -> None:
+    assert len(_explored(1, LONG_SCENARIOS, 100 + part)) >= 2 * AT_LEAST / len(PARTS)
 
 
 def test_at_least_two_thousand_interleavings_differ() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from tests.simulated.engine.audit import ran
 from tests.simulated.engine.matrix import CASES
-from tests.simulated.engine.programs import require_right, run
+from tests.simulated.engine.programs import require_right
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_hazard_and_the_losses_of_the_cpu(name: str) -> None:
-    require_right(CASES[name], run(CASES[name]))
+    outcome, _ = ran(name)
+    require_right(CASES[name], outcome)

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from shardgrad.engine.param_group import ParamGroup
-from tests.simulated.engine.audit import Verdict, _verdict, edges_of, table
+from tests.simulated.engine.audit import Verdict, _verdict, by_edge, edges_of, ran, table
 from tests.simulated.engine.edges import Edge
 from tests.simulated.engine.matrix import CASES
 
 
-@cache  # running every program takes as long as all the rest, and is needed once
+@cache
 def _edges() -> Mapping[Edge, Mapping[str, int]]:
-    return edges_of(CASES)
+    return by_edge({name: ran(name)[1] for name in CASES})
 
 
 def _without_each_edge(edges: Mapping[Edge, Mapping[str, int]]) -> list[Verdict]:
@@ -53,8 +53,8 @@ def _files(names: Iterable[str]) -> set[str]:
 
 def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     recorded = _files(edge.recorded for edge in _edges())
-    files = {"arrivals.py", "buffers.py", "context.py", "gathering.py", "packing.py", "param_group.py"}
-    assert recorded >= {*files, "hybrid.py", "reduction.py", "unsharded.py"}
+    files = {"all_gather.py", "buffers.py", "grad_collector.py", "grad_packer.py", "param_group.py"}
+    assert recorded >= {*files, "hfsdp.py", "reduction.py", "root_context.py", "unsharded.py"}
     assert "outside of the engine" not in {
         place for edge in _edges() for place in (edge.recorded, edge.awaited)
     }
@@ -78,7 +78,7 @@ def _a_wait_that_nobody_needs() -> Iterator[None]:
 
     def unshard(self: ParamGroup, runtime: Any) -> None:
         original(self, runtime)
-        mark = runtime.streams.mark()
+        mark = runtime.streams.event()
         mark.record(runtime.streams.gather)
         mark.wait(runtime.streams.reduce)
 
@@ -91,10 +91,9 @@ def _a_wait_that_nobody_needs() -> Iterator[None]:
 
 def test_a_new_wait_is_found_and_a_superfluous_one_is_told() -> None:
     name = "hooks on a side stream"
-    few = {name: CASES[name]}
-    before = edges_of(few)
+    before = edges_of(CASES[name])
     with _a_wait_that_nobody_needs():
-        edges = edges_of(few)
+        edges = by_edge({name: edges_of(CASES[name])})
         (new,) = set(edges) - set(before)
         (verdict,) = _without_each_edge({new: edges[new]})
         assert verdict == Verdict(str(new), "", "", tried=1)

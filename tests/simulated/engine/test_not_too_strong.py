@@ -169,7 +169,7 @@ def test_the_optimizer_comes_after_every_reduction(ranks: int) -> None:
 
 
 def _waits_for_all_of(later: Any, earlier: Any, streams: Any) -> None:
-    mark = streams.mark()
+    mark = streams.event()
     mark.record(earlier)
     mark.wait(later)
 
