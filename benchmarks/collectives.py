@@ -17,8 +17,7 @@ from benchmarks.run import Run
 from benchmarks.workers import on_ranks
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
-from shardgrad.engine.transports import ExchangeTransport
+from shardgrad.engine.transports import ExchangeTransport, MessageTag
 
 _KIB, _MIB = 2**10, 2**20
 _SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
@@ -83,9 +82,6 @@ def _calls(numel: int) -> dict[str, dict[str, Callable[[], object]]]:
     gathered, total = torch.zeros(ranks * numel), torch.zeros(numel)
     staging = _chunks(torch.zeros(exchange.gather_chunks * numel), exchange.gather_chunks)
     receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
-
-    for chunk in (shard, *gradients.parts):
-        chunk[-TAG_NUMEL:] = torch.tensor(tag.digits)
 
     def gather_by_exchange() -> None:
         exchange.all_gather(shard, staging, tag).wait()

@@ -118,7 +118,7 @@ optimizers=("$python" -m benchmarks optimizers --device "$device" --out "$out")
 replay=("$python" -m benchmarks graphed_replay --device "$device" --out "$out")
 alone=("${steps[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
-    part tests 120 "${test[@]}" tests/gpu/test_graphed_step.py
+    part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
     part steps-tiny 120 "${steps[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad --engine shardgrad-graphed \
         --engine compute
     part kernels 60 "${kernels[@]}" --smoke

@@ -150,7 +150,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
 
 def train_graphed(preset: str, steps: int, looks: int) -> Looks:
     """The same on one rank of the simulated accelerator, where a step is a graph."""
-    from tests.simulated import device
+    from tests.simulated.accelerator import device
 
     device.install()
     dist.destroy_process_group()
