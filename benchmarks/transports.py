@@ -10,8 +10,7 @@ import torch.distributed as dist
 from benchmarks.measure import Cost, cost_of, settle
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import TAG_NUMEL, MessageTag
-from shardgrad.engine.transports import ExchangeTransport
+from shardgrad.engine.transports import ExchangeTransport, MessageTag
 
 _SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
 _MOST_REPEATS = 50
@@ -46,21 +45,18 @@ def _calls(numel: int) -> dict[str, dict[str, Call]]:
     if group is None:
         raise RuntimeError("there is no process group")
     exchange = ExchangeTransport(group)
-    label = MessageTag.of("benchmark", 1)
+    tag = MessageTag.of("benchmark", 1)
     ranks = group.size()
     shard, gradients = torch.ones(numel), _chunks(torch.ones(ranks * numel), ranks)
     whole, total = torch.zeros(ranks * numel), torch.zeros(numel)
     staging = _chunks(torch.zeros(exchange.gather_chunks * numel), exchange.gather_chunks)
     receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
 
-    for chunk in (shard, *gradients.parts):
-        chunk[-TAG_NUMEL:] = torch.tensor(label.digits)
-
     def gather_by_exchange() -> None:
-        exchange.all_gather(shard, staging, label).wait()
+        exchange.all_gather(shard, staging, tag).wait()
 
     def scatter_by_exchange() -> None:
-        chunks = exchange.reduce_scatter(gradients, receive, label).wait()
+        chunks = exchange.reduce_scatter(gradients, receive, tag).wait()
         ops.sum_chunks(chunks, total)
 
     return {

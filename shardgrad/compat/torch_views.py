@@ -3,7 +3,7 @@
 Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
 its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
 `post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
-under `fsdp_params`, and puts functions of its own around what runs before and after a unit's forward and
+under `fsdp_params`, and puts its functions around what runs before and after a unit's forward and
 backward. Views hold no state and change nothing but what these calls ask for.
 
 Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
@@ -38,12 +38,12 @@ class _ParamView:
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """The sharded face."""
+        """The sharded parameter."""
         return self._managed.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """The unsharded face, once there is one."""
+        """The unsharded parameter, once there is one."""
         return self._managed.require_unsharded()
 
     @property
@@ -69,7 +69,7 @@ class _GroupView:
 
     @property
     def is_unsharded(self) -> bool:
-        """True if the parameters are whole."""
+        """True if the parameters are unsharded."""
         return self._unit.is_unsharded
 
     @property

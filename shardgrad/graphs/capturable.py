@@ -116,7 +116,7 @@ _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
 _IS_LAST = attrgetter("is_last_backward")
-_STATE = attrgetter("state")
+_GRAD_SWITCHES = attrgetter("switches")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
@@ -186,7 +186,7 @@ class _Module(Capturable):
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
             tuple(map(_IS_LAST, self._contexts)),
-            tuple(map(_STATE, self._grad_groups)),
+            tuple(map(_GRAD_SWITCHES, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
@@ -200,7 +200,7 @@ class _Module(Capturable):
         for context, flag in zip(self._contexts, is_last, strict=True):
             context.is_last_backward = flag
         for grads, state in zip(self._grad_groups, states, strict=True):
-            grads.state = state
+            grads.switches = state
 
     def rest(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""

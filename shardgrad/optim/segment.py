@@ -12,8 +12,9 @@ A parameter that no unit shards (left out on purpose, or a model without any uni
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 from typing import cast
 
 import torch
@@ -22,13 +23,38 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, Snapshot, is_replaced
+from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
+
+# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
+_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+_LOCAL = attrgetter("_local_tensor")
+
+
+class Snapshot:
+    """What a program sees of some parameters, to be compared with later; a comparison is one pass in C.
+
+    Args:
+        params: sharded parameters.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = list(params)
+        self._locals = list(map(_LOCAL, self._params))
+        self._storages = list(map(_storage_of, self._params))
+
+    @property
+    def still_holds(self) -> bool:
+        """False if a local tensor or a storage was replaced; torch lets `param.data = x` pass in silence."""
+        return (
+            all(map(is_, map(_LOCAL, self._params), self._locals))
+            and list(map(_storage_of, self._params)) == self._storages
+        )
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import MessageTag
-from shardgrad.engine.transports import ExchangeTransport, StreamTransport, Transport, Work
+from shardgrad.engine.transports import ExchangeTransport, MessageTag, StreamTransport, Transport, Work
 from shardgrad.plan.recording import Recorder, Transfer, Waited
 
 __all__ = ["recording_transport"]
@@ -40,15 +39,15 @@ class _RecordingStreamTransport(StreamTransport):
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
-        with self._recorder.labelled(label.what):
-            super().all_gather(chunk, staging, label)
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().all_gather(chunk, staging, tag)
         # All chunks as one tensor, since there may be 16,384 of them.
         return _FakeWork([staging.whole], self._recorder, None)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
-        with self._recorder.labelled(label.what):
-            return super().reduce_scatter(send, receive, label)
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            return super().reduce_scatter(send, receive, tag)
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
@@ -56,20 +55,20 @@ class _RecordingStreamTransport(StreamTransport):
 
 
 class _RecordingExchangeTransport(ExchangeTransport):
-    """The CPU's transport. Labels cannot be read where nothing arrives."""
+    """The CPU's transport. Tags cannot be read where nothing arrives."""
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
-        with self._recorder.labelled(label.what):
-            super().all_gather(chunk, staging, label)
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().all_gather(chunk, staging, tag)
         return self._fake_work([chunk] if self.size == 1 else self._arrivals(chunk, staging))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
-        with self._recorder.labelled(label.what):
-            super().reduce_scatter(send, receive, label)
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().reduce_scatter(send, receive, tag)
         own = send.parts[self.rank]
         return self._fake_work([own] if self.size == 1 else self._arrivals(own, receive))
 

@@ -293,8 +293,8 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
         yield _range(group.shard, f"shard of {group.name or 'the root'}")
         if grads.shard is not None:
             yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
-        if grads._accumulator is not None:
-            yield _range(grads._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
+        if grads._sum is not None:
+            yield _range(grads._sum._bytes, f"accumulated gradients of {group.name or 'the root'}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:

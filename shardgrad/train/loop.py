@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.engine.same_model import require_same_collectives
+from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
 from shardgrad.train.checkpoint import Checkpoints, TrainState

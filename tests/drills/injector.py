@@ -350,11 +350,11 @@ def _poison_gradient(injector: FaultInjector) -> None:
     """Sets one element of the next gradient on this rank to NaN."""
     inner = GradCollector.take
 
-    def take(arrivals: GradCollector, unsharded: torch.Tensor, streams: Any) -> bool:
+    def take(collector: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any) -> bool:
         if unsharded.grad is not None and unsharded.ndim == 2:
             setattr(GradCollector, take.__name__, inner)
             unsharded.grad.view(-1)[0] = float("nan")
-        return inner(arrivals, unsharded, streams)
+        return inner(collector, unsharded, grad, streams)
 
     setattr(GradCollector, take.__name__, take)
 
