@@ -118,7 +118,7 @@ optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
 replay=("$python" -m benchmarks.replay --device "$device" --out "$out")
 alone=("${bench[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
-    part tests 120 "${test[@]}" tests/gpu/test_graphed_step.py
+    part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
     part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine shardgrad-graphed \
         --engine compute
     part kernels 60 "${kernels[@]}" --smoke

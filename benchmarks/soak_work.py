@@ -102,7 +102,7 @@ def train_graphed(preset: str, steps: int, looks: int) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from tests.simulated import device
+    from tests.simulated.accelerator import device
 
     device.install()
     dist.destroy_process_group()

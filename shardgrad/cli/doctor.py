@@ -54,7 +54,7 @@ def doctor(preset: str, cpu: bool) -> None:
         console.print(str(obstacle), markup=False)
     tried = "" if preset == _NONE else f", and in a training step of preset {preset} on {device}"
     count = f"{len(obstacles) or 'No'} obstacle{'' if len(obstacles) == 1 else 's'}"
-    console.print(f"\n{count} to a graph in these surroundings{tried}.")
+    console.print(f"\n{count} to a graph in this environment{tried}.")
     sys.exit(1 if obstacles else 0)
 
 

@@ -1,9 +1,9 @@
-"""Streams that only exist on paper: they run nothing in parallel, and know what is ordered after what.
+"""Streams without a device, which run nothing in parallel but check the order of memory accesses.
 
-`RecordedStreams` stands in for a device's streams on a CPU. Work still runs at once, so results are right
-whatever the order would have been on a device; but every stream has a vector clock (Lamport 1978; Mattern
-1988), marks carry clocks from one stream to another, and each access to memory is checked against the
-earlier ones: two accesses to the same bytes, one of them a write, must be ordered by marks.
+`RecordedStreams` replaces a device's streams on a CPU. Work runs at once, so results do not depend on the
+order. But every stream has a vector clock (Lamport 1978; Mattern 1988), events carry clocks from one stream
+to another, and each access to memory is compared with the earlier ones: two accesses to the same bytes, at
+least one of them a write, must be ordered by events.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two accesses to the same bytes that no mark orders.
+    """Two unordered accesses to the same bytes.
 
     Attributes:
         kind: "read after write", "write after read" or "write after write".
-        first: what accessed the bytes first, and on which stream.
-        second: what accessed them then.
+        first: name and stream of the first access.
+        second: name and stream of the second access.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Hazard:
         return f"{self.kind}: {self.second} is not ordered after {self.first}"
 
 
-class _RecordedMark:
+class _RecordedEvent:
     def __init__(self, streams: RecordedStreams) -> None:
         self._streams = streams
         self._clock: _Clock | None = None
@@ -99,7 +99,7 @@ class RecordedStreams:
 
     def event(self) -> StreamEvent:
         """Returns a mark that carries a vector clock."""
-        return _RecordedMark(self)
+        return _RecordedEvent(self)
 
     def event_of(self, event: Any) -> StreamEvent:
         """Returns a mark of these streams that stands in for an event."""
@@ -123,7 +123,7 @@ class RecordedStreams:
         self.era += 1
 
     def tick(self, stream: str) -> _Clock:
-        """Advances a stream's own time and returns its clock."""
+        """Advances a stream's time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
         for name, time in self._host.items():  # what the host has seen finish is before all it launches
             clock[name] = max(clock.get(name, 0), time)
@@ -131,16 +131,16 @@ class RecordedStreams:
         return clock
 
     def host_saw(self, clock: _Clock) -> None:
-        """Takes note that the host has waited for the work that a clock stands for."""
+        """Records that the host has waited for the work up to a clock."""
         for name, time in clock.items():
             self._host[name] = max(self._host.get(name, 0), time)
 
     def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
-        """Returns whether what `second_stream` does now is ordered after that moment of `first_stream`."""
+        """Returns whether present work of `second_stream` is ordered after a time of `first_stream`."""
         return self._clocks.get(second_stream, {}).get(first_stream, 0) >= first_time
 
     def access(self, what: str, tensor: torch.Tensor, *, writes: bool) -> None:
-        """Notes that the current stream touches a tensor's bytes, and checks it against what came before."""
+        """Records an access of the current stream to a tensor's bytes, and compares it with earlier ones."""
         if not tensor.numel():
             return
         begin = tensor.data_ptr()
