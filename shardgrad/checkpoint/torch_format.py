@@ -173,7 +173,7 @@ class TorchSource(Source):
         found: dict[str, Value] = {}
         for leaf, kept in flatten({"v": value}).items():
             if isinstance(kept, torch.Tensor):
-                raise _refused(self.folder, "tensors in entries of their own", "a tensor in a value", name)
+                raise _refused(self.folder, "tensors in separate entries", "a tensor in a value", name)
             found[name + leaf[1:]] = kept
         return found
 

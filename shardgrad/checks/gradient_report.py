@@ -1,4 +1,4 @@
-"""Asking a model what happened in its last backward."""
+"""Which ranks had a gradient for which parameter in the last backward."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardgrad.engine.all_gather_object import all_gather_object
+from shardgrad.diagnosis.all_gather_object import all_gather_object
 from shardgrad.engine.root import context_of
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import RootError
@@ -62,7 +62,8 @@ def gradient_report(model: nn.Module) -> GradientReport:
     own = {
         p.name: touched
         for grads in context.grad_groups
-        for p, touched in zip(grads.params, grads.last_touched, strict=False)
+        if grads.shard is not None
+        for p, touched in zip(grads.params, grads.shard.touched, strict=False)
     }
     group = unit.mesh.shard_group
     everyone: list[dict[str, bool]] = all_gather_object(own, group) if group.size() > 1 else [own]

@@ -1,8 +1,8 @@
 """All-gathers: what this rank sends (`AllGatherInput`), and one that is under way (`AllGather`).
 
-A group's input is made once and gathered again and again. What is special about an input (a shard that lives on
-the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under `features/`,
-chosen in `fully_shard.py`.
+A group's input is made once and gathered again and again. What is special about an input (a shard that lives
+on the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under
+`features/`, chosen in `fully_shard.py`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.trace import span
-from shardgrad.engine.transports import Transport, Work
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.engine.unsharded import ZeroCopyGather
-from shardgrad.sharding.layout import TAG_NUMEL
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["AllGather", "AllGatherInput"]
@@ -29,7 +27,7 @@ class AllGatherInput:
     """What this rank sends in the all-gathers of a group: its shard.
 
     Args:
-        chunk: 1-D, this rank's; its last elements become the message's tag, for which the host waits.
+        chunk: 1-D, this rank's, with room for the message's tag at its end.
         mesh: of the group.
         dtype: in which chunks travel.
         tag: of the message.
@@ -68,11 +66,6 @@ class AllGatherInput:
             self.transport.gather_chunks * chunk.numel() * dtype.itemsize + self._extra_nbytes()
         )
         self.ready: StreamEvent | None = None
-        self._write_tag()
-
-    def _write_tag(self) -> None:
-        end = self.chunk.narrow(0, self.chunk.numel() - TAG_NUMEL, TAG_NUMEL)
-        end.copy_(torch.tensor(self.tag.digits, dtype=end.dtype))
 
     def _extra_nbytes(self) -> int:
         """Returns the staging that `stage` needs besides the transport's."""
@@ -95,8 +88,8 @@ class AllGatherInput:
         """Returns what is sent: the chunk, or a copy in the dtype in which chunks travel.
 
         Args:
-            slot: with `staging_nbytes`.
-            staging: the transport's, at the slot's beginning.
+            slot: with `staging_nbytes`, of which `staging` is taken.
+            staging: the transport's.
 
         Streams: a copy is made on the current one.
         """
@@ -108,8 +101,7 @@ class AllGatherInput:
         """Returns where a copy of the chunk goes."""
         if not self._is_staged_apart:
             return staging.parts[self.transport.rank]
-        numel = self.chunk.numel()
-        return slot.chunks(self.dtype, 1, numel, skip=self.transport.gather_chunks * numel).whole
+        return slot.take(self.dtype, 1, self.chunk.numel()).whole
 
     def in_rank_order(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
         """Returns one chunk for each rank of the group, given what the all-gather brought."""
@@ -135,7 +127,8 @@ class AllGather:
         source: what this rank sends.
         name: of the unit, for traces.
         finish: called when the slot is needed by another all-gather; has to `wait` and to `release`.
-        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may write.
+        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may
+            write.
 
     Attributes:
         is_zero_copy: True if there are such parameters.
@@ -162,9 +155,10 @@ class AllGather:
             comm_ctx.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)
-            slot = self._slot = source.ring.acquire(source.staging_nbytes, self)
+            slot = self._slot = source.ring.acquire(source.staging_nbytes)
+            slot.holder = self
             slot.start_writing(stream)
-            staging = slot.chunks(source.dtype, transport.gather_chunks, source.chunk.numel())
+            staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
             self._work = transport.all_gather(source.stage(slot, staging), staging, source.tag)
             self._zero_copy_work = (
                 [_gather_in_place(each, transport) for each in zero_copy] if zero_copy else ()

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.buffers import Allocate, SlotRing
+from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
 from shardgrad.engine.streams import Stream, Streams, streams_for
-from shardgrad.engine.transports import Transport, transport_for
+from shardgrad.engine.transports import MessageTag, Transport, Work, transport_for
 
-__all__ = ["CollectiveConfig", "CommContext", "Route"]
+__all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
 
 class CommContext:
@@ -135,3 +135,21 @@ class CollectiveConfig:
     def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """Returns the way of reduce-scatters over the ranks of `group`."""
         return Route(comm_ctx.transport(group), comm_ctx.reduce_ring)
+
+
+class SecondStep(Protocol):
+    """What follows the reduce-scatter on a mesh with another dim to reduce over."""
+
+    def room(self, comm_ctx: CommContext) -> int:
+        """Returns how many of the layout's chunks `launch` receives into."""
+
+    def arrange(
+        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """Returns what `ops.pack` is to be given, so that the first step leaves what the second takes."""
+
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+        """Starts it, on the current stream, from the sum that the first step has left; may write to it."""
+
+    def result(self, summed: torch.Tensor) -> torch.Tensor:
+        """Returns the part of the first step's sum where this rank's chunk is, once the second is over."""

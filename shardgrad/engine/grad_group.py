@@ -1,37 +1,41 @@
-"""One owner for a group's gradients: how they are collected, packed and reduced, and where they end up.
+"""One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient shard.
 
-[Note: Touched flags]
-Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
-else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
-parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
-optimizer with weight decay would notice.
+[Note: States of a group's gradients]
+docs/design/gradient_states.md has the table that `GradState` and `Waiting` mirror: what is final, what waits,
+what is half-written, and what may drop it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from operator import attrgetter
-from types import MethodType
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from operator import attrgetter, or_
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import CommContext, Route
+from shardgrad.engine.buffers import Chunks, Slot, SlotRing
+from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_packer import GradPacker
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import OVERFLOWING, Message, PartialSum, Reduction
-from shardgrad.engine.streams import Stream
-from shardgrad.engine.trace import span
-from shardgrad.features.hfsdp import OuterScatter
+from shardgrad.engine.reduction import (
+    AllReduceHook,
+    PartialSum,
+    Reduction,
+)
+from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["GradGroup", "grads_of"]
+__all__ = ["GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+
+# Sums of many ranks overflow in these, so they are divided before and after.
+_OVERFLOWING = (torch.float16,)
 
 # By the group's id; the GradGroup keeps the group alive.
 _of: weakref.WeakValueDictionary[int, GradGroup] = weakref.WeakValueDictionary()
@@ -42,32 +46,86 @@ def grads_of(group: ParamGroup) -> GradGroup:
     return _of[id(group)]
 
 
-# What `GradGroup.state` reads, at every replay of a graph.
-_SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
-_WAITING = attrgetter("deferred", "_accumulating", "_partial.is_live")
+class GradState(Enum):
+    """How far the backward that is under way, or expected, has come with a group's gradients."""
+
+    IDLE = auto()  # no backward concerns them: what is bound is final
+    ENTERED = auto()  # the unit ran a forward, whose backward is expected
+    COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
+    READY = auto()  # all are there, or no more are expected: waiting for the group's turn
+    SUMMED = auto()  # they were added to what waits on this rank
+    REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
+
+
+_LEGAL = {
+    GradState.IDLE: set(GradState) - {GradState.IDLE},
+    GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
+    GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.READY: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.SUMMED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.REDUCED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+}
+
+
+class Waiting(Enum):
+    """What completed backwards have left on this rank for a later reduction."""
+
+    NOTHING = auto()
+    TURN = auto()  # a reduction is due, since other ranks may have gradients; this one has none
+    SUM = auto()  # the sum of unreduced gradients
 
 
 class Scheduler(Protocol):
     """What a group's gradients ask of the order of reductions."""
 
-    runtime: CommContext
-    is_last_backward: bool
+    @property
+    def comm_ctx(self) -> CommContext:
+        """Streams, rings and transports of the root."""
 
     def arrived(self, grads: GradGroup) -> None:
-        """A gradient came in."""
+        """Takes note that a gradient came in."""
+
+
+class _Packed(NamedTuple):
+    """What a reduction sends, and the room that it needs.
+
+    Attributes:
+        messages: the first element of a chunk, what is sent to each rank, room to receive, and the tag.
+        slots: everything lies in, except for gradients that are sent from where they are.
+        own: this rank's chunk, and room for its sum.
+        room: of the second step.
+        staging: of the gradient shard.
+    """
+
+    messages: list[tuple[int, Chunks, Chunks, MessageTag]]
+    slots: list[Slot]
+    own: torch.Tensor
+    room: Chunks
+    staging: torch.Tensor | None
+
+
+_NO_ROOM = Chunks(torch.empty(0), ())
+# What `GradGroup.switches` reads, at every replay of a graph.
+_SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_WAITING = attrgetter("waiting", "_partial.is_live")
 
 
 class GradGroup:
     """Collects one group's gradients and turns them into its gradient shard.
 
+    Args:
+        group: of the parameters. `grads_of` finds this object by it.
+
     Attributes:
+        group: as given.
         requires_sync: False keeps gradients on this rank, summed in a buffer of the reduce dtype.
         requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
         divide_factor: what the sum over ranks is divided by; None for their number.
-        deferred: a backward without synchronisation came by; its gradients, if any, are still due.
-        last_touched: per trainable parameter, whether this rank had a gradient in the last reduction.
         params: those that required grad when `refresh_trainable` last looked, in order.
-        layout: their places in a chunk, with a tail; None before the first `refresh_trainable`.
+        state: how far a backward has come; changed by `move_to`.
+        waiting: what completed backwards have left for a later reduction.
+        collector: where autograd's gradients are until they are packed.
+        scheduler: of the root; None before that is known.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -75,44 +133,27 @@ class GradGroup:
         self.requires_sync = True
         self.requires_all_reduce = True
         self.divide_factor: float | None = None
-        self.last_touched: tuple[bool, ...] = ()
-        self.bound_in_this_backward = False
-        self.collector = GradCollector()
-        self._accumulator: Slot | None = None
-        self._accumulating = False
-        self.deferred = False
-        self._partial = PartialSum()
-        levels = group.mesh.levels
-        self._outer = None if levels is None else OuterScatter(levels)
-        self._packer = GradPacker(group, self.collector, self._outer)
-        self.scheduler: Scheduler
-        self.layout: ShardLayout | None = None
         self.params: list[FSDPParam] = []
-        self._trainable: tuple[bool, ...] = ()
-        self._generation = group.generation
-        self._hooked: object = None
+        self.state = GradState.IDLE
+        self.waiting = Waiting.NOTHING
+        self.collector = GradCollector()
+        self.scheduler: Scheduler | None = None
+        self._partial = PartialSum()
+        self._sum: Slot | None = None
+        self._touched: list[bool] = []  # what `_sum` has gradients of
+        self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
-        self.forget()
+        self._trainable: tuple[bool, ...] = ()
+        self._generation = -1  # of the group, when `refresh_trainable` last looked
+        self._hooked: object = None
+        self._zero_copy_tags: list[MessageTag] = []
+        self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
 
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
-        return (*_SETTINGS(self), *_WAITING(self), *self._touched)
+    # -- what trains ------------------------------------------------------------------------------------
 
-    @state.setter
-    def state(self, state: tuple[Any, ...]) -> None:
-        self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = state
-        self.deferred, self._accumulating, self._partial.is_live, *self._touched = waiting
-
-    def follow(self, other: GradGroup) -> None:
-        """Takes over what a program has set, which is the same for all groups of a unit."""
-        self.requires_sync, self.requires_all_reduce, self.divide_factor = _SETTINGS(other)
-
-    # -- trainability and the gradient shard ------------------------------------------------------------
-
-    def refresh_trainable(self) -> bool:
-        """Takes note of which parameters require grad; True if that changed since the last call.
+    def refresh_trainable(self) -> None:
+        """Takes note of which parameters require grad.
 
         A program may have frozen an unsharded parameter, as a forward left it; that is meant for the sharded
         one.
@@ -123,17 +164,49 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)
         now = tuple(p.sharded.requires_grad for p in params)
-        if now == known and self.layout is not None:
-            return False
+        if now == known and self._packer is not None:
+            return
         self._trainable, self._generation = now, self.group.generation
         self._shard = None
         self.params = [p for p in params if p.sharded.requires_grad]
-        self.layout = self.group.layout_of(self.params, with_flags=True)
+        layout = self.group.layout_of(self.params, with_flags=True)
+        self._packer = GradPacker(self.group, self.params, layout, self._second)
+        self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in self.params]
         for p in params:
             if p.unsharded is not None:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
-        self._attach()
-        return True
+        self.forget()
+        self._hook()
+
+    @property
+    def layout(self) -> ShardLayout | None:
+        """The trainable parameters' places in a chunk, with a tail; None before `refresh_trainable`."""
+        return None if self._packer is None else self._packer.layout
+
+    @property
+    def packer(self) -> GradPacker:
+        """What packs the trainable parameters' gradients, and knows their layout."""
+        if self._packer is None:
+            raise RuntimeError(f"unit {self.group.name} was never unsharded")
+        return self._packer
+
+    def unsharded_for(self, stream: Stream) -> None:
+        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
+        if self._hooked is not self.group.params[0].unsharded:
+            self._hook()
+        self.collector.unsharded_for(stream)
+
+    def _hook(self) -> None:
+        """Has the gradients of the trainable parameters collected."""
+        self.collector.expect(self.params)
+        self._hooked = self.group.params[0].unsharded
+        hook = _hook_of(weakref.ref(self))
+        for p in self.params:
+            if p.unsharded is not None and _HOOKED not in p.unsharded.__dict__:
+                p.unsharded.__dict__[_HOOKED] = True
+                p.unsharded.register_post_accumulate_grad_hook(hook)
+
+    # -- the gradient shard -----------------------------------------------------------------------------
 
     @property
     def shard(self) -> GradShard | None:
@@ -144,12 +217,12 @@ class GradGroup:
         """Returns the gradient shard, allocating it at the first call."""
         shard = self.shard
         if shard is None:
-            if self.layout is None or self._generation != self.group.generation:
+            if self._generation != self.group.generation:
                 self.refresh_trainable()
             group = self.group
             shard = self._shard = GradShard(
                 [p.sharded for p in self.params],
-                self._packer.layout,
+                self.packer.layout,
                 group.mesh,
                 group.gradient_dtype,
                 group.gradient_policy,
@@ -157,17 +230,39 @@ class GradGroup:
             )
         return shard
 
-    def unsharded_for(self, stream: Stream) -> None:
-        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
-        if self._hooked is not self.group.params[0].unsharded:
-            self._attach()
-        self.collector.home = stream
+    # -- states -----------------------------------------------------------------------------------------
+
+    def move_to(self, state: GradState) -> None:
+        """Goes on to a state; see [Note: States of a group's gradients].
+
+        Raises:
+            RuntimeError: there is no such transition.
+        """
+        if state not in _LEGAL[self.state]:
+            raise RuntimeError(
+                f"gradients of unit {self.group.name} cannot go from {self.state.name} to {state.name}"
+            )
+        self.state = state
+
+    @property
+    def switches(self) -> tuple[Any, ...]:
+        """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
+        return (*_SETTINGS(self), *_WAITING(self), *self._touched)
+
+    @switches.setter
+    def switches(self, switches: tuple[Any, ...]) -> None:
+        self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
+        self.waiting, self._partial.is_live, *self._touched = waiting
+
+    def follow(self, other: GradGroup) -> None:
+        """Takes over what a program has set, which is the same for all groups of a unit."""
+        self.requires_sync, self.requires_all_reduce, self.divide_factor = _SETTINGS(other)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
         found: dict[str, torch.Tensor] = {}
-        if self._accumulator is not None and self._accumulating:
-            found["sum of unreduced gradients"] = self._accumulator_chunks()[1].whole
+        if self._sum is not None and self.waiting is Waiting.SUM:
+            found["sum of unreduced gradients"] = self._chunks_of(self._sum).whole
         if self._partial.live is not None:
             found["partial sum of gradients"] = self._partial.live
         return found
@@ -176,219 +271,255 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None:
             yield "gradients", self._shard.flat.untyped_storage()
-        if self._accumulator is not None:
-            yield "unreduced gradients", self._accumulator.storage
+        if self._sum is not None:
+            yield "unreduced gradients", self._sum.storage
         if self._partial.live is not None:
             yield "unreduced gradients", self._partial.live.untyped_storage()
-        for tail in self._packer.tails.values():
+        for tail in self._packer.tails.values() if self._packer is not None else ():
             yield "tails", tail.untyped_storage()
 
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""
         self.collector.forget()
         self._touched = [False] * len(self.params)
-        self._accumulating = False
-        self.deferred = False
+        self.waiting = Waiting.NOTHING
         self._partial.is_live = False
 
-    def _attach(self) -> None:
-        """Starts over with the group's trainable parameters and hooks those that are new."""
-        self.forget()
-        self._packer.start_over(self.params, self.layout)
-        self._hooked = self.group.params[0].unsharded
-        self.collector.expect(self.params, MethodType(GradGroup._arrive, self))
-        self._direct_labels = [MessageTag.unseen(f"reduce-scatter of {p.name}") for p in self.params]
+    # -- collecting -------------------------------------------------------------------------------------
 
-    def _arrive(self, unsharded: torch.Tensor) -> None:
+    def collect(self, unsharded: torch.Tensor) -> None:
         """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        if self.collector.take(unsharded, self.scheduler.runtime.streams):
-            self.scheduler.arrived(self)
+        grad, scheduler = unsharded.grad, self.scheduler
+        if grad is None:
+            return
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
+        self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        scheduler.arrived(self)
+
+    def accumulate(self, comm_ctx: CommContext) -> None:
+        """Adds the collected gradients to this rank's unsharded sum, without communication."""
+        if self.waiting is Waiting.NOTHING:
+            self.waiting = Waiting.TURN
+        if self.collector.count == 0:
+            return
+        if self._sum is None:
+            self._sum = Slot(comm_ctx.streams, self.group.mesh.device)
+        slot = self._sum
+        if slot.holder is not None:
+            slot.holder.complete()  # an earlier reduction of the sum is still in flight
+        chunks = self._chunks_of(slot)
+        self._pack(
+            slot,
+            chunks.whole,
+            comm_ctx.streams,
+            self._divisors[0],
+            accumulate=self.waiting is Waiting.SUM,
+        )
+        self.waiting = Waiting.SUM
+
+    def _chunks_of(self, slot: Slot) -> Chunks:
+        """Returns the chunks of the unsharded sum, one for each rank."""
+        layout, dtype, ranks = self.packer.layout, self.group.reduce_dtype, self.group.mesh.shard_size
+        slot.reserve(ranks * layout.chunk_numel * dtype.itemsize)
+        return slot.take(dtype, ranks, layout.chunk_numel)
+
+    def _pack(
+        self,
+        slot: Slot,
+        target: torch.Tensor,
+        streams: Streams,
+        divisor: float,
+        *,
+        accumulate: bool = False,
+        zero_copy: bool = False,
+    ) -> list[torch.Tensor]:
+        """Packs what has been collected; see `GradPacker.pack`."""
+        flags, sent_alone = self.packer.pack(
+            self.collector,
+            slot,
+            target,
+            streams=streams,
+            divisor=divisor,
+            accumulate=accumulate,
+            zero_copy=zero_copy,
+        )
+        self._touched = list(map(or_, self._touched, flags))
+        return sent_alone
+
+    # -- reducing ---------------------------------------------------------------------------------------
 
     @property
-    def due(self) -> bool:
-        """True if something waits that a backward with the present settings has to deal with."""
-        return self.collector.count > 0 or (self.deferred and self.reduces_now)
-
-    @property
-    def reduces_now(self) -> bool:
-        """False if this backward only adds to a sum on this rank."""
-        waits = self.group.stage.sums_whole and not self.scheduler.is_last_backward
-        return self.requires_sync and not waits
-
-    # -- packing ----------------------------------------------------------------------------------------
-
-    @property
-    def _factors(self) -> tuple[float, float]:
-        """Returns (divisor before the reduction, divisor after it).
+    def _divisors(self) -> tuple[float, float]:
+        """What gradients are divided by before the reduction, and after it.
 
         Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
         powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
         """
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
-        if self.group.reduce_dtype not in OVERFLOWING:
+        if self.group.reduce_dtype not in _OVERFLOWING:
             return 1.0, factor
         before = 1.0
         while factor % before == 0 and factor / before > before:
             before *= 2
         return before, factor / before
 
-    def _pack(
-        self, slot: Slot, target: torch.Tensor, *, accumulate: bool, directly: bool = False
-    ) -> list[torch.Tensor]:
-        """Packs what has arrived, and lets it go; see `GradPacker.pack`."""
-        collector, streams = self.collector, self.scheduler.runtime.streams
-        alone = self._packer.pack(
-            slot,
-            target,
-            streams=streams,
-            directly=directly,
-            divisor=self._factors[0],
-            accumulate=accumulate,
-        )
-        self._touched = [
-            old or g is not None for old, g in zip(self._touched, collector.gradients, strict=True)
-        ]
-        collector.let_go(streams)
-        return alone
+    def launch(self, comm_ctx: CommContext) -> Reduction:
+        """Packs what has been collected and starts the reduce-scatter.
 
-    def accumulate(self) -> None:
-        """Adds the waiting gradients to this rank's unsharded sum, without communication."""
-        self.deferred = True
-        if self.collector.count:
-            slot, chunks = self._accumulator_chunks()
-            if slot.holder is not None:
-                slot.holder.complete()  # an earlier reduction of the accumulator is still in flight
-            self._pack(slot, chunks.whole, accumulate=self._accumulating)
-            self._accumulating = True
-
-    def _accumulator_chunks(self) -> tuple[Slot, Chunks]:
-        n, count = self._packer.layout.chunk_numel, self.group.mesh.shard_size
-        dtype = self.group.reduce_dtype
-        if self._accumulator is None:
-            self._accumulator = Slot(self.scheduler.runtime.streams, self.group.mesh.device)
-        self._accumulator.reserve(count * n * dtype.itemsize)
-        return self._accumulator, self._accumulator.chunks(dtype, count, n)
-
-    # -- reducing ---------------------------------------------------------------------------------------
-
-    def launch(self) -> Reduction:
-        """Packs what has arrived and starts the reduce-scatter.
-
-        Streams: the pack runs on the home stream, after the slot is free and after every foreign producer;
+        Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
         the collective runs on the reduce stream, after every writer of the slot.
         """
-        group, runtime = self.group, self.scheduler.runtime
-        route = group.collectives.for_reduce(runtime, group.mesh.gather_group)
-        ticket = self._ticket(runtime)
-        messages = (
-            self._messages_directly(ticket, route) if self._goes_directly else [self._message(ticket, route)]
-        )
-        ticket.touched = tuple(self._touched)
-        reduce_stream = runtime.streams.reduce
-        with span("post_backward_reduce", group.name), runtime.streams.on(reduce_stream):
-            for used in ticket.slots:
-                used.start_reading(reduce_stream)
-            ticket.flights = [
-                (each.begin, each.numel, route.transport.reduce_scatter(each.send, each.receive, each.label))
-                for each in messages
-            ]
-            if route.transport.stream_ordered:
-                ticket.complete()
-        self._touched = [False] * len(self._touched)
-        self.deferred = False
-        return ticket
-
-    @property
-    def _goes_directly(self) -> bool:
-        """Whether direct parameters travel by themselves this time; the same on every rank."""
-        group = self.group
-        as_they_are = group.reduce_dtype == group.gather_dtype and self._factors[0] == 1
-        return (
-            bool(self._packer.layout.zero_copy)
-            and as_they_are
-            and not self.deferred
+        group, streams = self.group, comm_ctx.streams
+        before, after = self._divisors
+        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
+        shard = None  # without the second step, only a partial sum is left
+        if self.requires_all_reduce or self._second is None:
+            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+                shard = self.require_shard()
+        is_zero_copy = (
+            bool(self.packer.layout.zero_copy)
+            and before == 1
+            and group.reduce_dtype == group.gather_dtype
+            and self.waiting is Waiting.NOTHING
             and group.collectives.reduces_plainly
         )
+        pack = self._pack_zero_copy if is_zero_copy else self._pack_message
+        packed = pack(transport, ring, comm_ctx, before, shard)
+        stream = streams.reduce
+        with span("post_backward_reduce", group.name), streams.on(stream):
+            for slot in packed.slots:
+                slot.start_reading(stream)
+            works = []
+            for begin, send, receive, tag in packed.messages:
+                work = transport.reduce_scatter(send, receive, tag)
+                works.append((begin, send.parts[0].numel(), work))
+            reduction = Reduction(
+                works,
+                packed.slots,
+                packed.own,
+                shard,
+                packed.staging,
+                tuple(self._touched),
+                after,
+                partial=self._partial,
+                second=self._second,
+                room=packed.room,
+                tag=group.reduce_tag,
+                hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
+                comm_ctx=comm_ctx,
+            )
+            for slot in packed.slots:
+                slot.holder = reduction
+            if transport.stream_ordered:
+                reduction.complete()
+        self._touched = [False] * len(self._touched)
+        self.waiting = Waiting.NOTHING
+        return reduction
 
-    def _message(self, ticket: Reduction, route: Route) -> Message:
+    def _all_reduce_hook(self) -> AllReduceHook:
+        collectives = self.group.collectives
+        # It sees the average, unless the average is taken last.
+        is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
+        return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
+
+    def _pack_message(
+        self,
+        transport: Transport,
+        ring: SlotRing,
+        comm_ctx: CommContext,
+        divisor: float,
+        shard: GradShard | None,
+    ) -> _Packed:
         """Packs everything into one message."""
-        group, (transport, ring) = self.group, route
-        chunk_numel, dtype = self._packer.layout.chunk_numel, group.reduce_dtype
-        # Over two levels the first step leaves as much as the outer ranks of one inner rank hold together.
-        n = chunk_numel * group.mesh.shard_size // transport.size
-        accumulated = self._accumulating
-        if accumulated:
-            self.accumulate()
-            self._accumulating = False
-        sent = 0 if accumulated else transport.size  # the accumulator is sent from where it is
-        outer = 0 if self._outer is None else self._outer.receive_chunks(self.scheduler.runtime)
-        landing = group.gradient_dtype.itemsize if group.shard_memory.is_offloaded else 0
-        taken = (sent + transport.receive_chunks) * n + outer * chunk_numel
-        slot = ring.acquire(taken * dtype.itemsize + landing * chunk_numel, ticket)
-        ticket.slots = [slot]
-        if accumulated:
-            slot.start_writing(self.scheduler.runtime.streams.reduce)
-            send_slot = self._accumulator_chunks()[0]
-            send = send_slot.chunks(dtype, transport.size, n)
-            send_slot.holder = ticket
-            ticket.slots.append(send_slot)
+        group, streams = self.group, comm_ctx.streams
+        chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
+        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
+        numel = chunk_numel * group.mesh.shard_size // ranks
+        is_summed = self.waiting is Waiting.SUM
+        if is_summed:
+            self.accumulate(comm_ctx)  # what has arrived since
+        room_chunks = 0 if self._second is None else self._second.room(comm_ctx)
+        staging_dtype = None if shard is None or not shard.needs_staging else group.gradient_dtype
+        nbytes = ((0 if is_summed else ranks) + transport.receive_chunks) * numel * dtype.itemsize
+        nbytes += room_chunks * chunk_numel * dtype.itemsize
+        nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
+        slot = ring.acquire(nbytes)
+        slots = [slot]
+        if is_summed and self._sum is not None:  # sent from where it is
+            slot.start_writing(streams.reduce)
+            self._sum.reserve(0)
+            send = self._sum.take(dtype, ranks, numel)
+            slots.append(self._sum)
         else:
-            send = slot.chunks(dtype, transport.size, n)
-            self._pack(slot, send.whole, accumulate=False)
-        receive = slot.chunks(dtype, transport.receive_chunks, n, skip=sent * n)
-        if self._outer is not None:
-            ticket.outer = slot.chunks(dtype, outer, chunk_numel, skip=taken - outer * chunk_numel)
-        if landing:
-            room = slot.chunks(group.gradient_dtype, 1, chunk_numel, behind=taken * dtype.itemsize)
-            ticket.landing = room.whole
-        ticket.own = send.parts[transport.rank]
-        return Message(0, send, receive, group.reduce_tag)
+            send = slot.take(dtype, ranks, numel)
+            self._pack(slot, send.whole, streams, divisor)
+        receive = slot.take(dtype, transport.receive_chunks, numel)
+        room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
+        staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
+        messages = [(0, send, receive, group.reduce_tag)]
+        return _Packed(messages, slots, send.parts[transport.rank], room, staging)
 
-    def _messages_directly(self, ticket: Reduction, route: Route) -> list[Message]:
-        """Packs the parameters that are not direct; the gradients of the others are sent from where they are.
+    def _pack_zero_copy(
+        self,
+        transport: Transport,
+        ring: SlotRing,
+        comm_ctx: CommContext,
+        divisor: float,
+        shard: GradShard | None,
+    ) -> _Packed:
+        """Packs what is not zero-copy; the gradients of the other parameters are sent from where they are.
 
         The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
         """
-        layout, dtype, (transport, ring) = self._packer.layout, self.group.reduce_dtype, route
-        n, packed_numel, received = layout.chunk_numel, layout.packed.chunk_numel, transport.receive_chunks
-        sent = transport.size * packed_numel
-        slot = ring.acquire((sent + (1 + received) * n) * dtype.itemsize, ticket)
-        ticket.slots = [slot]
-        packed = slot.chunks(dtype, transport.size, packed_numel)
-        gradients = self._pack(slot, packed.whole, accumulate=False, directly=True)
-        ticket.own = slot.chunks(dtype, 1, n, skip=sent).whole
+        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, transport.receive_chunks
+        packed_numel, ranks = layout.packed.chunk_numel, transport.size
+        slot = ring.acquire((ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize)
+        packed = slot.take(dtype, ranks, packed_numel)
+        own = slot.take(dtype, 1, layout.chunk_numel).whole
+        gradients = self._pack(slot, packed.whole, comm_ctx.streams, divisor, zero_copy=True)
 
-        def message(begin: int, numel: int, send: Chunks, label: MessageTag) -> Message:
+        def room(begin: int, numel: int) -> Chunks:
+            if received:
+                return slot.take(dtype, received, numel)
             # A transport that needs no room of its own adds up in this rank's chunk, and only reads.
-            skip = sent + begin if not received else sent + n + received * begin
-            return Message(begin, send, slot.chunks(dtype, received or 1, numel, skip=skip), label)
+            part = own.narrow(0, begin, numel)
+            return Chunks(part, (part,))
 
-        messages = [message(layout.packed_offset, packed_numel, packed, self.group.reduce_tag)]
+        begin = layout.packed_offset
+        messages = [(begin, packed, room(begin, packed_numel), self.group.reduce_tag)]
         for i, gradient in zip(layout.zero_copy, gradients, strict=True):
-            piece, numel = layout.pieces[i], layout.pieces[i].shard_numel
+            begin, numel = layout.pieces[i].shard_offset, layout.pieces[i].shard_numel
             send = Chunks(gradient, gradient.split(numel))
-            messages.append(message(piece.shard_offset, numel, send, self._direct_labels[i]))
-        return messages
+            messages.append((begin, send, room(begin, numel), self._zero_copy_tags[i]))
+        return _Packed(messages, [slot], own, _NO_ROOM, None)
 
-    def _ticket(self, runtime: CommContext) -> Reduction:
-        return Reduction(
-            self.group,
-            runtime,
-            divisor=self._factors[1],
-            partial=self._partial,
-            outer=self._outer,
-            crosses=self.requires_all_reduce,
-            bound=self._bound,
-            shard=self.require_shard,
-        )
+    def abandon_backward(self) -> bool:
+        """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
 
-    def _bound(self, touched: tuple[bool, ...]) -> None:
-        self.bound_in_this_backward = True
-        self.last_touched = touched
+        Returns:
+            Whether it had begun to write them.
+        """
+        state = self.state
+        had_begun = self.collector.count > 0 or state in (GradState.SUMMED, GradState.REDUCED)
+        self.collector.forget()
+        if state is GradState.SUMMED:
+            self.waiting = Waiting.NOTHING
+            self._touched = [False] * len(self._touched)
+        if state is not GradState.IDLE:
+            self.move_to(GradState.IDLE)
+        return had_begun
 
-    def abandon(self) -> None:
-        """Drops everything of an iteration that failed; gradients it wrote become None."""
-        self.forget()
-        if self.bound_in_this_backward:
-            self.require_shard().unbind()
-            self.bound_in_this_backward = False
+
+_HOOKED = "_shardgrad_hooked"
+
+
+def _hook_of(grads: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
+    """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
+
+    def hook(unsharded: torch.Tensor) -> None:
+        owner = grads()
+        if owner is not None:
+            owner.collect(unsharded)
+
+    return hook

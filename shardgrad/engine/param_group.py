@@ -10,9 +10,9 @@
 | `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
 | `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
 
-A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an unsharded
-one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the model; see
-`param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
+A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an
+unsharded one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the
+model; see `param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
 `reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
@@ -29,11 +29,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
-from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
@@ -116,6 +116,8 @@ class GroupSpec:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what is kept unsharded on every rank.
         all_gather_input: makes what this rank sends in all-gathers.
+        second_step: makes what follows the reduce-scatter of gradients, if the mesh has another dim to reduce
+            over.
         regroup: asked at lazy init, before anything is changed: None, or what returns the groups that are to
             take a group's place.
     """
@@ -126,6 +128,7 @@ class GroupSpec:
     shard_memory: ShardMemory
     stage: Stage
     all_gather_input: type[AllGatherInput] = AllGatherInput
+    second_step: Callable[[], SecondStep] | None = None
     regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
 
@@ -311,7 +314,9 @@ class ParamGroup:
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to it."""
+        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to
+        it.
+        """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
@@ -467,7 +472,7 @@ class ParamGroup:
         if drop_kept:
             for source in self._inputs:
                 source.forget()
-        keeps = self.stage.keeps_whole and not drop_kept
+        keeps = self.stage.keeps_unsharded and not drop_kept
         if self.state is SHARDED or (self.state is KEPT and keeps):
             return
         if not keeps:
@@ -492,8 +497,8 @@ class ParamGroup:
     def reshard_if_stale(self) -> None:
         """Reshards parameters whose shard was written since they were gathered.
 
-        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights are
-        never computed with because parameters were kept unsharded.
+        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights
+        are never computed with because parameters were kept unsharded.
         """
         if self.state is not SHARDED and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_group import GradGroup, GradState, Waiting
 from shardgrad.engine.reduction import Reduction
 from shardgrad.errors import ParticipationError
 
@@ -25,24 +25,24 @@ class ReductionScheduler:
     """Decides the order of reductions under one root. See [Note: Order of reductions].
 
     Args:
-        runtime: shared with the units.
+        comm_ctx: shared with the units.
         end_backward: called once when autograd has finished a backward that this scheduler saw begin.
 
     Attributes:
+        comm_ctx: as given.
         backward_running: between the first gradient of a backward and its end.
         is_last_backward: False for a micro-batch that others follow.
     """
 
-    def __init__(self, runtime: CommContext, end_backward: Callable[[], None]) -> None:
-        self.runtime = runtime
+    def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
+        self.comm_ctx = comm_ctx
         self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True
-        self._entered: dict[GradGroup, None] = {}
-        self._queue: list[GradGroup] = []
-        self._expected: set[GradGroup] = set()
-        self._closed: set[GradGroup] = set()
-        self._tickets: list[Reduction] = []
+        self._entered: list[GradGroup] = []
+        self._queue: list[GradGroup] = []  # the last is reduced first
+        self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
+        self._launched: list[Reduction] = []  # by the backward that is running
         self._enrolled: list[GradGroup] | None = None
         self._enrolment_used = False
 
@@ -50,8 +50,9 @@ class ReductionScheduler:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
         if self.backward_running:
             self.expect(grads)
-        else:
-            self._entered[grads] = None
+        elif grads.state is GradState.IDLE:
+            grads.move_to(GradState.ENTERED)
+            self._entered.append(grads)
 
     def expect(self, grads: GradGroup) -> None:
         """Adds a group that backward has come to although it was not queued: it is the next to finish.
@@ -59,16 +60,16 @@ class ReductionScheduler:
         Reentrant checkpointing runs a unit's forward inside backward; a second backward through a kept
         graph comes without a forward.
         """
-        if grads not in self._expected:
-            self._expected.add(grads)
+        if grads.state is GradState.IDLE:
+            grads.move_to(GradState.COLLECTING)
             self._queue.append(grads)
 
-    def enroll(self, everyone: Iterable[GradGroup] | None) -> None:
+    def enroll(self, groups: Iterable[GradGroup] | None) -> None:
         """Makes the next backward, and no further one, reduce exactly these groups, entered or not.
 
         None ends the enrolment. See [Note: Participation].
         """
-        self._enrolled = None if everyone is None else [g for g in everyone if g.params]
+        self._enrolled = None if groups is None else list(groups)
         self._enrolment_used = False
 
     @property
@@ -87,8 +88,9 @@ class ReductionScheduler:
         self.backward_running = True
         if in_autograd:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._queue = list(self._entered)
-        self._closed.clear()
+        self._queue, self._entered = self._entered, []
+        for grads in self._queue:
+            grads.move_to(GradState.COLLECTING)
         if self._enrolled is not None:
             if self._enrolment_used:
                 raise ParticipationError(
@@ -98,81 +100,102 @@ class ReductionScheduler:
                     fix="one `with shardgrad.participate(model):` for each micro-batch",
                 )
             self._enrolment_used = True
-            self._queue = list(self._enrolled)
-            self._closed.update(g for g in self._queue if g not in self._entered)
-        self._entered.clear()
-        self._expected = set(self._queue)
-        for grads in self._queue:
-            grads.bound_in_this_backward = False
+            self._queue = [grads for grads in self._enrolled if grads.params]
+            for grads in self._queue:
+                if grads.state is GradState.IDLE:  # this rank runs no forward of it
+                    grads.move_to(GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
         """A gradient came in; reduces what has become possible."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
-        if grads.collector.complete:
+        if grads.collector.count == len(grads.params):
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:
         """Says that no more gradients are expected for this group; reduces what has become possible."""
-        self._closed.add(grads)
+        if grads.state is GradState.COLLECTING:
+            grads.move_to(GradState.READY)
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
         """Reduces, in order, the groups at the head of the queue that expect no more gradients."""
-        while self._queue and self._queue[-1] in self._closed:
+        while self._queue and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
-    def _reduce(self, grads: GradGroup) -> None:
-        self._closed.discard(grads)
-        if grads.reduces_now:
-            self._tickets.append(grads.launch())
-        else:
-            grads.accumulate()
+    def _reduces_now(self, grads: GradGroup) -> bool:
+        """False if this backward only adds to a sum on this rank."""
+        return grads.requires_sync and (self.is_last_backward or not grads.group.stage.sums_unsharded)
 
-    def drain(self, everyone: Iterable[GradGroup], *, wait: bool) -> None:
+    def _reduce(self, grads: GradGroup) -> None:
+        if self._reduces_now(grads):
+            self._launched.append(grads.launch(self.comm_ctx))
+            grads.move_to(GradState.REDUCED)
+        else:
+            grads.accumulate(self.comm_ctx)
+            grads.move_to(GradState.SUMMED)
+
+    def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces all that is left, then makes the current stream wait for the gradients.
 
         Args:
-            everyone: all grad_groups under the root, in construction order.
+            groups: all under the root, in construction order.
             wait: False leaves reductions in flight, for a backward that is not the last one.
         """
         while self._queue:
             self._reduce(self._queue.pop())
-        # Gradients that came without the unit entering forward, for example through unshard() by hand.
-        for grads in everyone:
-            if grads.due:
+        for grads in groups:
+            # Gradients that came without the unit entering forward, for example through unshard() by hand,
+            # and sums that earlier backwards have left.
+            if grads.collector.count or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads)):
                 self._reduce(grads)
-        self._closed.clear()
+            if grads.state is not GradState.IDLE:
+                grads.move_to(GradState.IDLE)
         self.backward_running = False
+        self._earlier += self._launched
+        self._launched = []
         if wait:
             self.join()
 
     def join(self) -> None:
         """Completes every reduction in flight; the current stream waits for the gradients."""
-        for ticket in self._tickets:
-            ticket.land()
-        stream = self.runtime.streams.current()
-        for ticket in self._tickets:
-            ticket.join(stream)
-        self._tickets.clear()
-        self.runtime.rewind()
+        for reduction in self._earlier:
+            reduction.start_second_step()
+        stream = self.comm_ctx.streams.current()
+        for reduction in self._earlier:
+            reduction.join(stream)
+        self._earlier = []
+        self.comm_ctx.rewind()
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
         for grads in other._entered:
             grads.scheduler = self
-            self._entered[grads] = None
-        self._tickets.extend(other._tickets)
+        self._entered += other._entered
+        self._earlier += other._earlier
 
-    def abandon(self, everyone: Iterable[GradGroup]) -> None:
-        """Forgets a failed iteration; waits for what is in flight, drops what it brought."""
+    def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
+        """Takes back a backward that failed: what it has sent or added to is lost, the rest is kept.
+
+        Args:
+            groups: all under the root.
+
+        Returns:
+            Names of the units with gradients that are lost.
+        """
         self._queue.clear()
-        self._entered.clear()
-        self._closed.clear()
-        self._enrolled = None
         self.backward_running = False
-        tickets, self._tickets = self._tickets, []
-        for ticket in tickets:
-            ticket.abandon()
-        for grads in everyone:
-            grads.abandon()
+        launched, self._launched = self._launched, []
+        for reduction in launched:
+            reduction.abandon()
+        return list(dict.fromkeys(grads.group.name for grads in groups if grads.abandon_backward()))
+
+    def abort(self, groups: Iterable[GradGroup]) -> None:
+        """Drops everything that is not in a gradient shard, and what has been written there since."""
+        self._launched = [*self._earlier, *self._launched]
+        self._earlier = []
+        self._entered.clear()
+        self._enrolled = None
+        self.abandon_backward(groups)
+        for grads in groups:
+            grads.forget()

@@ -2,7 +2,7 @@
 
 By default that is the transport of the backend and the runtime's rings of slots. A program may bring its own
 collectives (torch's `Comm` protocol), ask for memory that the process group allocates, or give reductions a
-process group of their own.
+separate process group.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
-from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import StreamTransport, Work
+from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 
 __all__ = [
     "CustomCollectives",
@@ -162,7 +161,7 @@ _allocators = {Memory.PROCESS_GROUP: _from_process_group, Memory.SYMMETRIC: _sym
 
 
 class _CommTransport(StreamTransport):
-    """A program's own collectives. What they return is waited for; labels travel unread."""
+    """A program's own collectives. What they return is waited for, and there are no tags."""
 
     receive_chunks = 1  # the output of a reduce-scatter is not part of its input, as under FSDP2
 
@@ -170,7 +169,7 @@ class _CommTransport(StreamTransport):
         super().__init__(group)
         self._comm = comm
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: MessageTag) -> Work:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: as safe as the program's own."""
         own = staging.parts[self.rank]
         if chunk.data_ptr() != own.data_ptr():
@@ -182,9 +181,9 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, own, list(staging.parts), label.what)
+        return self.started(call, own, list(staging.parts), tag.what)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: MessageTag) -> Work:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
         out = receive.parts[0]
 
@@ -198,4 +197,4 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, out, [out], label.what)
+        return self.started(call, out, [out], tag.what)

@@ -1,12 +1,13 @@
 """Sharding over both axes of a mesh, with messages that go over one axis at a time (HFSDP).
 
 [Note: Two levels]
-Parameters, gradients and optimizer states are cut over all ranks of a 2-D mesh (*outer*: between machines,
+Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between
+machines,
 *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk `r * S + s`. What
 the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
 
     all-gather:      outer once after each optimizer step, into the inner shard, which is kept;
-                     inner in every forward and backward, from inner shards to whole parameters
+                     inner in every forward and backward, from inner shards to unsharded parameters
     reduce-scatter:  inner, which leaves the sum of an inner shard; then outer, down to the chunk
 
 So the outer axis, usually the slow one, carries 1/S of the parameters once a step and of the gradients once a
@@ -15,20 +16,18 @@ reduction, and optimizer states take as little as if all ranks were one group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
-from shardgrad.engine.transports import Work
+from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.features.offload import OffloadedInput
-from shardgrad.sharding.layout import TAG_NUMEL
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
-__all__ = ["HfsdpInput", "OffloadedHfsdpInput", "OuterScatter"]
+__all__ = ["HfsdpInput", "OffloadedHfsdpInput", "OuterReduceScatter"]
 
 
 class HfsdpInput(AllGatherInput):
@@ -55,7 +54,6 @@ class HfsdpInput(AllGatherInput):
         self._own = self._outer_input(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
         with torch.inference_mode(mode=False):
             inner_shard = torch.empty(outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device)
-        # The last chunk in it ends in the tag, as all of them do.
         super().__init__(inner_shard, mesh, dtype, tag, comm_ctx, collectives)
         self._filled = self.ready = comm_ctx.streams.event()
         self._filled.record(comm_ctx.streams.current())  # what had this memory before is here
@@ -114,20 +112,19 @@ def _two_levels(mesh: DataParallelMesh) -> TwoLevels:
     return mesh.levels
 
 
-class OuterScatter:
+class OuterReduceScatter:
     """The second step of a reduction over two levels: from the inner shard's sum to this rank's chunk."""
 
     def __init__(self, levels: TwoLevels) -> None:
         self._levels = levels
-        self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def receive_chunks(self, runtime: CommContext) -> int:
+    def room(self, context: CommContext) -> int:
         """Returns how many chunks of room `launch` needs."""
-        return runtime.transport(self._levels.outer).receive_chunks
+        return context.transport(self._levels.outer).receive_chunks
 
-    def for_pack(
-        self, grads: Sequence[torch.Tensor], table: torch.Tensor, chunk_numel: int
+    def arrange(
+        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
         """Returns what `ops.pack` is to be given, so that each inner shard is contiguous in the slot.
 
@@ -136,41 +133,35 @@ class OuterScatter:
         """
         outer, inner = self._levels.outer.size(), self._levels.inner.size()
         parts: list[torch.Tensor] = []
-        rows = []
-        for grad, (numel, shard_numel, *rest) in zip(grads, table.tolist(), strict=True):
+        places = []
+        for grad, (numel, shard_numel, *rest) in zip(rows, table.tolist(), strict=True):
             flat, step = grad.view(-1), inner * shard_numel
             span, offset, unsharded = rest
             for r in range(outer):
                 length = min(max(numel - r * step, 0), step)
                 parts.append(flat.narrow(0, r * step, length) if length and flat.numel() else flat[:0])
-                rows.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
-        if self._rows is None or self._rows[0] is not table:
-            self._rows = table, torch.tensor(rows, dtype=torch.int64, device="cpu")
-        return parts, self._rows[1], outer * chunk_numel
+                places.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
+        if self._places is None or self._places[0] is not table:
+            self._places = table, torch.tensor(places, dtype=torch.int64, device="cpu")
+        return parts, self._places[1], outer * chunk_numel
 
-    def own_part(self, inner: torch.Tensor) -> torch.Tensor:
+    def result(self, summed: torch.Tensor) -> torch.Tensor:
         """Returns this rank's chunk of an inner shard."""
-        return inner.chunk(self._levels.outer.size())[self._levels.outer.rank()]
+        return summed.chunk(self._levels.outer.size())[self._levels.outer.rank()]
 
-    def launch(self, inner: torch.Tensor, receive: Chunks, label: MessageTag, runtime: CommContext) -> Work:
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext) -> Work:
         """Starts a reduce-scatter over the outer axis.
 
         Args:
-            inner: the sum over inner ranks, 1-D, with a chunk for each outer rank; written.
-            receive: room.
-            label: of the message.
-            runtime: of the root.
+            summed: the sum over inner ranks, 1-D, with a chunk for each outer rank; written.
+            room: to receive.
+            tag: of the message.
+            context: of the root.
 
         Streams: the current one.
         Capture: safe after the first call.
         """
         size = self._levels.outer.size()
-        digits = self._digits.get((label, inner.dtype))
-        if digits is None:
-            digits = torch.tensor(label.digits, dtype=inner.dtype).to(inner.device)
-            self._digits[label, inner.dtype] = digits
-        # The first step has added up the labels along with everything else.
-        inner.view(size, -1)[:, -TAG_NUMEL:].copy_(digits)
-        return runtime.transport(self._levels.outer).reduce_scatter(
-            Chunks(inner, inner.split(inner.numel() // size)), receive, label
+        return context.transport(self._levels.outer).reduce_scatter(
+            Chunks(summed, summed.split(summed.numel() // size)), room, tag
         )

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
+from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["OffloadedInput"]
@@ -44,8 +44,7 @@ class OffloadedInput(AllGatherInput):
         """See `AllGatherInput`."""
         room, chunk = self._room(slot, staging), self.chunk
         if chunk.dtype != self.dtype:
-            behind = self.staging_nbytes - chunk.numel() * chunk.itemsize
-            landing = slot.chunks(chunk.dtype, 1, chunk.numel(), behind=behind).whole
+            landing = slot.take(chunk.dtype, 1, chunk.numel()).whole
             chunk = landing.copy_(chunk, non_blocking=True)
         sent = room.copy_(chunk, non_blocking=True)
         self._read.record(self.comm_ctx.streams.gather)

@@ -1,4 +1,6 @@
-"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer ranks."""
+"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from torch import nn
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.message_tag import MessageTag
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import GroupSpec, ParamGroup, ParamState
-from shardgrad.sharding.layout import TAG_NUMEL, ShardLayout
+from shardgrad.engine.transports import MessageTag
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.param_sharding import sharding_of
 
@@ -51,7 +53,6 @@ class PostForwardInput(AllGatherInput):
         super().__init__(self._buffer.tensor, mesh, dtype, tag, comm_ctx, collectives)
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
-            self._tag_digits = torch.tensor(tag.digits, dtype=dtype).to(mesh.device)
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
         for p in params:
             p.post_forward = None
@@ -66,8 +67,6 @@ class PostForwardInput(AllGatherInput):
         rank = self._mesh.shard_rank
         for p, view, piece in zip(self._params, self._views, self.layout.pieces, strict=True):
             view.copy_(piece.of(p.require_unsharded().detach(), rank))
-        # Each time, since the memory is another; from the device, so that the host does not wait.
-        self.chunk.narrow(0, self.layout.chunk_numel - TAG_NUMEL, TAG_NUMEL).copy_(self._tag_digits)
         self._filled.record(self._streams.current())
 
     def register(self) -> None:

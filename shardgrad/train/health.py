@@ -49,7 +49,7 @@ def _memory_of(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros((), device=parameter.device)
-    if isinstance(grad, ScaledGradient):  # what it owes is finite only if it is
+    if isinstance(grad, ScaledGradient):  # with a finite pending scale, finite if and only if the gradient is
         return grad.unpaid()
     return grad.to_local() if isinstance(grad, DTensor) else grad
 

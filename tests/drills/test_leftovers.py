@@ -30,7 +30,7 @@ STATUSES = {"success": 0, "error": 1, "Ctrl-C twice": 130, "killed parent": -sig
 
 
 def start(folder: Path, temporary: Path, steps: int) -> subprocess.Popen[str]:
-    """Two ranks in a session of their own."""
+    """Starts two ranks in a new session."""
     options = [f"--override={part}" for part in SHAPE] + [f"--{key}={of}" for key, of in NUMBERS.items()]
     options += ["--device=cpu", "--no-plot", f"--data={argparse.__file__}", f"--steps={steps}"]
     return subprocess.Popen(

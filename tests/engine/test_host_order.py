@@ -138,8 +138,8 @@ def test_accumulated_gradients_are_ordered_too(streams: RecordedStreams) -> None
 @pytest.mark.parametrize(
     ("owner", "method", "program"),
     [
-        (GradShard, "arrive", train),
-        (GradShard, "arrive", read_in_hooks),
+        (GradShard, "wait_on_host", train),
+        (GradShard, "wait_on_host", read_in_hooks),
         (ParamGroup, "wait_until_read", evaluate),
         (ParamGroup, "wait_until_read", gather_by_hand),
     ],

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad.engine.grad_packer
+import shardgrad.engine.reduction
 import shardgrad.engine.root
 import shardgrad.engine.scheduler
-import shardgrad.engine.summands
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
 from shardgrad.engine.buffers import Slot, SlotRing
@@ -50,14 +50,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
 
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
     monkeypatch.setattr(shardgrad.engine.grad_packer, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.engine.summands, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.reduction, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.engine.unsharded, "ops", recording_ops)
 
     scatter = ExchangeTransport.reduce_scatter
 
-    def reduce_scatter(self: Any, send: Any, receive: Any, label: Any) -> Any:
+    def reduce_scatter(self: Any, send: Any, receive: Any, tag: Any) -> Any:
         recorded.access("reduce-scatter reads slot", send.whole, writes=False)
-        return scatter(self, send, receive, label)
+        return scatter(self, send, receive, tag)
 
     monkeypatch.setattr(ExchangeTransport, "reduce_scatter", reduce_scatter)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -73,7 +73,7 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
-    arrive = GradGroup._arrive
+    arrive = GradGroup.collect
 
     def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
         computed = streams.event()
@@ -84,7 +84,7 @@ def arriving_on(
                 streams.access("backward writes gradient", unsharded.grad, writes=True)
             arrive(self, unsharded)
 
-    monkeypatch.setattr(GradGroup, "_arrive", on_chosen_stream)
+    monkeypatch.setattr(GradGroup, "collect", on_chosen_stream)
 
 
 def two_layers() -> nn.Module:
@@ -141,13 +141,13 @@ def test_a_missing_wait_is_found(
     """The recorder can fail: each wait, taken out, is a hazard."""
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
-        arrive = GradGroup._arrive
+        arrive = GradGroup.collect
 
         def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
             arrive(self, unsharded)
             self.collector._foreign.clear()
 
-        monkeypatch.setattr(GradGroup, "_arrive", forget)
+        monkeypatch.setattr(GradGroup, "collect", forget)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:
@@ -188,21 +188,27 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
 def test_the_writer_of_one_slot_does_not_wait_for_the_reduction_of_another(streams: RecordedStreams) -> None:
     ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
     holder = SimpleNamespace(complete=lambda: None)
-    first = ring.acquire(64, holder)
+    first = acquired(ring, holder)
     first.start_writing("compute")
     first.finish_writing("compute")
     first.start_reading("reduce")
     reduction = streams.tick("reduce")["reduce"]
     first.release("reduce")
-    second = ring.acquire(64, holder)
+    second = acquired(ring, holder)
     assert second is not first
     second.start_writing("compute")
     assert not streams.happens_before("reduce", reduction, "compute")
     second.release("compute")
-    third = ring.acquire(64, holder)
+    third = acquired(ring, holder)
     assert third is first
     third.start_writing("compute")
     assert streams.happens_before("reduce", reduction, "compute")
+
+
+def acquired(ring: SlotRing, holder: Any) -> Slot:
+    slot = ring.acquire(64)
+    slot.holder = holder
+    return slot
 
 
 def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(streams: RecordedStreams) -> None:
@@ -218,11 +224,11 @@ def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(streams
 
     slots: dict[str, Slot] = {}
     for name in ("a", "b", "c"):
-        slots[name] = ring.acquire(64, holder(name))
+        slots[name] = acquired(ring, holder(name))
     assert completed == ["a"]
 
 
 def test_an_elastic_ring_grows_instead_of_waiting(streams: RecordedStreams) -> None:
     ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=True)
     holder = SimpleNamespace(complete=lambda: pytest.fail("nobody should be completed"))
-    assert len({id(ring.acquire(64, holder)) for _ in range(4)}) == 4
+    assert len({id(acquired(ring, holder)) for _ in range(4)}) == 4

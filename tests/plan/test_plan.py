@@ -16,7 +16,7 @@ from torch import nn
 
 from shardgrad.cli import main
 from shardgrad.plan.advice import _changes, _is_hopeless, advise
-from shardgrad.plan.cost import CostModel, Place, compute_s, model_flops, scaled_to_mfu
+from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops, scaled_to_mfu
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine, machine_of
 from shardgrad.plan.memory import memory_of
@@ -86,7 +86,7 @@ def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
 
 
 def test_whole_parameters_stay_in_stage_2() -> None:
-    whole = {stage: plan_for(stage=stage).memory.peak.nbytes["whole parameters"] for stage in ("2", "3")}
+    whole = {stage: plan_for(stage=stage).memory.peak.nbytes["unsharded parameters"] for stage in ("2", "3")}
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     assert whole["2"] >= numel * 2 > whole["3"]
@@ -254,10 +254,10 @@ def test_model_flops_are_six_for_each_parameter_and_token() -> None:
 
 
 def test_ranks_are_placed_on_nodes_as_a_launcher_places_them() -> None:
-    assert Place.of("shard", 64, 64, 8) == Place(64, nodes=8)
-    assert Place.of("shard", 8, 8, 8) == Place(8, nodes=1)
-    assert Place.of("replicate", 16, 8, 8) == Place(16, nodes=16)
-    assert Place.of("replicate", 4, 4, 8) == Place(4, nodes=2)
+    assert AxisLayout.of("shard", 64, 64, 8) == AxisLayout(64, nodes=8)
+    assert AxisLayout.of("shard", 8, 8, 8) == AxisLayout(8, nodes=1)
+    assert AxisLayout.of("replicate", 16, 8, 8) == AxisLayout(16, nodes=16)
+    assert AxisLayout.of("replicate", 4, 4, 8) == AxisLayout(4, nodes=2)
 
 
 def test_a_large_gather_takes_its_bytes_over_the_bandwidth() -> None:
@@ -449,7 +449,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--precision", "fp8"], "--precision can be fp32, bf16-mixed, bf16"),
         (["--device", "h10"], "did you mean 'h100'"),
         (["--network", "carrier-pigeon"], "--network carrier-pigeon is not known here"),
-        (["--mfu", "40"], "give a share of the peak"),
+        (["--mfu", "40"], "give a fraction of the peak"),
         (["--batch-size", "0"], "--batch-size is 0"),
         (["--ranks", "2000000"], "more than this program plans for"),
         (["--override", "lairs=3"], "did you mean 'layers'"),

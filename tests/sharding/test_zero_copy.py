@@ -218,7 +218,7 @@ def whole_bytes_after_a_dropped_gather() -> tuple[int, int]:
         (group,) = model[0]._unit.groups
 
         def whole() -> int:
-            return sum(storage.nbytes() for what, storage in group.memory() if what == "whole parameters")
+            return sum(storage.nbytes() for what, storage in group.memory() if what == "unsharded parameters")
 
         handle = model[0].unshard(async_op=True)
         on_the_way = whole()

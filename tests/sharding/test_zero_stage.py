@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import Transport, _Exchange
+from shardgrad.engine.transports import Transport, _PendingExchange
 from shardgrad.engine.unit import units_under
 from tests.support.parity import (
     GATHERED,
@@ -85,11 +85,11 @@ def equals_stage_3(stage: int, micro_batches: int, sync_each: bool, options: dic
 def counted() -> Iterator[Counter[tuple[str, int]]]:
     """Counts the bytes that this rank receives, by kind of message and ranks that exchange them."""
     received: Counter[tuple[str, int]] = Counter()
-    waited, reduced = _Exchange.wait, Transport.all_reduce
+    waited, reduced = _PendingExchange.wait, Transport.all_reduce
 
     def wait(self: Any) -> list[torch.Tensor]:
         chunks = waited(self)
-        kind = "gather" if self._label.what.startswith("all-gather") else "reduce"
+        kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
         # The chunks of all ranks come back; one of them is this rank's own.
         received[kind, self._group.size()] += (len(chunks) - 1) * chunks[0].nbytes
         return chunks
@@ -98,11 +98,11 @@ def counted() -> Iterator[Counter[tuple[str, int]]]:
         received["all-reduce", self.size] += 2 * (self.size - 1) * chunk.nbytes // self.size
         return reduced(self, chunk, what=what)
 
-    _Exchange.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
+    _PendingExchange.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
     try:
         yield received
     finally:
-        _Exchange.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
+        _PendingExchange.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
 
 
 def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
@@ -148,7 +148,7 @@ def hybrid_traffic_is_as_documented() -> None:
 def whole_nbytes(model: nn.Module) -> int:
     """Returns the bytes that whole parameters are in now."""
     held = (entry for group in groups_of(model) for entry in group.memory())
-    return sum(storage.nbytes() for owner, storage in held if owner == "whole parameters")
+    return sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
 
 
 def memory_between_micro_batches(stage: int) -> tuple[int, int]:
