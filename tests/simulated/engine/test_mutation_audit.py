@@ -53,8 +53,8 @@ def _files(names: Iterable[str]) -> set[str]:
 
 def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     recorded = _files(edge.recorded for edge in _edges())
-    files = {"arrivals.py", "buffers.py", "context.py", "gathering.py", "packing.py", "param_group.py"}
-    assert recorded >= {*files, "hybrid.py", "reduction.py", "unsharded.py"}
+    files = {"all_gather.py", "buffers.py", "grad_collector.py", "grad_packer.py", "reduction.py", "root.py"}
+    assert recorded >= {*files, "hfsdp.py", "unsharded.py"}
     assert "outside of the engine" not in {
         place for edge in _edges() for place in (edge.recorded, edge.awaited)
     }
