@@ -73,8 +73,8 @@ def _measure(layers: int, rounds: int) -> dict[str, list[float]]:
 def _wrap(layers: int, fully_shard: Callable[..., Any]) -> float:
     import torch
 
-    from shardgrad.training.model import Transformer
-    from shardgrad.training.presets import TransformerConfig
+    from shardgrad.train.model import Transformer
+    from shardgrad.train.presets import TransformerConfig
 
     with torch.device("meta"):
         model = Transformer(TransformerConfig(width=1024, layers=layers, heads=16, kv_heads=16, hidden=2816))

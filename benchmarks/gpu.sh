@@ -112,13 +112,13 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"
 fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
-bench=("$python" -m shardgrad.cli bench --device "$device" --timeout 60)
+bench=("$python" -m shardgrad bench --device "$device" --timeout 60)
 kernels=("$python" -m benchmarks.kernels --device "$device" --out "$out")
 optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
 replay=("$python" -m benchmarks.replay --device "$device" --out "$out")
 alone=("${bench[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
-    part tests 120 "${test[@]}" tests/gpu/test_graphed_step.py
+    part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
     part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine shardgrad-graphed \
         --engine compute
     part kernels 60 "${kernels[@]}" --smoke

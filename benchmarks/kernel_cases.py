@@ -13,8 +13,8 @@ from torch import Tensor
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
-from shardgrad.training.model import Block
-from shardgrad.training.presets import PRESETS
+from shardgrad.train.model import Block
+from shardgrad.train.presets import PRESETS
 
 Call = Callable[..., object]
 

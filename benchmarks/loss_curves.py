@@ -58,9 +58,9 @@ def _train(engine: str, home: str, steps: int) -> list[float]:
     from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
     import shardgrad
-    from shardgrad.training.corpus import Sampler, load_corpus
-    from shardgrad.training.model import Transformer, materialise
-    from shardgrad.training.presets import PRESETS
+    from shardgrad.train.corpus import Sampler, load_corpus
+    from shardgrad.train.model import Transformer, materialise
+    from shardgrad.train.presets import PRESETS
 
     with torch.device("meta"):
         model = Transformer(PRESETS["tiny"])

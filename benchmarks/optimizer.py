@@ -163,8 +163,8 @@ def _clip(smoke: bool) -> _Contest:
     from torch import nn
 
     import shardgrad
-    from shardgrad.training.model import Transformer
-    from shardgrad.training.presets import transformer_config
+    from shardgrad.train.model import Transformer
+    from shardgrad.train.presets import transformer_config
 
     def make(name: str) -> Callable[[], Any]:
         torch.manual_seed(0)

@@ -41,7 +41,7 @@ def heap_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--keep-heap/--no-keep-heap",
         default=True,
         show_default=True,
-        help="The trainer's heap setting (shardgrad.training.heap), for every engine alike.",
+        help="The trainer's heap setting (shardgrad.train.heap), for every engine alike.",
     )(command)
 
 

@@ -19,8 +19,8 @@ import shardgrad
 from benchmarks.measure import peak_rss_nbytes
 from benchmarks.plan_task import Task
 from shardgrad import ops
-from shardgrad.training.model import Transformer, materialise
-from shardgrad.training.presets import transformer_config
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
 
 _M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # <malloc.h>
 _MAPPED_NBYTES = 64 * 2**10

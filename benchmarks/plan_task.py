@@ -11,7 +11,7 @@ class Task:
     """A training step.
 
     Attributes:
-        preset: of `shardgrad.training.presets`.
+        preset: of `shardgrad.train.presets`.
         override: fields of it, replaced.
         precision: `fp32`, or `bf16`: compute in bf16, reduce in fp32.
         stage: of ZeRO: "1", "2", "3", or "hfsdp", for which every two ranks are a replica.

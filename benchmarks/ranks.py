@@ -39,7 +39,7 @@ def join(rank: int, ranks: int, meeting: Path, *, keep_heap: bool) -> None:
     import torch
     import torch.distributed as dist
 
-    from shardgrad.training.heap import keep_freed_memory
+    from shardgrad.train.heap import keep_freed_memory
 
     if keep_heap and not keep_freed_memory():
         raise RuntimeError("the C library has no such heap setting: use --no-keep-heap")

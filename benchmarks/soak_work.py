@@ -39,7 +39,7 @@ def holdings(step: int, step_s: float) -> Holdings:
     """Returns what this process holds now, after a collection of garbage."""
     import torch
 
-    from shardgrad.training.parallel import memory_nbytes
+    from shardgrad.train.parallel import memory_nbytes
 
     gc.collect()
     # Which free pages the heap keeps depends on the order of all allocations: it would hide a small leak.
@@ -75,16 +75,16 @@ def repeated(work: Callable[[], object], times: int, looks: int) -> list[dict[st
 
 
 def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[dict[str, Any]]:
-    """Trains a preset, with everything that the training program does in a step, and its lookout."""
+    """Trains a preset, with everything that the training program does in a step, and its watchdog."""
     import torch.distributed as dist
 
     from benchmarks.trainer import make_step
-    from shardgrad.diagnosis.hang_watchdog import Lookout
-    from shardgrad.training.config import TrainConfig
+    from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+    from shardgrad.train.config import TrainConfig
 
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
-    lookout = Lookout(store, dist.get_rank(), dist.get_world_size()).start()
+    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()
     step, place = make_step(config, device)
 
     def work() -> None:
@@ -94,7 +94,7 @@ def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[
     try:
         return repeated(work, steps, looks)
     finally:
-        lookout.close()
+        watchdog.close()
 
 
 def train_graphed(preset: str, steps: int, looks: int) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def train_graphed(preset: str, steps: int, looks: int) -> list[dict[str, Any]]:
     import torch
     import torch.distributed as dist
 
-    from tests.simulated import device
+    from tests.simulated.accelerator import device
 
     device.install()
     dist.destroy_process_group()
@@ -121,9 +121,9 @@ def build_and_delete(preset: str, times: int, looks: int) -> list[dict[str, Any]
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.optimizer import build_optimizer
-    from shardgrad.training.sharding import build_model
+    from shardgrad.train.config import TrainConfig
+    from shardgrad.train.optimizer import build_optimizer
+    from shardgrad.train.sharding import build_model
 
     config = TrainConfig(preset=preset)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

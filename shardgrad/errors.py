@@ -215,7 +215,7 @@ def unsupported(name: str, *, instead: str) -> UnsupportedError:
     """Returns the error for a name of FSDP2's surface that is not offered yet."""
     return UnsupportedError(
         f"shardgrad does not support {name} yet",
-        expected="a call that docs/reference/fsdp2_surface.md lists as working",
+        expected="a call that this version supports: docs/explanation/differences.md",
         got=name,
         fix=instead,
     )

@@ -11,10 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardgrad.checks.capturable_optimizers import refuse_uncapturable_steps
 from shardgrad.checks.misuse import guard_owner
-from shardgrad.checks.optimizer_hooks import notice_optimizer_steps
-from shardgrad.checks.untrained_params import watch_first_steps
+from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
@@ -61,17 +59,17 @@ def fully_shard(
 
     Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
     below it that no inner call owns, and they travel in one collective for each dtype and mesh. Parameters
-    that tensor or expert parallelism has made DTensors of are cut further, along the axes of `mesh`.
+    that tensor or expert parallelism has made DTensors of are sharded further, along the axes of `mesh`.
 
     Args:
         module: the module, or a list of modules that form one unit.
         mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard over
             axis 1 (HSDP). None means 1-D over all ranks.
-        reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
-            False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
-            except for the root and for the unit that ran last, which backward needs at once.
-        shard_placement_fn: per parameter, the dim it is cut along, as `Shard(dim)`, or None for `Shard(0)`;
-            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be cut unevenly.
+        reshard_after_forward: True frees unsharded parameters after forward and gathers them again in
+            backward; False keeps them; an int keeps them sharded over that many neighbouring ranks. None
+            means True, except for the root and for the unit that ran last, which backward needs at once.
+        shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for `Shard(0)`;
+            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in host
             memory; the base class does not.
@@ -79,9 +77,9 @@ def fully_shard(
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
             and the parameters are DTensors on all of it.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
-        zero_stage: 3 cuts parameters, gradients and optimizer states; 2 keeps parameters whole from one
-            optimizer step to the next; 1 also sums gradients whole until the last backward
-            (`set_is_last_backward`); "hfsdp" cuts everything over both axes of an HSDP mesh. Not in FSDP2.
+        zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters unsharded from one
+            optimizer step to the next; 1 also sums unsharded gradients until the last backward
+            (`set_is_last_backward`); "hfsdp" shards everything over both axes of an HSDP mesh. Not in FSDP2.
 
     Returns:
         The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
@@ -89,7 +87,7 @@ def fully_shard(
     Raises:
         ShardgradError: a subclass for each kind of bad input; the module is left as it was.
 
-    Streams: none of its own; shards are filled on the current stream.
+    Streams: none are made; shards are filled on the current stream.
     Capture: not safe; it allocates.
     """
     arg: Any = module
@@ -228,7 +226,7 @@ def _refuse_combinations(
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
                 got=f"param_dtype={mp_policy.param_dtype}",
                 where=f"parameter {name}",
-                fix="a unit of its own without mp_policy, or pass it in ignored_params",
+                fix="a separate unit without mp_policy, or pass it in ignored_params",
             )
 
 
@@ -263,9 +261,7 @@ def _reshard_plan(
 
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
-    notice_optimizer_steps()
-    watch_first_steps()
-    refuse_uncapturable_steps()
+    watch_optimizers(unit.modules)
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):

@@ -90,7 +90,7 @@ class _UnshardHandle(UnshardHandle):
         self._context = context
 
     def wait(self) -> None:
-        """Makes the parameters whole for the current stream; once is enough."""
+        """Makes the parameters unsharded for the current stream; once is enough."""
         self._unit.wait_for_unshard(self._context)
 
 
@@ -114,7 +114,7 @@ class FSDPModule:
     # -- placing parameters -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Frees this unit's whole parameters and shows the shards. Not recursive."""
+        """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
         self._unit.reshard(drop_kept=True)
         self._unit.wait_until_read()
 
@@ -158,7 +158,7 @@ class FSDPModule:
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False keeps parameters whole from one micro-batch's backward to the next forward."""
+        """False keeps parameters unsharded from one micro-batch's backward to the next forward."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -327,7 +327,8 @@ class FSDPModule:
                 context.size_reduce_ring()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Gives reductions a process group of their own, so that a backend may run them beside all-gathers.
+        """Gives reductions a separate process group, so that a backend may run them at the same time as
+        all-gathers.
 
         Creates one process group for each set of ranks. A collective: every rank of the mesh must call it.
         """
@@ -350,7 +351,7 @@ class FSDPModule:
         Otherwise, as over gloo, in the usual memory.
 
         Raises:
-            CustomCommError: the unit has collectives of its own.
+            CustomCommError: the unit has custom collectives.
         """
         self._require_default_comms("set_allocate_memory_from_process_group")
         staging = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
@@ -362,7 +363,7 @@ class FSDPModule:
         Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A collective.
 
         Raises:
-            CustomCommError: the unit has collectives of its own.
+            CustomCommError: the unit has custom collectives.
             RuntimeError: torch's own, if it was built without this backend of symmetric memory.
         """
         self._require_default_comms("set_symm_mem")

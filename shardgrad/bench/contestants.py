@@ -18,7 +18,7 @@ from shardgrad.bench.models import build_model
 from shardgrad.bench.plain_graph import captured
 from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, Program, adamw, compute_dtype
 from shardgrad.bench.task import Task
-from shardgrad.training.sharding import set_gradient_sync
+from shardgrad.train.sharding import set_gradient_sync
 
 __all__ = ["build"]
 

@@ -16,7 +16,7 @@ from shardgrad.bench.contestants import mesh_of, scaler_for
 from shardgrad.bench.models import build_model
 from shardgrad.bench.program import LR, REDUCE_DTYPE, Contestant, Program, adamw, compute_dtype
 from shardgrad.bench.task import Task
-from shardgrad.training.model import next_token_loss
+from shardgrad.train.model import next_token_loss
 
 __all__ = ["build"]
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from shardgrad.bench.shapes import SHAPES, MixtureConfig, numel_of
 from shardgrad.bench.task import Task
-from shardgrad.training.huggingface import CausalLM, build_causal_lm
-from shardgrad.training.model import Transformer, count_parameters, materialise
+from shardgrad.train.huggingface import CausalLM, build_causal_lm
+from shardgrad.train.model import Transformer, count_parameters, materialise
 
 __all__ = ["LanguageModel", "Mixture", "ModelFacts", "build_model", "facts_of"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardgrad.bench.batches import MicroBatch
-from shardgrad.training.model import next_token_loss
+from shardgrad.train.model import next_token_loss
 
 __all__ = ["LR", "REDUCE_DTYPE", "Contestant", "Program", "Step", "adamw", "compute_dtype"]
 

@@ -193,7 +193,7 @@ def _join(seat: Seat) -> torch.device:
     """Makes this process a rank; returns its device."""
     import warnings
 
-    from shardgrad.training.heap import keep_freed_memory
+    from shardgrad.train.heap import keep_freed_memory
 
     # torch 2.13 gave collectives new names; engines that serve older ones know only the old.
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)

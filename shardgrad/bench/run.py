@@ -15,7 +15,7 @@ from shardgrad.bench.rates import peak_of
 from shardgrad.bench.record import environment
 from shardgrad.bench.summary import NOISE, noise, samples_of, summarise, timelines_of
 from shardgrad.bench.task import Length, Task, check
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["BENCHMARK", "measure", "record_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardgrad.training.presets import PRESETS, TransformerConfig
+from shardgrad.train.presets import PRESETS, TransformerConfig
 
 __all__ = ["SHAPES", "MixtureConfig", "numel_of"]
 

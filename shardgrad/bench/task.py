@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass, replace
 
 from shardgrad.bench.shapes import SHAPES, MixtureConfig
-from shardgrad.training.config import mesh_shape
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import suggestion
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import suggestion
 
 __all__ = ["PRECISIONS", "Length", "Task", "check"]
 

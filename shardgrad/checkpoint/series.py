@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one folder for each step, which is the newest, and how many are kept."""
+"""The checkpoints of a run: one folder per step, the newest one, and how many are kept."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
 class Series:
-    """Checkpoints `step_000200/` and so on in one folder, and `latest`, which names the one to go on from.
+    """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of them.
 
-    `latest` may be edited to go back to an older one.
+    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one.
 
     Args:
-        folder: of the checkpoints.
-        keep: how many are kept.
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -32,33 +32,33 @@ class Series:
         self._keep = keep
 
     def path_of(self, step: int) -> Path:
-        """Returns where the checkpoint of a step is, or will be."""
+        """Returns the path of the checkpoint of a step."""
         return self._folder / f"step_{step:06d}"
 
     def complete(self) -> list[Path]:
-        """Returns every checkpoint whose writing was finished, oldest step first."""
+        """Returns every complete checkpoint, oldest step first."""
         names = {path.name.removesuffix(REPLACED) for path in self._folder.glob("step_*")}
         steps = sorted(int(name[1]) for text in names if (name := _STEP.fullmatch(text)))
-        return [whole for step in steps if (whole := _whole(self.path_of(step))) is not None]
+        return [found for step in steps if (found := _complete(self.path_of(step))) is not None]
 
     def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names, or the newest step's if that is not there.
+        """Returns the checkpoint that `latest` names, else that of the newest step; None if there is none.
 
-        It is not there if an interruption came between the publication of a checkpoint and its naming.
+        The named checkpoint may be missing if a save was interrupted before it updated `latest`.
         """
         try:
             text = (self._folder / _POINTER).read_text(encoding="ascii").strip()
         except (OSError, ValueError):
             text = ""
-        name = Path(text).name  # whoever edits it may write the path of the folder, or a slash behind it
-        named = _whole(self._folder / name) if _STEP.fullmatch(name) else None
+        name = Path(text).name  # an edited file may have the path of the folder, or a trailing slash
+        named = _complete(self._folder / name) if _STEP.fullmatch(name) else None
         return named or next(reversed(self.complete()), None)
 
     def publish(self, path: Path) -> None:
-        """Names a checkpoint the newest, and removes those there is no room for.
+        """Writes a checkpoint's name into `latest`, and removes the oldest ones beyond `keep`.
 
         Raises:
-            OSError: `latest` could not be written, and is what it was.
+            OSError: `latest` could not be written and is unchanged.
         """
         fresh = self._folder / (_POINTER + ".new")
         with fresh.open("w", encoding="ascii") as stream:
@@ -72,13 +72,13 @@ class Series:
             discard(old)
 
     def recover(self) -> None:
-        """Puts right what an interruption left behind; one process calls it while nobody saves."""
+        """Completes or removes what an interrupted save left; call it on one process, while no save runs."""
         recover(self._folder)
 
 
-def _whole(path: Path) -> Path | None:
-    """Returns where the checkpoint of that name is: there, or beside it if a replacement was interrupted."""
-    for place in (path, path.with_name(path.name + REPLACED)):
-        if is_complete(place) or (place / METADATA).is_file():
-            return place
+def _complete(path: Path) -> Path | None:
+    """Returns the path of a complete checkpoint: the given one, or its backup after an interrupted save."""
+    for candidate in (path, path.with_name(path.name + REPLACED)):
+        if is_complete(candidate) or (candidate / METADATA).is_file():
+            return candidate
     return None

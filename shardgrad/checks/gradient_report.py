@@ -1,12 +1,12 @@
-"""Asking a model what happened in its last backward."""
+"""Which ranks had a gradient for which parameter in the last backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
 
+from shardgrad.diagnosis.all_gather_object import all_gather_object
 from shardgrad.engine.root import context_of
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import RootError
@@ -66,9 +66,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
         for p, touched in zip(grads.params, grads.shard.touched, strict=False)
     }
     group = unit.mesh.shard_group
-    everyone: list[dict[str, bool]] = [own] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(everyone, own, group=group)
+    everyone: list[dict[str, bool]] = all_gather_object(own, group) if group.size() > 1 else [own]
     names = list(dict.fromkeys(name for answers in everyone for name in answers))
     return GradientReport(
         ranks=group.size(),

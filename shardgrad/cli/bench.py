@@ -14,8 +14,8 @@ import click
 from shardgrad.bench.catalogue import BASE, CATALOGUE, DEFAULT
 from shardgrad.bench.shapes import SHAPES
 from shardgrad.bench.task import PRECISIONS, Length, Task, smoke
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.presets import suggestion
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.presets import suggestion
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -195,7 +195,7 @@ def _names(engines: Sequence[str]) -> list[str]:
 def _ranks(mesh: str | None) -> int:
     from math import prod
 
-    from shardgrad.training.config import mesh_shape
+    from shardgrad.train.config import mesh_shape
 
     return prod(mesh_shape(mesh)) if mesh else 2
 

@@ -1,8 +1,8 @@
 """All-gathers: what this rank sends (`AllGatherInput`), and one that is under way (`AllGather`).
 
-A group's input is made once and gathered again and again. What is special about an input (a shard that lives on
-the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under `features/`,
-chosen in `fully_shard.py`.
+A group's input is made once and gathered again and again. What is special about an input (a shard that lives
+on the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under
+`features/`, chosen in `fully_shard.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -127,7 +127,8 @@ class AllGather:
         source: what this rank sends.
         name: of the unit, for traces.
         finish: called when the slot is needed by another all-gather; has to `wait` and to `release`.
-        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may write.
+        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may
+            write.
 
     Attributes:
         is_zero_copy: True if there are such parameters.

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
@@ -18,17 +17,13 @@ from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
     ContainerError,
-    DeviceError,
     OptionError,
     ParameterClaimedError,
-    UnsupportedParameterError,
 )
-from shardgrad.sharding.byte_params import travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh
+from shardgrad.sharding.shardable import require_one_device, require_shardable
 
 __all__ = ["Collected", "collect", "validate_modules"]
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Collected:
         buffers: to be moved to the mesh's device.
         guests: parameters left for a common ancestor.
         inherited: claims of inner units that move to this one because it contains every user.
-        managed_modules: modules whose direct parameters were looked at.
+        managed_modules: modules whose own parameters were looked at.
     """
 
     params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
@@ -108,13 +103,14 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
                 if param is None or param in ignored:
                     continue
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                _validate_param(name, param)
+                _refuse_claimed(name, param)
+                require_shardable(name, param)
                 plain.setdefault(param, (name, []))[1].append((module, attribute))
             found.buffers.extend((module, name) for name, b in module._buffers.items() if b is not None)
     for param, (name, owners) in plain.items():
         _assign(found, param, name, owners, inner_units, modules)
     _take_guests(found, inner_units)
-    _validate_devices(found.params.items(), mesh)
+    require_one_device({param: name for param, (name, _) in found.params.items()}, mesh)
     return found
 
 
@@ -137,7 +133,7 @@ def _assign(
     inner_units: set[Unit],
     modules: Sequence[nn.Module],
 ) -> None:
-    """Decides who owns a parameter that nobody or another unit has claimed."""
+    """Decides who owns a parameter that may be claimed by another unit."""
     claim: Claim | None = param.__dict__.get(CLAIM)
     if claim is None:
         found.params[param] = (name, owners)
@@ -163,72 +159,12 @@ def _take_guests(found: Collected, inner_units: set[Unit]) -> None:
                 found.params[guest.param] = (guest.name, [*claim.managed.owners, *guest.owners])
 
 
-def _validate_param(name: str, param: nn.Parameter) -> None:
-    where = f"parameter {name}"
+def _refuse_claimed(name: str, param: nn.Parameter) -> None:
     if isinstance(param, DTensor) and is_sharded_by_us(param):
         raise ParameterClaimedError(
             f"parameter {name} is already sharded by another unit",
             expected="a parameter that no unit owns yet",
             got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
-            where=where,
+            where=f"parameter {name}",
             fix="apply fully_shard bottom-up: inner modules first, the root last",
         )
-    if param.ndim == 0:
-        raise UnsupportedParameterError(
-            "fully_shard doesn't support scalar parameters. "
-            f"Change {name} to a 1D tensor with numel equal to 1.",
-            expected="at least one dimension to shard",
-            got="a 0-dimensional tensor",
-            where=where,
-            fix=f"self.{name.rpartition('.')[2]} = nn.Parameter(torch.tensor([value]))",
-        )
-    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
-    if local.layout is not torch.strided or not local.is_contiguous():
-        raise UnsupportedParameterError(
-            f"FSDP does not support non-contiguous parameters yet: {name}",
-            expected="a contiguous, dense tensor",
-            got=f"shape {tuple(param.shape)}, layout {param.layout}",
-            where=where,
-            fix="param.data = param.data.contiguous() before fully_shard",
-        )
-    if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
-        return
-    raise UnsupportedParameterError(
-        f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",
-        expected=", ".join(map(str, _DTYPES)) + "; integers, booleans and float8 without gradients",
-        got=f"{param.dtype}, requires_grad={param.requires_grad}",
-        where=where,
-        fix="requires_grad=False, or pass it in ignored_params",
-    )
-
-
-def _validate_devices(
-    params: Iterable[tuple[nn.Parameter, tuple[str, list[Owner]]]], mesh: DataParallelMesh
-) -> None:
-    first: dict[torch.device, str] = {}
-    for param, (name, _) in params:
-        if isinstance(param, DTensor) and param.device_mesh.device_type != mesh.device.type:
-            raise DeviceError(
-                "Requires DTensor to have mesh of the same type as the FSDP mesh",
-                expected=f"a mesh over {mesh.device.type}",
-                got=f"a mesh over {param.device_mesh.device_type}",
-                where=f"parameter {name}",
-                fix=f"init_device_mesh('{mesh.device.type}', ...) for tensor parallelism too",
-            )
-        first.setdefault(param.device, name)
-    if len(first) > 1:
-        raise DeviceError(
-            "parameters of one unit live on several devices",
-            expected=f"all on {mesh.device}, or all on meta",
-            got=", ".join(f"{name} on {device}" for device, name in first.items()),
-            fix=f"module.to('{mesh.device}') before fully_shard",
-        )
-    for device, name in first.items():
-        if device.type not in (mesh.device.type, "cpu", "meta"):
-            raise DeviceError(
-                f"parameter {name} lives on a device that the mesh does not have",
-                expected=str(mesh.device),
-                got=str(device),
-                where=f"parameter {name}",
-                fix=f"module.to('{mesh.device}') before fully_shard, or a mesh over '{device.type}'",
-            )

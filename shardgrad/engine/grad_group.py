@@ -28,7 +28,7 @@ from shardgrad.engine.reduction import (
     Reduction,
 )
 from shardgrad.engine.streams import Stream, Streams
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
@@ -437,9 +437,9 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         before, after = self._divisors
         transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
-        shard = None
-        if self.requires_all_reduce or self._second is None:  # else only a partial sum is left
-            with streams.on(streams.reduce):  # which fills it, and so has to come after its allocation
+        shard = None  # without the second step, only a partial sum is left
+        if self.requires_all_reduce or self._second is None:
+            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
                 shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)

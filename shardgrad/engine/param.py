@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter, getitem, is_
@@ -20,7 +20,6 @@ __all__ = [
     "FSDPParam",
     "Owner",
     "Registration",
-    "Snapshot",
     "is_extension",
     "is_replaced",
     "is_sharded_by_us",
@@ -43,8 +42,6 @@ _managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDiction
 
 Owner = tuple[nn.Module, str]
 
-# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
-_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 _LOCAL = attrgetter("_local_tensor")
 
 
@@ -131,27 +128,6 @@ class Registration:
         )
 
 
-class Snapshot:
-    """What a program sees of some parameters, to be compared with later; a comparison is one pass in C.
-
-    Args:
-        params: sharded parameters.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = list(params)
-        self._locals = list(map(_LOCAL, self._params))
-        self._storages = list(map(_storage_of, self._params))
-
-    @property
-    def still_holds(self) -> bool:
-        """False if a local tensor or a storage was replaced; torch lets `param.data = x` pass in silence."""
-        return (
-            all(map(is_, map(_LOCAL, self._params), self._locals))
-            and list(map(_storage_of, self._params)) == self._storages
-        )
-
-
 def mark_sharded(p: FSDPParam) -> None:
     """Notes on a sharded parameter that it is one, and files it under `managed_by`."""
     p.sharded.__dict__[_SHARDED] = True
@@ -180,7 +156,9 @@ def is_replaced(param: torch.Tensor) -> bool:
 
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's forward."""
+    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's
+    forward.
+    """
     return _UNSHARDED in param.__dict__
 
 

@@ -10,9 +10,9 @@
 | `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
 | `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
 
-A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an unsharded
-one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the model; see
-`param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
+A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an
+unsharded one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the
+model; see `param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
 `reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
@@ -32,7 +32,7 @@ from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
@@ -314,7 +314,9 @@ class ParamGroup:
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to it."""
+        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to
+        it.
+        """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
@@ -470,7 +472,7 @@ class ParamGroup:
         if drop_kept:
             for source in self._inputs:
                 source.forget()
-        keeps = self.stage.keeps_whole and not drop_kept
+        keeps = self.stage.keeps_unsharded and not drop_kept
         if self.state is SHARDED or (self.state is KEPT and keeps):
             return
         if not keeps:
@@ -495,8 +497,8 @@ class ParamGroup:
     def reshard_if_stale(self) -> None:
         """Reshards parameters whose shard was written since they were gathered.
 
-        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights are
-        never computed with because parameters were kept unsharded.
+        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights
+        are never computed with because parameters were kept unsharded.
         """
         if self.state is not SHARDED and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)

@@ -1,5 +1,5 @@
-"""The root: the first outermost unit to run gathers everything under it, once (lazy init), and what all its units
-share from then on: which forward is running, what ran in which order, and how a backward ends.
+"""The root: the first outermost unit to run gathers everything under it, once (lazy init), and what all its
+units share from then on: which forward is running, what ran in which order, and how a backward ends.
 
 Life of an iteration, as this file sees it:
 
@@ -25,7 +25,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import span
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
 
@@ -86,7 +86,8 @@ class RootContext:
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if `unit` is the outermost one running, or runs inside a method of its own.
+        """Opens a forward if `unit` is the outermost one running, or runs inside one of its registered
+        methods.
 
         Streams: later all-gathers start after what the current stream has been given, which is where the
         optimizer wrote the parameters. Inputs are moved to the device if it is not the CPU.
@@ -302,7 +303,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     Raises:
         RootError: the unit has several modules, so none is the root.
         TiedParameterError: units share a parameter and no unit contains both.
-        ExtensionError, UnsupportedError: a parameter can no longer travel as `fully_shard` found it.
+        UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
         RankDisagreementError: ranks built different models.
     """
     known = context_of(unit)
@@ -347,7 +348,9 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
 
 
 def _regroup(units: list[Unit]) -> None:
-    """Splits groups some of whose parameters can no longer travel with the others; see `GroupSpec.regroup`."""
+    """Splits groups some of whose parameters can no longer travel with the others; see
+    `GroupSpec.regroup`.
+    """
     # All are asked before any is changed.
     splits = [(unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units]
     for unit, groups in splits:

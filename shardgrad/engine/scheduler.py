@@ -125,7 +125,7 @@ class ReductionScheduler:
 
     def _reduces_now(self, grads: GradGroup) -> bool:
         """False if this backward only adds to a sum on this rank."""
-        return grads.requires_sync and (self.is_last_backward or not grads.group.stage.sums_whole)
+        return grads.requires_sync and (self.is_last_backward or not grads.group.stage.sums_unsharded)
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):

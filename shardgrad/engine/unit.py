@@ -31,15 +31,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.dynamo import outside_graphs
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.trace import span
+from shardgrad.engine.torch_glue import outside_graphs, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
@@ -93,7 +92,7 @@ class Root(Protocol):
 
 @dataclass
 class Guest:
-    """A parameter that a unit uses but a unit beside it owns; a common ancestor will take it.
+    """A parameter that a unit uses but another unit owns; a common ancestor will take it.
 
     Attributes:
         param: the original.
@@ -140,7 +139,7 @@ class Unit:
         backward_prefetch: units to unshard early in backward instead of the one before.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        guests: parameters that it uses and a unit beside it owns.
+        guests: parameters that it uses and another unit owns.
         hooks: those on each of the modules' forwards, the one before it and the one after.
         pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
             watches may put another function in its place, around it.
@@ -243,8 +242,8 @@ class Unit:
     def refresh(self) -> bool:
         """Before an outermost forward: takes note of what the program changed since the last one.
 
-        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those that
-        began or ceased to require grad get their place among the gradients.
+        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those
+        that began or ceased to require grad get their place among the gradients.
 
         Returns:
             True if parameters were replaced: their shard has been written on the current stream.
@@ -272,7 +271,7 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
         context = self.context or self._lazy_init(self)
-        journal.unit = self.name
+        recorder.unit = self.name
         recomputing = _graph_task() != -1
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
@@ -409,7 +408,7 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
-        journal.unit = self.name
+        recorder.unit = self.name
         if context.keep_unsharded:
             context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
@@ -451,7 +450,9 @@ class Unit:
                     context.scheduler.close(grads)
 
     def finish_backward(self) -> None:
-        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be kept."""
+        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be
+        kept.
+        """
         self._outstanding = 0
         self._next_backward = None
         if self.reshard_after_backward:

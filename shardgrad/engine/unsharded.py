@@ -1,8 +1,8 @@
 """The unsharded parameters of a group: objects that stay, over memory that comes and goes.
 
 An unsharded parameter is one tensor object for the life of the model: resharding frees its storage and
-unsharding fills it again, so what autograd saved in forward is valid in backward. The objects are detached from
-the flat buffer's version counter, therefore a refill does not look like an in-place change to autograd.
+unsharding fills it again, so what autograd saved in forward is valid in backward. The objects are detached
+from the flat buffer's version counter, therefore a refill does not look like an in-place change to autograd.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class UnshardedParams(UnshardedMemory):
         streams: of the root.
 
     Attributes:
-        zero_copy: the all-gathers of the layout's zero-copy parameters, from this rank's shard into the buffer.
+        zero_copy: the all-gathers of the layout's zero-copy parameters, from this rank's shard into the
+            buffer.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class UnshardedParams(UnshardedMemory):
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
-                # `.data` gives the view a version counter of its own.
+                # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
                 mark_unsharded(p.unsharded)
@@ -134,8 +135,8 @@ class UnshardedParams(UnshardedMemory):
 
         Args:
             chunks: in rank order.
-            layout: of the chunks, of which there may be fewer, and which may lack zero-copy parameters that
-                are there already; places in the buffer do not depend on it.
+            layout: of the chunks, over as many ranks as there are, and perhaps without zero-copy parameters
+                that are there already; places in the buffer do not depend on it.
 
         Streams: on the current one, which the memory is allocated for.
         """

@@ -2,7 +2,7 @@
 
 By default that is the transport of the backend and the runtime's rings of slots. A program may bring its own
 collectives (torch's `Comm` protocol), ask for memory that the process group allocates, or give reductions a
-process group of their own.
+separate process group.
 """
 
 from __future__ import annotations

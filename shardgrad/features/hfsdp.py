@@ -1,12 +1,13 @@
 """Sharding over both axes of a mesh, with messages that go over one axis at a time (HFSDP).
 
 [Note: Two levels]
-Parameters, gradients and optimizer states are cut over all ranks of a 2-D mesh (*outer*: between machines,
+Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between
+machines,
 *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk `r * S + s`. What
 the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
 
     all-gather:      outer once after each optimizer step, into the inner shard, which is kept;
-                     inner in every forward and backward, from inner shards to whole parameters
+                     inner in every forward and backward, from inner shards to unsharded parameters
     reduce-scatter:  inner, which leaves the sum of an inner shard; then outer, down to the chunk
 
 So the outer axis, usually the slow one, carries 1/S of the parameters once a step and of the gradients once a

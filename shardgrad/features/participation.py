@@ -4,7 +4,7 @@
 Under `participate` the sequence of collectives is fixed and does not depend on what a rank runs: every
 unit's all-gather once, in construction order, then every group's reduction once, in the reverse order. A
 unit is gathered when this rank enters it or a later one; what is left is gathered when backward begins, or
-at the end. Nothing is resharded in between, so the peak is the whole model in the gather dtype, as in
+at the end. Nothing is resharded in between, so the peak is the unsharded model in the gather dtype, as in
 ZeRO-2. Groups without gradients send zeros, and the average is over all ranks, including those without a
 batch.
 """
@@ -62,6 +62,8 @@ def participate(model: nn.Module) -> Iterator[None]:
             fix="leave the first one before entering the next",
         )
     context.gather_in_order()
+    for grads in context.grad_groups:
+        grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
     context.scheduler.enroll(context.grad_groups if torch.is_grad_enabled() else [])
     try:
         yield

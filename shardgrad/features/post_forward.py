@@ -1,4 +1,6 @@
-"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer ranks."""
+"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer
+ranks.
+"""
 
 from __future__ import annotations
 

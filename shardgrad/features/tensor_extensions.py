@@ -1,8 +1,8 @@
-"""Parameters that say themselves what travels: `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""All-gather extensions: tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 A tensor subclass with these two methods decides what its shard sends (a narrower dtype, quantized data and
-their scales) and how the unsharded parameter is made from what everybody sent. Such parameters form groups of
-their own, because their shards are whatever the subclass keeps, and not pieces of a flat one:
+their scales) and how the unsharded parameter is made from what all ranks sent. Such parameters form separate
+groups, because their shards are whatever the subclass keeps, and not pieces of a flat one:
 
     sharded subclass --pre--> inputs --copy--> bytes --all-gather--> outputs --post--> unsharded tensor
 
@@ -44,13 +44,15 @@ __all__ = ["ExtensionGroup", "regroup", "require_extension"]
 _BYTE = torch.int8
 
 
-def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any, home: ShardMemory) -> None:
+def require_extension(
+    param: torch.Tensor, name: str, reshard_after_forward: Any, memory: ShardMemory
+) -> None:
     """Refuses an extension that is not complete, or asked for what the protocol does not have.
 
     Raises:
         ExtensionError: one of the two methods is missing.
         UnsupportedError: an int reshard, as what to gather from between forward and backward is not defined;
-            or a home away from the mesh's device, where the subclass would have to compute what it sends.
+            or shards offloaded from the device where the subclass would have to compute what it sends.
     """
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
@@ -66,7 +68,7 @@ def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any
             f"reshard_after_forward as an int for {name}, which has fsdp_pre_all_gather",
             instead="reshard_after_forward=True or False",
         )
-    if home.is_offloaded:
+    if memory.is_offloaded:
         raise unsupported(
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
             instead="a unit of its own without offload_policy",
@@ -74,7 +76,7 @@ def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any
 
 
 def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """Gives parameters of a flat group that have become extensions since `fully_shard` a group of their own.
+    """Gives parameters of a flat group that have become extensions since `fully_shard` a separate group.
 
     A program may have put the two methods on a local tensor, or loaded one that has them. Nothing is changed
     for a group that is in use: `engine/replaced_params.py` refuses those.
@@ -116,7 +118,7 @@ class _Input:
 
     Attributes:
         offset: first byte in a chunk.
-        nbytes: of this rank's, which is everybody's.
+        nbytes: of one rank's, the same on all.
         shape: of this rank's.
         output: where those of all ranks are brought together, in rank order along dim 0.
     """
@@ -135,7 +137,7 @@ class _Input:
 class ExtensionGroup(ParamGroup):
     """A group whose parameters follow the protocol; see the module's docstring.
 
-    `shard` is the chunk of bytes that travels; the parameters' values are in the sharded faces.
+    `shard` is the chunk of bytes that is sent; the parameters' values are in the sharded parameters.
     """
 
     is_flat = False
@@ -200,7 +202,7 @@ class ExtensionGroup(ParamGroup):
         smaller.collectives = self.collectives
         return smaller
 
-    # -- gathering --------------------------------------------------------------------------------------
+    # -- all-gather -------------------------------------------------------------------------------------
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         """Asks the parameters what they send, copies it into the chunk on the gather stream, and starts."""
@@ -287,7 +289,7 @@ class ExtensionGroup(ParamGroup):
             pieces: list[torch.Tensor] = []
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
-                    # `.data` has a version counter of its own: a refill is not a change to autograd.
+                    # `.data` has another version counter: a refill is not a change to autograd.
                     into += place.output.tensor.data.view(_BYTE).split(place.nbytes)
                     pieces += [chunk.narrow(0, place.offset, place.nbytes) for chunk in chunks]
             if into:

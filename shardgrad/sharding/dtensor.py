@@ -34,11 +34,11 @@ def dtensor_over(
     """Returns the DTensor of which `local` is this rank's piece.
 
     Args:
-        local: the piece, as the placements cut it; on the mesh's device or on the host.
+        local: the piece, as the placements shard it; on the mesh's device or on the host.
         mesh: where it is sharded.
         placements: on `mesh`.
-        shape: of the whole.
-        stride: of the whole.
+        shape: global.
+        stride: global.
     """
     meta = TensorMeta(shape, stride, local.dtype)
     # Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device.
@@ -46,5 +46,5 @@ def dtensor_over(
 
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece, cut as `param` is; dtypes may differ."""
+    """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may differ."""
     return dtensor_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())

@@ -1,4 +1,4 @@
-"""What a `shard_placement_fn` answers: along which dim each parameter is cut, and over which mesh."""
+"""What a `shard_placement_fn` answers: on which dim each parameter is sharded, and over which mesh."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Place:
     """Where one parameter goes.
 
     Attributes:
-        mesh: whose shard group it is cut over.
-        cut: how.
+        mesh: over whose shard group.
+        sharding: how.
     """
 
     mesh: DataParallelMesh

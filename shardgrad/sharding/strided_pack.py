@@ -1,7 +1,7 @@
-"""Moving pieces that are cut along a later dim than the outermost.
+"""Moving pieces that are sharded on a later dim than the outermost.
 
-`[4, 6]` cut along dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
-four separate ranges of the whole. Seen as `[blocks, ranks, inner]` the whole is the gathered pieces,
+`[4, 6]` sharded on dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
+four separate ranges of the parameter. Seen as `[blocks, ranks, inner]` the parameter is the gathered pieces,
 `[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is one copy there and one back.
 
 The ops of `ops/movement.py` move everything else, and say what these functions have in common with them.
@@ -32,13 +32,13 @@ def unpack_strided(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layo
     """
     gathered = _side_by_side(chunks)
     for piece in map(layout.pieces.__getitem__, layout.strided):
-        whole = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
-        whole = whole.view(piece.blocks, layout.world_size, -1)
+        param = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
+        param = param.view(piece.blocks, layout.world_size, -1)
         if gathered is not None:
-            whole.copy_(_pieces(gathered, piece).transpose(0, 1))
+            param.copy_(_pieces(gathered, piece).transpose(0, 1))
         else:
             for rank, chunk in enumerate(chunks):
-                whole[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
+                param[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
 
 
 @torch.no_grad()

@@ -28,8 +28,8 @@ from shardgrad.checkpoint.index import Index
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.cli import main
 from shardgrad.errors import CheckpointError, ShardgradError
-from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.training.failure import TrainingError
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import TrainingError
 
 
 @dataclass(frozen=True)
@@ -274,13 +274,13 @@ WORDS = st.one_of(
 
 def feed_command(words: list[str]) -> str:
     """Words on a command line, of which none may start a run or write outside the folder it is called in."""
-    from shardgrad.training.rank import Report
+    from shardgrad.train.rank import Report
 
     runner = CliRunner()
     with (
         runner.isolated_filesystem(scratch()),
-        mock.patch("shardgrad.training.launch.spawn", return_value=Report(0, 0)),
-        mock.patch("shardgrad.cli.doctor._obstacles", return_value=[]),
+        mock.patch("shardgrad.train.launch.spawn", return_value=Report(0, 0)),
+        mock.patch("shardgrad.cli.doctor._issues", return_value=[]),
     ):
         for kind in ("ours", "torch"):
             Path(kind).symlink_to(scratch() / kind)

@@ -18,7 +18,7 @@ NAMES = ["fsdp2", "shardgrad", "shardgrad-graphed", "ddp", "unsharded", "compute
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "shardgrad.cli", "bench", *options]
+    command = [sys.executable, "-m", "shardgrad", "bench", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
 
 

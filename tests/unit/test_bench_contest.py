@@ -12,7 +12,7 @@ from shardgrad.bench.contest import Disagreement, Outcome, disagreement, run_con
 from shardgrad.bench.memory import lack_of_memory, least_nbytes
 from shardgrad.bench.summary import noise, summarise
 from shardgrad.bench.task import Length, Task, check
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # the first contest waits for an import of torch
 

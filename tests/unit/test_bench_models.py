@@ -11,7 +11,7 @@ from shardgrad.bench.models import Experts, Mixture, build_model, facts_of
 from shardgrad.bench.rates import flops_per_step, peak_of
 from shardgrad.bench.shapes import SHAPES, MixtureConfig, numel_of
 from shardgrad.bench.task import Task
-from shardgrad.training.model import Transformer, count_parameters
+from shardgrad.train.model import Transformer, count_parameters
 
 
 @pytest.mark.parametrize("preset", SHAPES)
