@@ -1,4 +1,4 @@
-"""CPU time that what is on by default adds to a step: the journal, and the watch for lost numbers.
+"""CPU time that what is on by default adds to a step: the flight recorder, and the watch for lost numbers.
 
 The same step of the same model is taken with and without it in turns, on two ranks, so that whatever slows
 the machine down slows both. A ratio of one in a hundred is below what a busy machine lets anybody see, so the
@@ -24,7 +24,7 @@ from benchmarks.record import append, environment, make_record
 from benchmarks.tables import show
 
 _RANKS = 2
-_MODES = ("without", "journal", "default")
+_MODES = ("without", "recorder", "default")
 _TIMES = 2000  # that a part is repeated to be timed alone
 
 
@@ -38,11 +38,11 @@ def main(preset: str, rounds: int, repeats: int, smoke: bool, out: Path | None) 
     if smoke:
         rounds, repeats = 2, 1
     started = environment()
-    samples = on_ranks("benchmarks.journal:measure", _RANKS, preset, rounds, repeats, keep_heap=True)
+    samples = on_ranks("benchmarks.recorder:measure", _RANKS, preset, rounds, repeats, keep_heap=True)
     import shardgrad.ops
 
     record = make_record(
-        "journal",
+        "recorder",
         environment=started,
         ops_backend=shardgrad.ops.backend(),
         config={"preset": preset, "ranks": _RANKS, "rounds": rounds, "repeats": repeats, "smoke": smoke},
@@ -87,16 +87,16 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
     """Takes out of the program, in the block, what the mode is without."""
     import torch
 
-    from shardgrad.diagnosis.flight_recorder import Entry, Journal, Line
+    from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, GroupLog
     from shardgrad.train import step
 
     entry, sums = Entry(0, "", 0, "", 0), torch.zeros(parameters)
 
     # Functions as cheap as can be; a mock would cost more than what it stands for.
-    def begin(line: Line, what: str, chunk: torch.Tensor | None) -> Entry:
+    def record(log: GroupLog, name: str, chunk: torch.Tensor | None) -> Entry:
         return entry
 
-    def enter(journal: Journal, part: str, *, step: int | None = None) -> None:
+    def enter(recorder: FlightRecorder, part: str, *, step: int | None = None) -> None:
         return None
 
     def no_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -104,8 +104,8 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         if mode == "without":
-            stack.enter_context(mock.patch.object(Line, "begin", begin))
-            stack.enter_context(mock.patch.object(Journal, "enter", enter))
+            stack.enter_context(mock.patch.object(GroupLog, "record", record))
+            stack.enter_context(mock.patch.object(FlightRecorder, "enter", enter))
         if mode != "default":
             stack.enter_context(mock.patch.object(step, "gradient_sums", no_sums))
         yield
@@ -115,22 +115,22 @@ def _parts(step: Any, health: Any) -> dict[str, dict[str, float]]:
     """Returns how often a step does each part, and CPU seconds of one."""
     import torch
 
-    from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
+    from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
     from shardgrad.train.health import gradient_sums
 
     with (
-        mock.patch.object(Line, "begin", autospec=True, side_effect=Line.begin) as begin,
-        mock.patch.object(Journal, "enter", autospec=True, side_effect=Journal.enter) as enter,
+        mock.patch.object(GroupLog, "record", autospec=True, side_effect=GroupLog.record) as record,
+        mock.patch.object(FlightRecorder, "enter", autospec=True, side_effect=FlightRecorder.enter) as enter,
     ):
         result = step()
     chunk = torch.zeros(1000)
-    line = next(iter(journal.lines()))
+    line = next(iter(recorder.group_logs()))
     parameters = [p for p in step._state.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     parts: dict[str, tuple[int, Callable[[], object]]] = {
-        "a collective noted": (begin.call_count, lambda: line.begin("all-gather of layers.3", chunk)),
-        "a part noted": (enter.call_count, lambda: journal.enter("forward")),
+        "a collective noted": (record.call_count, lambda: line.record("all-gather of layers.3", chunk)),
+        "a part noted": (enter.call_count, lambda: recorder.enter("forward")),
         "sums of gradients": (1, lambda: gradient_sums(parameters)),
         "the watch": (1, lambda: health.watch(1, result)),
     }

@@ -75,16 +75,16 @@ def repeated(work: Callable[[], object], times: int, looks: int) -> list[dict[st
 
 
 def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[dict[str, Any]]:
-    """Trains a preset, with everything that the training program does in a step, and its lookout."""
+    """Trains a preset, with everything that the training program does in a step, and its watchdog."""
     import torch.distributed as dist
 
     from benchmarks.trainer import make_step
-    from shardgrad.diagnosis.hang_watchdog import Lookout
+    from shardgrad.diagnosis.hang_watchdog import HangWatchdog
     from shardgrad.train.config import TrainConfig
 
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
-    lookout = Lookout(store, dist.get_rank(), dist.get_world_size()).start()
+    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()
     step, place = make_step(config, device)
 
     def work() -> None:
@@ -94,7 +94,7 @@ def train(preset: str, steps: int, looks: int, device: str, graph: str) -> list[
     try:
         return repeated(work, steps, looks)
     finally:
-        lookout.close()
+        watchdog.close()
 
 
 def train_graphed(preset: str, steps: int, looks: int) -> list[dict[str, Any]]:

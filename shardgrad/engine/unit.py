@@ -31,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
@@ -271,7 +271,7 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
         context = self.context or self._lazy_init(self)
-        journal.unit = self.name
+        recorder.unit = self.name
         recomputing = _graph_task() != -1
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
@@ -283,6 +283,7 @@ class Unit:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
         self.wait_for_unshard(context)
+        self._refresh_trainable(context)
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name):
@@ -322,6 +323,13 @@ class Unit:
                 running += frame.f_locals.get("self") in self.modules
             frame = frame.f_back
         return running > 1
+
+    def _refresh_trainable(self, context: Root) -> None:
+        """Takes note of parameters that the program froze or unfroze inside the forward."""
+        if context.scheduler.backward_running:
+            return
+        for grads in self.grad_groups:
+            grads.refresh_trainable()
 
     def _prefetch_forward(self, context: Root) -> None:
         following = context.upcoming(self)
@@ -363,6 +371,7 @@ class Unit:
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
+        self._refresh_trainable(context)
         if not recomputing:
             self._running.pop()
         if not recomputing and module not in self._running:
@@ -399,7 +408,7 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
-        journal.unit = self.name
+        recorder.unit = self.name
         if context.keep_unsharded:
             context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
