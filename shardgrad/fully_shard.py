@@ -211,7 +211,7 @@ def _refuse_combinations(
     for param, place in places.items():
         name = names[param]
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
-            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a mesh of its own"
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
         if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
