@@ -7,13 +7,13 @@ import warnings
 
 import pytest
 import torch
-from tests.support.parity import SHARDGRAD, stack
-from tests.support.ranks import Ranks
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 import shardgrad
 from shardgrad.checks import optimizer_hooks
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
 
 
 @pytest.fixture(scope="module", autouse=True)
