@@ -246,7 +246,7 @@ class RootContext:
             if lost:
                 warnings.warn(
                     "a backward failed half-way: the gradients it had begun to write are dropped, together "
-                    f"with what earlier backwards had left there, in unit {', '.join(map(repr, lost))}; "
+                    f"with what earlier backwards had left there, in {', '.join(name or 'the root' for name in lost)}; "
                     "call zero_grad() to drop the others as well",
                     RuntimeWarning,
                     stacklevel=2,
