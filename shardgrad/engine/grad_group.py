@@ -373,8 +373,10 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         before, after = self._divisors
         transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
-        # Without the second step, only a partial sum is left.
-        shard = self.require_shard() if self.requires_all_reduce or self._second is None else None
+        shard = None  # without the second step, only a partial sum is left
+        if self.requires_all_reduce or self._second is None:
+            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+                shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
             and before == 1
@@ -492,13 +494,21 @@ class GradGroup:
             messages.append((begin, send, room(begin, numel), self._zero_copy_tags[i]))
         return _Packed(messages, [slot], own, _NO_ROOM, None)
 
-    def abandon(self) -> None:
-        """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s."""
+    def abandon_backward(self) -> bool:
+        """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
+
+        Returns:
+            Whether it had begun to write them.
+        """
+        state = self.state
+        had_begun = self.collector.count > 0 or state in (GradState.SUMMED, GradState.REDUCED)
         self.collector.forget()
-        if self.state is GradState.SUMMED:
+        if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
-        self.move_to(GradState.IDLE)
+        if state is not GradState.IDLE:
+            self.move_to(GradState.IDLE)
+        return had_begun
 
 
 _HOOKED = "_shardgrad_hooked"
