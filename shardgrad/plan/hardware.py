@@ -196,7 +196,7 @@ DEVICES: Mapping[str, Device] = {
             1.0,
             True,
             "loopback",
-            "one core, an order of magnitude; measure your own: python -m benchmarks.plan",
+            "one core, an order of magnitude; measure your own: python -m benchmarks plan",
         ),
     )
 }
