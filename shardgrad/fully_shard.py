@@ -11,10 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardgrad.checks.capturable_optimizers import refuse_uncapturable_steps
 from shardgrad.checks.misuse import guard_owner
-from shardgrad.checks.optimizer_hooks import notice_optimizer_steps
-from shardgrad.checks.untrained_params import watch_first_steps
+from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
@@ -213,7 +211,7 @@ def _refuse_combinations(
     for param, place in places.items():
         name = names[param]
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
-            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a mesh of its own"
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
         if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
@@ -263,9 +261,7 @@ def _reshard_plan(
 
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
-    notice_optimizer_steps()
-    watch_first_steps()
-    refuse_uncapturable_steps()
+    watch_optimizers(unit.modules)
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Line, journal
+from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
 
 __all__ = ["Peers"]
@@ -36,10 +36,10 @@ class Peers:
         is_joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
         self.count = dist.get_world_size(group) if is_joined else 1
-        self._line: Line | None = None
+        self._log: GroupLog | None = None
         if self.count > 1:
-            self._line = journal.line(group or dist.distributed_c10d._get_default_group())
-            self._line.is_aside = aside
+            self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
+            self._log.is_background = aside
 
     @property
     def leads(self) -> bool:
@@ -94,34 +94,34 @@ class Peers:
         if not found:
             return result
         rank, (kind, said, expected, got, where, fix) = found[0]
-        if self._line is not None:
-            whose = f"rank {self._line.ranks[rank]}"
+        if self._log is not None:
+            whose = f"rank {self._log.ranks[rank]}"
             where = whose if where is None else f"{where}; {whose}"
         raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from cause
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
         """Records in the flight recorder that this thread waits for a collective of the background thread."""
-        if self._line is not None:
-            journal.waits_in = self._line, None
+        if self._log is not None:
+            recorder.waits_in = self._log, None
         try:
             yield
         except TimeoutError:  # of `wait`, not of a collective
-            journal.waits_in = None
+            recorder.waits_in = None
             raise
-        journal.waits_in = None  # kept after other errors, for the report
+        recorder.waits_in = None  # kept after other errors, for the report
 
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:
         """Records a collective; training waits for it unless the background thread launches it."""
-        line, words = self._line, f"{what} of the checkpoint"
+        line, words = self._log, f"{what} of the checkpoint"
         if line is None:
             yield
         elif threading.get_ident() == self._trains:
-            with line.awaited(words):
+            with line.waiting(words):
                 yield
         else:
-            line.begin(words, None)
+            line.record(words, None)
             yield
 
 

@@ -1,4 +1,4 @@
-"""Asking a model what happened in its last backward."""
+"""Which ranks had a gradient for which parameter in the last backward."""
 
 from __future__ import annotations
 

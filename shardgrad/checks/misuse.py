@@ -1,8 +1,8 @@
-"""Refusing what would silently compute with shards: parameters used outside their unit's forward.
+"""Refusing computation with sharded parameters outside of their unit's forward.
 
-A DTensor that meets a plain tensor raises in torch already, but the message names neither the module nor
-the way out. Two nets catch the ways a program gets there: a check before the forward of every inner module
-that owns sharded parameters, and a translation of torch's error in the unit's own methods.
+torch raises when a DTensor meets a plain tensor, but its message names neither the module nor a fix. So there
+is a check before the forward of every inner module that owns sharded parameters, and torch's error is
+translated in the methods of units.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _bypassed(module: nn.Module, unit_name: str, method: str | None = None) -> U
     caller = method or _method_on_stack()
     if caller is None:
         how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
-        fix = "call the unit itself, or give this module a unit of its own: shardgrad.fully_shard(module)"
+        fix = "call the unit itself, or make this module a unit as well: shardgrad.fully_shard(module)"
     else:
         how = (
             f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"

@@ -1,4 +1,4 @@
-"""Do replicas still hold the same bits? Checksums of parameters, gradients and optimizer state, by name."""
+"""Comparing replicas (HSDP): checksums of parameters, gradients and optimizer state, by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import group_of
 from shardgrad.engine.pending_scale import ScaledGradient
@@ -60,7 +60,7 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     contents = _contents(model, optimizer, group)
     own = torch.stack([checksum(tensor) for tensor in contents.values()])
     rows = [torch.empty_like(own) for _ in range(group.size())]
-    with journal.line(group).awaited("checksums of the replicas", own):
+    with recorder.group_log(group).waiting("checksums of the replicas", own):
         dist.all_gather(rows, own, group=group)
     ranks = tuple(dist.get_process_group_ranks(group))
     differing: dict[str, tuple[tuple[int, ...], ...]] = {}

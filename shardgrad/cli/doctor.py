@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim.optimizer import Optimizer
 
-    from shardgrad.graphs.obstacles import Obstacle
+    from shardgrad.graphs.preflight.issues import Issue
 
 _SHAPE = (2, 32)  # sequences, and bytes of each: enough for every operation to be launched
 _NONE = "none"
@@ -36,7 +36,7 @@ def doctor(preset: str, cpu: bool) -> None:
     """Print versions and devices, and what prevents a training step from being captured as one graph.
 
     Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
-    obstacles to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
+    issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
     program.
     """
     from rich.console import Console
@@ -48,14 +48,14 @@ def doctor(preset: str, cpu: bool) -> None:
     for name, value in _facts(device):
         table.add_row(f"[bold]{name}[/bold]", value)
     console.print(table)
-    obstacles = _obstacles(preset, device)
-    for obstacle in obstacles:
-        console.print(f"\n[red]obstacle[/red] ({obstacle.kind}): ", end="")
-        console.print(str(obstacle), markup=False)
+    issues = _issues(preset, device)
+    for issue in issues:
+        console.print(f"\n[red]issue[/red] ({issue.kind}): ", end="")
+        console.print(str(issue), markup=False)
     tried = "" if preset == _NONE else f", and in a training step of preset {preset} on {device}"
-    count = f"{len(obstacles) or 'No'} obstacle{'' if len(obstacles) == 1 else 's'}"
-    console.print(f"\n{count} to a graph in this environment{tried}.")
-    sys.exit(1 if obstacles else 0)
+    count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
+    console.print(f"\n{count} for a graph in this environment{tried}.")
+    sys.exit(1 if issues else 0)
 
 
 def _device(cpu: bool) -> torch.device:
@@ -82,11 +82,11 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "devices", ", ".join(f"{device.type}:{index} {names(index)}" for index in range(count))
 
 
-def _obstacles(preset: str, device: torch.device) -> list[Obstacle]:
-    from shardgrad.graphs.surroundings import surroundings
+def _issues(preset: str, device: torch.device) -> list[Issue]:
+    from shardgrad.graphs.preflight.environment import environment_issues
 
     if preset == _NONE:
-        return surroundings(device, [])
+        return environment_issues(device, [])
     with _one_rank(device):
         from shardgrad.graphs.preflight import differences, watch
 
@@ -94,7 +94,7 @@ def _obstacles(preset: str, device: torch.device) -> list[Obstacle]:
         for _ in range(2):  # in the first, state is made
             step()
         first, second = (watch(step, {"": model}, device)[1] for _ in range(2))
-        met = [*surroundings(device, [optimizer]), *second.obstacles, *differences(first, second)]
+        met = [*environment_issues(device, [optimizer]), *second.issues, *differences(first, second)]
     return list(dict.fromkeys(met))
 
 

@@ -1,10 +1,10 @@
-"""The names inside FSDP2 that other parts of torch reach for, as thin views of ours.
+"""FSDP2's private names that other parts of torch use, as thin views of this engine.
 
 Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
 its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
 `post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
-under `fsdp_params`, and puts its functions around what runs before and after a unit's forward and
-backward. Views hold no state and change nothing but what these calls ask for.
+under `fsdp_params`, and wraps the functions that run before and after a unit's forward and backward. Views
+hold no state.
 
 Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
 torch/distributed/_tools/fsdp2_mem_tracker.py.
@@ -43,7 +43,7 @@ class _ParamView:
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """The unsharded parameter, once there is one."""
+        """The unsharded parameter, which exists after the first unshard."""
         return self._managed.require_unsharded()
 
     @property
@@ -74,7 +74,7 @@ class _GroupView:
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """What runs before the unit's backward; another function may be set in its place, around it."""
+        """The function that runs before the unit's backward; a wrapper of it may be assigned."""
         return self._unit.pre_backward
 
     @pre_backward.setter
@@ -83,10 +83,10 @@ class _GroupView:
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """What runs after the unit's backward; another function may be set in its place, around it.
+        """The function that runs after the unit's backward; a wrapper of it may be assigned.
 
-        Called after a backward, it reduces nothing more: what waits is reduced, in one order for all ranks,
-        by the final callback.
+        Called after a backward, it reduces nothing: pending gradients are reduced, in one order for all
+        ranks, by the final callback.
         """
         return self._unit.post_backward
 
@@ -95,14 +95,14 @@ class _GroupView:
         self._unit.post_backward = function
 
     def unshard(self, async_op: bool = False) -> None:
-        """Gathers the group."""
+        """Starts the group's all-gather, and waits for it unless `async_op`."""
         context = lazy_init(self._unit)
         self._group.unshard(context.comm_ctx)
         if not async_op:
             self._group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Shows the shards."""
+        """Registers the sharded parameters."""
         self._group.reshard()
 
 
@@ -187,14 +187,14 @@ class StateView:
         return self._unit.hooks[0]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces what micro-batches have left, and waits for the gradients. A collective."""
+        """Reduces the pending gradients of earlier micro-batches and waits for them. A collective."""
         context = lazy_init(self._unit)
         with torch.no_grad():
             context.scheduler.begin_backward(in_autograd=False)
             context.end_backward()
 
 
-# What torch files its own states under.
+# The key of torch's own states.
 _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
 
 

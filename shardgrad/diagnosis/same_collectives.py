@@ -1,4 +1,4 @@
-"""Ranks compare which collectives they have made."""
+"""Comparing the collectives that the ranks of a group have started."""
 
 from __future__ import annotations
 
@@ -7,46 +7,54 @@ import threading
 import torch.distributed as dist
 
 from shardgrad.diagnosis.all_gather_object import all_gather_object
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.rank_status import Account, conclude, give_account
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import RankStatus, diagnose, rank_status
 from shardgrad.errors import DesyncError
 
 __all__ = ["require_same_collectives"]
 
 
 def require_same_collectives(group: dist.ProcessGroup) -> None:
-    """Compares what the ranks of `group` have communicated so far; a collective of that group.
+    """Compares the flight recorders of the ranks of a group. A collective of that group.
 
-    Costs one message of a few hundred bytes: the fingerprints, and only if they differ the last collectives.
-    What is in flight counts, so every rank must call it at the same place.
+    Sends one message of a few hundred bytes, the fingerprints, and the last collectives only if those differ.
+    Collectives in flight count as well, so every rank must call it at the same point of the program.
 
     Args:
-        group: one whose own collectives are not in doubt, such as another gloo group than the model's.
+        group: a process group whose collectives are the same on all ranks, such as another gloo group than
+            the model's.
 
     Raises:
-        DesyncError: on every rank, naming who left the common order first, and where.
+        DesyncError: on every rank, naming the rank that called another collective first.
     """
     if group.size() == 1:
         return
     own = {
-        line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines() if not line.is_aside
+        log.name: (log.ranks, log.count, log.fingerprint)
+        for log in recorder.group_logs()
+        if not log.is_background
     }
-    everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = all_gather_object(own, group)
-    lines: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}
-    for answer in everyone:
-        for name, (ranks, *state) in answer.items():
-            lines.setdefault((name, ranks), set()).add((state[0], state[1]))
-    if all(len(states) == 1 for states in lines.values()):
+    everywhere: list[dict[str, tuple[tuple[int, ...], int, int]]] = all_gather_object(own, group)
+    states: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}
+    for logs in everywhere:
+        for name, (ranks, count, fingerprint) in logs.items():
+            states.setdefault((name, ranks), set()).add((count, fingerprint))
+    if all(len(different) == 1 for different in states.values()):
         return
-    account = give_account(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
-    texts: list[str] = all_gather_object(account.to_json(), group)
-    heard = {t.rank: t for t in map(Account.from_json, texts)}
-    finding = conclude(heard, max(heard) + 1)
-    counts = ", ".join(f"rank {rank}: {sum(map(t.begun, t.lines))}" for rank, t in sorted(heard.items()))
+    status = rank_status(recorder, dist.get_rank(), thread=threading.get_ident(), error=None)
+    texts: list[str] = all_gather_object(status.to_json(), group)
+    statuses = {each.rank: each for each in map(RankStatus.from_json, texts)}
+    diagnosis = diagnose(statuses, max(statuses) + 1)
+    counts = ", ".join(
+        f"rank {rank}: {sum(map(each.last_seq_id, each.collectives))}"
+        for rank, each in sorted(statuses.items())
+    )
     raise DesyncError(
-        finding.sentence if finding.culprits else f"ranks have made more collectives than others: {counts}",
+        diagnosis.sentence
+        if diagnosis.culprits
+        else f"ranks have made more collectives than others: {counts}",
         expected="the same collectives in the same order on every rank",
-        got=f"{sum(len(states) > 1 for states in lines.values())} groups of ranks that differ",
-        where=f"rank {dist.get_rank()}, {account.place}",
+        got=f"{sum(len(different) > 1 for different in states.values())} process groups that differ",
+        where=f"rank {dist.get_rank()}, {status.location}",
         fix="with shardgrad.participate(model): if ranks run different units",
     )

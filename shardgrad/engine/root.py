@@ -13,6 +13,7 @@ takes over what the inner one had noted, and both are right.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,10 +92,12 @@ class RootContext:
         Streams: later all-gathers start after what the current stream has been given, which is where the
         optimizer wrote the parameters. Inputs are moved to the device if it is not the CPU.
         """
-        nested = self._forward_root is unit and unit.may_nest
-        if self.scheduler.backward_running or (self._forward_root is unit and not nested):
+        opens_again = self._forward_root is unit and unit.may_nest
+        if self.scheduler.backward_running or (
+            self._forward_root is unit and not opens_again and not unit.runs_in_itself
+        ):
             self.recover()
-        if self._forward_root is not None and not nested:
+        if self._forward_root is not None and not opens_again:
             return args, kwargs
         self._forward_root = unit
         self._position = 0
@@ -160,7 +163,7 @@ class RootContext:
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
-        if self._forward_root is not unit:
+        if self._forward_root is not unit or unit.runs_in_itself:
             return
         self._forward_root = None
         self._order_frozen = self._order_frozen or unit is self.root
@@ -223,18 +226,40 @@ class RootContext:
     # -- between iterations -----------------------------------------------------------------------------
 
     def recover(self) -> None:
-        """Clears an iteration that an exception cut short.
+        """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
 
-        What is in flight is waited for and dropped, every parameter is resharded, and gradients that the
-        failed backward had already written become None: the iteration, including earlier micro-batches of
-        its accumulation, is lost on every rank.
+        A forward has no gradients, so none are lost with it. Those that a failed backward has left
+        half-written go, with a warning: what is in flight is waited for and dropped, and what it was added to
+        becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
+        self._forward_root = None
+        self.keep_unsharded = False
+        self.scheduler.enroll(None)
+        if not self.scheduler.backward_running:
+            for unit in self.units:
+                unit.abandon_forward()
+        else:
+            self._backward_order.clear()
+            for unit in self.units:
+                unit.abandon()
+            lost = self.scheduler.abandon_backward(self.grad_groups)
+            if lost:
+                warnings.warn(
+                    "a backward failed half-way: the gradients it had begun to write are dropped, together "
+                    f"with what earlier backwards had left there, in {', '.join(name or 'the root' for name in lost)}; "
+                    "call zero_grad() to drop the others as well",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def abort(self) -> None:
+        """Drops all that is under way, without a trace: a capture failed, and nothing in it has run."""
         self._forward_root = None
         self.keep_unsharded = False
         self._backward_order.clear()
         for unit in self.units:
             unit.abandon()
-        self.scheduler.abandon(self.grad_groups)
+        self.scheduler.abort(self.grad_groups)
 
     def quiesce(self) -> None:
         """Leaves nothing in flight and no parameter unsharded under this root.

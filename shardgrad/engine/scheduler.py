@@ -174,15 +174,28 @@ class ReductionScheduler:
         self._entered += other._entered
         self._earlier += other._earlier
 
-    def abandon(self, groups: Iterable[GradGroup]) -> None:
-        """Takes back a backward that failed: what it has sent or added to is lost, the rest is kept."""
+    def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
+        """Takes back a backward that failed: what it has sent or added to is lost, the rest is kept.
+
+        Args:
+            groups: all under the root.
+
+        Returns:
+            Names of the units with gradients that are lost.
+        """
         self._queue.clear()
-        self._enrolled = None
         self.backward_running = False
         launched, self._launched = self._launched, []
         for reduction in launched:
             reduction.abandon()
-        for grads in groups:
-            if grads.state is not GradState.IDLE:
-                grads.abandon()
+        return list(dict.fromkeys(grads.group.name for grads in groups if grads.abandon_backward()))
+
+    def abort(self, groups: Iterable[GradGroup]) -> None:
+        """Drops everything that is not in a gradient shard, and what has been written there since."""
+        self._launched = [*self._earlier, *self._launched]
+        self._earlier = []
         self._entered.clear()
+        self._enrolled = None
+        self.abandon_backward(groups)
+        for grads in groups:
+            grads.forget()

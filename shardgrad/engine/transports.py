@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Entry, Line, journal
+from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
 from shardgrad.errors import CollectiveError, DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
@@ -112,7 +112,7 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._line = journal.line(group)
+        self._log = recorder.group_log(group)
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
@@ -151,17 +151,17 @@ class Transport(ABC):
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
             return _Completed([chunk])
-        entry = self._line.begin(what, chunk)
+        entry = self._log.record(what, chunk)
         work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Pending(work, [chunk], entry, self._line, self.group)
+        return _Pending(work, [chunk], entry, self._log, self.group)
 
     def started(
         self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
     ) -> Work:
         """Calls a program's own collective, which sends `sent`."""
-        entry = self._line.begin(what, sent)
+        entry = self._log.record(what, sent)
         work = checked(what, self.group, call)
-        return _Completed(chunks) if work is None else _Pending(work, chunks, entry, self._line, self.group)
+        return _Completed(chunks) if work is None else _Pending(work, chunks, entry, self._log, self.group)
 
 
 class _Completed:
@@ -184,20 +184,20 @@ class _Pending:
         work: dist.Work | None,
         chunks: list[torch.Tensor],
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
         self._work = work
         self._chunks = chunks
         self._entry = entry
-        self._line = line
+        self._log = log
         self._group = group
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            journal.waits_in = self._line, self._entry
-            checked(self._entry.what, self._group, self._work.wait)
-            journal.waits_in = None  # not if it raised: then it is what is asked for
+            recorder.waits_in = self._log, self._entry
+            checked(self._entry.name, self._group, self._work.wait)
+            recorder.waits_in = None  # not if it raised: then it is what is asked for
         return self._chunks
 
 
@@ -210,10 +210,10 @@ class _PendingExchange(_Pending):
         chunks: list[torch.Tensor],
         tag: MessageTag,
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(work, chunks, entry, line, group)
+        super().__init__(work, chunks, entry, log, group)
         self._tag = tag
 
     def wait(self) -> list[torch.Tensor]:
@@ -224,7 +224,7 @@ class _PendingExchange(_Pending):
         for source, chunk in enumerate(chunks):
             digits = chunk[-TAG_NUMEL:].tolist()
             if digits != expected and source != self._group.rank():
-                journal.waits_in = self._line, self._entry
+                recorder.waits_in = self._log, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
                     f"rank {members[source]} is somewhere else: it sent the {_meaning(digits)}",
@@ -273,14 +273,14 @@ class StreamTransport(Transport):
 
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        self._line.begin(tag.what, chunk)
+        self._log.record(tag.what, chunk)
         checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
         return _Completed(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
-        self._line.begin(tag.what, own)
+        self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
         return _Completed([own])
 
@@ -310,7 +310,7 @@ class ExchangeTransport(Transport):
         """See `Transport.all_gather`."""
         if self.size == 1:
             return _Completed([chunk])
-        entry = self._line.begin(tag.what, chunk)
+        entry = self._log.record(tag.what, chunk)
         self._write(tag, chunk, 1, staging)
         if self.size == 2:
             return self._swap(chunk, chunk, staging.parts[0], tag, entry)
@@ -319,13 +319,13 @@ class ExchangeTransport(Transport):
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
-        return _PendingExchange(work, list(staging.parts), tag, entry, self._line, self.group)
+        return _PendingExchange(work, list(staging.parts), tag, entry, self._log, self.group)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
             return _Completed([send.parts[0]])
-        entry = self._line.begin(tag.what, send.parts[0])
+        entry = self._log.record(tag.what, send.parts[0])
         self._write(tag, send.whole, self.size, receive)
         if self.size == 2:
             return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], tag, entry)
@@ -334,7 +334,7 @@ class ExchangeTransport(Transport):
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
         )
-        return _PendingExchange(work, list(receive.parts), tag, entry, self._line, self.group)
+        return _PendingExchange(work, list(receive.parts), tag, entry, self._log, self.group)
 
     def _swap(
         self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, tag: MessageTag, entry: Entry
@@ -351,7 +351,7 @@ class ExchangeTransport(Transport):
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
         work = checked(tag.what, self.group, swap)
-        return _PendingExchange(work, chunks, tag, entry, self._line, self.group)
+        return _PendingExchange(work, chunks, tag, entry, self._log, self.group)
 
     def _write(self, tag: MessageTag, sent: torch.Tensor, count: int, receive: Chunks) -> None:
         """Puts the tag at the end of what is sent, and wipes what earlier messages left where it arrives.

@@ -7,7 +7,7 @@ Hooks, in the order they fire in a step:
 | `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
 | `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
 | `pre_backward`   | first gradient of an output       | unshard, wait, prefetch the unit before          |
-| `_arrive`        | a parameter's gradient is there   | in `grad_group.py`: pack and reduce when complete |
+| `collect`        | a parameter's gradient is there   | in `grad_group.py`: reduce when all are there    |
 | `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
 | `end_backward`   | autograd is done                  | in `root.py`                                     |
 
@@ -17,10 +17,12 @@ unsharded parameters, they are reduced.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +31,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
@@ -44,6 +46,8 @@ __all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ATTRIBUTE = "_shardgrad_unit"
+
+_CALL = nn.Module._call_impl.__code__
 
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -172,6 +176,7 @@ class Unit:
         self._outstanding = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
+        self._running: list[nn.Module] = []  # forwards that have not come to their end, the innermost last
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
         self.hooks = [
@@ -266,10 +271,11 @@ class Unit:
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
         context = self.context or self._lazy_init(self)
-        journal.unit = self.name
+        recorder.unit = self.name
         recomputing = _graph_task() != -1
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
+            self._running.append(module)
         if context.keep_unsharded:
             context.gather_through(self)
         self.unshard(context)
@@ -277,6 +283,7 @@ class Unit:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
         self.wait_for_unshard(context)
+        self._refresh_trainable(context)
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name):
@@ -298,6 +305,31 @@ class Unit:
     def may_nest(self) -> bool:
         """True if a forward of this unit inside another one is no remainder of one that failed."""
         return self._methods_running > 0
+
+    @property
+    def runs_in_itself(self) -> bool:
+        """True if a module of this unit calls itself, as in self-conditioning, at some depth.
+
+        To be asked from a hook of the module's forward, if `_running` says that another one has not come to
+        its end: that one may also have failed, and only the stack tells.
+        """
+        if not self._running:
+            return False
+        running = 0
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
+                running += frame.f_locals.get("self") in self.modules
+            frame = frame.f_back
+        return running > 1
+
+    def _refresh_trainable(self, context: Root) -> None:
+        """Takes note of parameters that the program froze or unfroze inside the forward."""
+        if context.scheduler.backward_running:
+            return
+        for grads in self.grad_groups:
+            grads.refresh_trainable()
 
     def _prefetch_forward(self, context: Root) -> None:
         following = context.upcoming(self)
@@ -339,7 +371,10 @@ class Unit:
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
+        self._refresh_trainable(context)
         if not recomputing:
+            self._running.pop()
+        if not recomputing and module not in self._running:
             self._waiting_modules.discard(module)
             if not self._waiting_modules and self._reshards_after_forward(context):
                 for group in self.groups:
@@ -356,6 +391,7 @@ class Unit:
     def finish_forward(self, context: Root) -> None:
         """After the outermost forward: what was gathered ahead and not run is dropped."""
         self._waiting_modules.clear()
+        self._running.clear()
         for group in self.groups:
             if group.state is ParamState.SHARDED:
                 continue
@@ -372,7 +408,7 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
-        journal.unit = self.name
+        recorder.unit = self.name
         if context.keep_unsharded:
             context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
@@ -422,11 +458,16 @@ class Unit:
         if self.reshard_after_backward:
             self.reshard()
 
-    def abandon(self) -> None:
-        """Forgets a failed iteration: parameters are resharded."""
+    def abandon_forward(self) -> None:
+        """Forgets a forward that failed: parameters are resharded."""
         self._waiting_modules.clear()
-        self.finish_backward()
+        self._running.clear()
         self.reshard(drop_kept=True)
+
+    def abandon(self) -> None:
+        """Forgets a backward that failed, or a forward as well."""
+        self.finish_backward()
+        self.abandon_forward()
 
 
 class _InputsWatch(torch.autograd.Function):

@@ -91,7 +91,7 @@ class FlatOptimizer(Optimizer):
     # -- groups -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters with hyperparameters of their own; see `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters with its hyperparameters; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
             OptionError, OptimizerParameterError: nothing was added.
@@ -151,7 +151,7 @@ class FlatOptimizer(Optimizer):
             )
         if managed is not None and not group_of(managed).is_flat:
             raise self._cannot_update(
-                name, "its shard is a tensor subclass of its own (fsdp_pre_all_gather)", "torch.optim for it"
+                name, "its shard is a tensor subclass (fsdp_pre_all_gather)", "torch.optim for it"
             )
         if managed is None and is_replaced(param):
             raise self._cannot_update(
@@ -174,7 +174,7 @@ class FlatOptimizer(Optimizer):
     def _cannot_update(param: Any, why: str, fix: str) -> OptimizerParameterError:
         return OptimizerParameterError(
             f"an optimizer was given parameter {param}, and {why}",
-            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or by nobody",
+            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or plain",
             got=why,
             fix=fix,
         )
@@ -279,7 +279,7 @@ class FlatOptimizer(Optimizer):
         """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
 
         State is copied into the buffers that exist, so a captured graph stays valid. A piece may be a DTensor
-        with any placements, or a whole tensor.
+        with any placements, or an unsharded tensor.
 
         Raises:
             OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has hyperparameters that
@@ -366,7 +366,7 @@ class FlatOptimizer(Optimizer):
             self.update(update)
 
     def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
-        """Returns a device scalar, above zero if the gradients are not finite; None if nobody has looked."""
+        """Returns a device scalar, above zero if the gradients are not finite; None if none were checked."""
         # torch's scaler leaves the number 0 if it met no gradient.
         of_scaler = getattr(self, "found_inf", None)
         verdicts_there = (of_scaler, *(launch.nonfinite for _, _, launch in launches))
@@ -378,12 +378,12 @@ class FlatOptimizer(Optimizer):
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
     def _scale(self, launch: Launch) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by: what they owe, and torch's loss scale taken out again."""
+        """Returns what gradients are multiplied by: their pending scale, over torch's loss scale."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is None:
-            return launch.owed
+            return launch.pending_scale
         inverse = grad_scale.detach().reshape(()).float().reciprocal()
-        return inverse if launch.owed is None else inverse * launch.owed
+        return inverse if launch.pending_scale is None else inverse * launch.pending_scale
 
     @property
     def skipped_steps(self) -> torch.Tensor:
@@ -404,10 +404,10 @@ class FlatOptimizer(Optimizer):
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> Hashable:
-        """Returns what the host decides by: constants of the launches, and which segments there are."""
+    def guards(self) -> Hashable:
+        """Returns the host state that decides a step: constants of launches, and which segments there are."""
         self._follow_program()
-        segments = tuple((index, segment.facts()) for segment, index in self._segments)
+        segments = tuple((index, segment.guards()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
         return segments, groups, self._check_finite
 
@@ -420,8 +420,8 @@ class FlatOptimizer(Optimizer):
                 for name, flat in segment.state.items():
                     yield f"{name} of segment {segment.number}", flat
 
-    def image(self) -> Callable[[], None]:
-        """Returns a function that puts the host's side back into its present state."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the present host state."""
         captured = [self._group(i).captured for i in range(len(self.param_groups))]
 
         def restore() -> None:
@@ -431,7 +431,7 @@ class FlatOptimizer(Optimizer):
         return restore
 
     def forget_captures(self) -> None:
-        """Says that no graph holds a step of this optimizer: its constants may be assigned again."""
+        """Allows constants to be assigned again: no graph holds a step of this optimizer."""
         for i in range(len(self.param_groups)):
             self._group(i).captured = False
 

@@ -1,4 +1,4 @@
-"""Which gradients belong to a set of parameters, and what is done to all of them at once."""
+"""The gradients of a set of parameters, and multiplying all of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Selection:
     Attributes:
         shard: where they are.
         places: their indices.
-        is_whole: True if no other parameter of the shard has a gradient.
+        is_complete: True if no other parameter of the shard has a gradient.
     """
 
     shard: GradShard
     places: tuple[int, ...]
-    is_whole: bool
+    is_complete: bool
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class Gradients:
     plain: list[torch.Tensor]
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """Multiplies all of them: those of whole shards later, by whoever reads them, others at once.
+        """Multiplies all of them: complete shards later, when they are read, the others at once.
 
         Args:
-            factor: float32 device scalar; kept. See [Note: Owed factor] in `engine/pending_scale.py`.
+            factor: float32 device scalar; kept. See `engine/pending_scale.py`.
 
         Streams: the current stream. Capture: safe.
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
-            if selection.is_whole:
+            if selection.is_complete:
                 selection.shard.owe(factor)
             else:
                 selection.shard.pay()

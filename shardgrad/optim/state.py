@@ -33,9 +33,9 @@ def load_state(
         state_dict: what is loaded.
         ignored: keys of groups that are checked, and not taken over.
 
-    A parameter the state has nothing about starts anew. State of torch's optimizers that has no place here
-    (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a master copy) is
-    made from the parameter at the next step.
+    A parameter that the state does not mention starts from zero state. State of torch's optimizers that has
+    no place here (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a
+    master copy) is made from the parameter at the next step.
 
     Raises:
         OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
@@ -100,8 +100,9 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     """Returns this rank's part of a saved tensor.
 
     Args:
-        into: what it is for: a DTensor, or a whole tensor.
-        value: a DTensor with any placements on any mesh, or a whole tensor. A collective if it has to move.
+        into: the target: a DTensor, or an unsharded tensor.
+        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if it has to
+            move.
         what: its name, for the message.
 
     Raises:

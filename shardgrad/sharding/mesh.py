@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class DataParallelMesh:
         replicas = () if self.replicate_group is None else (Replicate(),)
         return replicas if len(replicas) == self.mesh.ndim else (*replicas, shard)
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Ranks a gradient is averaged over."""
         return self.shard_size * self.replicate_size
@@ -196,7 +196,7 @@ class DataParallelMesh:
             )
         return _flattened(self.mesh, TwoLevels(self.mesh.get_group(0), self.mesh.get_group(1)))
 
-    @property
+    @cached_property
     def gather_group(self) -> dist.ProcessGroup:
         """The ranks that unsharded parameters are gathered from."""
         return self.shard_group if self.levels is None else self.levels.inner

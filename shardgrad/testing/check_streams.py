@@ -1,20 +1,20 @@
-"""Detects races between a program's streams and the engine's: `with check_streams(model): step()`.
+"""Checking the order between a program's streams and the engine's: `with check_streams(model): step()`.
 
-Every operation in the block is recorded with its stream and the bytes it accesses. Two operations that access
-the same bytes, at least one of them writing, must be ordered: by an event that one stream recorded and the
-other waited for, or by a wait of the host. If they are not, the result depends on timing, and the report
-names the parameter, the operations, the streams and the source lines. The check itself does not depend on
-timing: a race is reported even if the result was right.
+Every operation of the block is recorded with the bytes it accesses and the stream it was launched on. Two
+that access the same bytes, one of them writing, must be ordered: by an event that one stream recorded and the
+other waited for, or by a wait of the host. If they are not, the result depends on which is faster, and the
+report names the parameter, the operations, the streams and the lines. It does not depend on timing: a race is
+reported even if the result happened to be right.
 
-Seen are operations of the calling thread and of autograd that go through torch's dispatcher, which includes
-the engine's, and all events of the device, which includes waits of autograd and NCCL.
+Recorded are operations of the calling thread and of autograd that go through torch's dispatcher, the engine's
+included, and the device's trace of events, which has autograd's waits and NCCL's.
 
-Not seen are:
+Not recorded are:
 
-* kernels without dispatch: Triton kernels called directly, other libraries, graph replays, compiled regions;
-* gaps in a strided view: a view counts from its first byte to its last;
-* memory that is freed while a stream uses it, and operations before the block;
-* the end of a collective: it counts as work of the stream on which it was launched.
+* kernels that are not dispatched: Triton called directly, other libraries, graph replays, compiled regions;
+* which bytes of a strided view are skipped: a view counts from its first byte to its last;
+* memory that is freed while a stream uses it, and what happened before the block;
+* the moment a collective ends: it counts as work of the stream it was issued on.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ class StreamCheckError(ShardgradError, RuntimeError):
 
 
 class Order(Protocol):
-    """The order of work on a device's streams; `EventOrder` implements it for CUDA."""
+    """The order of work on a device; `EventOrder` for CUDA."""
 
     def start(self) -> None:
-        """Starts to follow the device's events."""
+        """Starts following the device's events."""
 
     def stop(self) -> None:
-        """Stops following the device's events."""
+        """Stops following them."""
 
     def now(self) -> Any:
-        """Returns a moment: the current end of the current stream's work."""
+        """Returns the end of the current stream's work, as a moment."""
 
     def is_ordered(self, moment: Any) -> bool:
-        """Returns whether work launched now on the current stream runs after a moment."""
+        """Returns whether work launched on the current stream now runs after that moment."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ class StreamUse:
 
 @dataclass(frozen=True)
 class StreamHazard:
-    """Two unordered accesses to the same bytes.
+    """Two unordered uses of the same bytes.
 
     Attributes:
-        memory: description of the memory, such as "gradient of layers.0.weight".
-        earlier: the access that was launched first.
-        later: the access that was launched second and may run first.
-        count: number of occurrences at the same two locations.
+        memory: such as "gradient of layers.0.weight".
+        earlier: the use that the program launched first.
+        later: the other one, which may overtake it.
+        count: how often the same pair was found.
     """
 
     memory: str
@@ -112,9 +112,9 @@ class StreamReport:
     """The result of `check_streams`, complete when the block has ended.
 
     Attributes:
-        hazards: the hazards in the order of detection, one for each pair of locations.
-        operations: number of operations checked; 0 on a device without streams.
-        streams: descriptions of the streams that were used.
+        hazards: in the order in which they were found, each pair of uses once.
+        operations: how many were recorded; 0 on a device without streams.
+        streams: descriptions of those that were used.
     """
 
     hazards: list[StreamHazard] = field(default_factory=list)
@@ -132,20 +132,20 @@ _watched: set[RootContext] = set()
 
 @contextlib.contextmanager
 def check_streams(model: nn.Module, *, order: Order | None = None) -> Iterator[StreamReport]:
-    """Finds unordered accesses to the same memory on different streams, of the program and of the engine.
+    """Finds unordered work on streams, between the program and the engine or within either.
 
-    Prints one sentence for each hazard. A step inside the block takes many times as long as usual. After the
-    block, torch's trace of CUDA events stays enabled, without callbacks.
+    Each hazard is printed as one sentence. After the block nothing is recorded any more, except that torch
+    goes on tracing CUDA events to an empty list of callbacks. Inside, a step takes many times its usual time.
 
     Args:
-        model: a sharded model that has run at least one step: in the first step the host often waits for the
-            device, which orders everything.
-        order: order of work on a device whose events torch does not trace; None for CUDA.
+        model: sharded, after at least one step: in the first step the host waits for the device often, which
+            orders everything.
+        order: for a device whose events torch does not trace; None for CUDA's own.
 
     Raises:
-        RootError: `model` is not sharded, or has not run yet.
-        StreamCheckError: nested blocks for the same model.
-        UnsupportedError: the device has streams whose events cannot be followed.
+        RootError: nothing in `model` is sharded, or it has not run yet.
+        StreamCheckError: a block inside a block of the same model.
+        UnsupportedError: the events of the device's streams cannot be followed.
     """
     contexts = _contexts(model)
     device = contexts[0].comm_ctx.device
@@ -212,9 +212,9 @@ def _order_of(device: torch.device) -> Order:
     return EventOrder(device)
 
 
-# -- accesses of an operation -------------------------------------------------------------------------------
+# -- what an operation accesses ----------------------------------------------------------------------------
 
-# These allocate memory or return views, and launch no work.
+# They allocate memory or make views, and launch no work on it.
 _NO_WORK = {
     "aten::_unsafe_view",
     "aten::empty",
@@ -230,7 +230,7 @@ _NO_WORK = {
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a value; for DTensors and other wrapper subclasses, their inner tensors."""
+    """Yields the tensors in a value; of wrapper subclasses such as DTensor, the inner ones."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             inner, _ = leaf.__tensor_flatten__()
@@ -243,7 +243,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 def _arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yields the tensors that an operation accesses, and whether it writes them."""
+    """Yields (tensor, whether it is written) for the tensors that an operation accesses."""
     schema = func._schema
     if schema.name in _NO_WORK:
         return
@@ -260,7 +260,7 @@ def _arguments(
 
 
 def _made(func: Any, result: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yields the new tensors that an operation has written."""
+    """Yields the tensors that an operation has allocated and written."""
     if func._schema.name not in _NO_WORK:
         for tensor in _plain_tensors(result):
             if tensor.untyped_storage()._cdata not in seen:
@@ -298,7 +298,7 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
-    """Yields the current memory ranges of single parameters."""
+    """Yields the present memory of each parameter."""
     for grads in context.grad_groups:
         group = grads.group
         for p in group.params:
@@ -340,7 +340,7 @@ class _Pair:
 
 
 class _Watch(TorchDispatchMode):
-    """Records every operation in the block, including those of autograd's threads."""
+    """Records every operation of the block, also those of autograd's threads."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -358,7 +358,7 @@ class _Watch(TorchDispatchMode):
         self._accesses: dict[int, list[_Access]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         self._pairs: list[_Pair] = []
-        self._learn()
+        self._update_ranges()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -368,15 +368,15 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._lock:
             before = list(_arguments(func, args, kwargs))
-            self._note(func, before)
+            self._record(func, before)
         result = func(*args, **kwargs)
         with self._lock:
             seen = {t.untyped_storage()._cdata for t in _plain_tensors((args, kwargs))}
-            self._note(func, [(tensor, True) for tensor in _made(func, result, seen)])
+            self._record(func, [(tensor, True) for tensor in _made(func, result, seen)])
         return result
 
-    def _learn(self) -> None:
-        """Updates the memory ranges of the engine."""
+    def _update_ranges(self) -> None:
+        """Updates the addresses of the engine's memory."""
         ranges = (r for context in self._contexts for r in _buffers(context) if r.begin < r.end)
         self._engine = sorted(ranges, key=lambda r: r.begin)
         self._begins = [r.begin for r in self._engine]
@@ -389,17 +389,17 @@ class _Watch(TorchDispatchMode):
                 pair.name = self._name(pair.begin, pair.end)
 
     def _block(self, tensor: torch.Tensor, begin: int) -> int:
-        """Returns a key of the memory block that contains a tensor: a range of the engine, or its storage."""
+        """Returns the identity of a tensor's memory block: the engine's, or its storage."""
         place = bisect_right(self._begins, begin) - 1
         if place >= 0 and begin < self._engine[place].end:
             return -self._engine[place].begin
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            # A weak reference lets the memory be freed, but keeps the key from being reused.
+            # A weak reference: the memory may be reused, but the identity may not while the reference exists.
             self._storages[storage._cdata] = StorageWeakRef(storage)
         return int(storage._cdata)
 
-    def _note(self, func: Any, tensors: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    def _record(self, func: Any, tensors: Iterable[tuple[torch.Tensor, bool]]) -> None:
         touched = [
             (tensor, writes)
             for tensor, writes in tensors
@@ -408,7 +408,7 @@ class _Watch(TorchDispatchMode):
         if not touched:
             return
         if func.namespace == "shardgrad":
-            self._learn()
+            self._update_ranges()
         moment, stream = self._order.now(), self._stream_name()
         self._report.operations += 1
         use = StreamUse(func._schema.name, False, stream, _place())
@@ -418,12 +418,12 @@ class _Watch(TorchDispatchMode):
             self._check(self._accesses.setdefault(self._block(tensor, span.begin), []), access, tensor)
 
     def _check(self, earlier: list[_Access], access: _Access, tensor: torch.Tensor) -> None:
-        """Compares an access with earlier ones to the same block, and drops those that it supersedes."""
+        """Compares with earlier accesses of this block, and drops those that the new one supersedes."""
         kept = []
         for old in earlier:
             meets = old.begin < access.end and access.begin < old.end
             conflicts = meets and (old.use.writes or access.use.writes)
-            # Accesses of one operation are not compared; the order is queried only if it matters.
+            # Accesses of one operation do not conflict. The order is asked for last, since that is slow.
             if conflicts and old.moment is not access.moment and not self._order.is_ordered(old.moment):
                 self._add(old, access, tensor)
             covered = access.begin <= old.begin and old.end <= access.end
@@ -445,7 +445,7 @@ class _Watch(TorchDispatchMode):
         )
 
     def _name(self, begin: int, end: int) -> str:
-        """Returns the name of a memory range; empty if the engine does not know it (yet)."""
+        """Returns the name of some bytes; empty if they are not the engine's, or not yet."""
         parts = [part for context in self._contexts for part in _parts(context)]
         names = dict.fromkeys(part.name for part in parts if part.begin < end and begin < part.end)
         if len(names) > 3:

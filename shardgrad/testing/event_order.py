@@ -1,8 +1,8 @@
-"""The order of work on a CUDA device's streams, from torch's trace of recorded and awaited events.
+"""The order of work on a CUDA device, from torch's trace of its events.
 
-Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies the stream's clock into
-the event, and a wait merges the event's clock into the waiting stream's. A wait of the host merges it into
-the host's clock, which is merged into the clock of every stream that the host launches on later.
+Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies its stream's clock into
+the event, a wait merges the event's clock into the waiting stream's. A wait of the host merges it into the
+host's clock, which is merged into the clock of every later launch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _merge(into: _Clock, other: _Clock) -> None:
 
 
 class EventOrder:
-    """Follows torch's trace of events on a CUDA device, which includes those of NCCL and autograd.
+    """Follows torch's trace of a CUDA device's events, those of NCCL and autograd included.
 
     Args:
-        device: the device whose current stream is queried.
+        device: whose current stream is meant.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,25 +35,25 @@ class EventOrder:
         self._events: dict[int, _Clock] = {}
         self._host: _Clock = {}
 
-    # -- queries ----------------------------------------------------------------------------------------
+    # -- the order----------------------------------------------------------------------------------------
 
     def current(self) -> int:
         """Returns the handle of the current stream, as in the trace."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def now(self) -> tuple[int, int]:
-        """Advances the clock of the current stream; returns the stream and its new time."""
+        """Advances the clock of the current stream; returns the stream and its time."""
         stream = self.current()
         return stream, self._tick(stream)[stream]
 
     def is_ordered(self, moment: tuple[int, int]) -> bool:
-        """Returns whether work launched now on the current stream runs after `moment`."""
+        """Returns whether work launched on the current stream now runs after `moment`."""
         stream, time = moment
         return self._clock(self.current()).get(stream, 0) >= time
 
     def _clock(self, stream: int) -> _Clock:
         clock = self._clocks.setdefault(stream, {})
-        _merge(clock, self._host)  # work that the host waited for precedes everything it launches
+        _merge(clock, self._host)  # what the host has waited for precedes what it launches
         return clock
 
     def _tick(self, stream: int) -> _Clock:
@@ -61,16 +61,16 @@ class EventOrder:
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    # -- callbacks --------------------------------------------------------------------------------------
+    # -- the trace --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Registers the callbacks. The trace itself stays enabled: torch cannot disable it."""
+        """Starts following the trace. Torch cannot switch its trace off again."""
         torch._C._activate_gpu_trace()
         for registry, listener in self._listeners():
             registry.callback_list.append(listener)
 
     def stop(self) -> None:
-        """Removes the callbacks."""
+        """Stops following it."""
         for registry, listener in self._listeners():
             if listener in registry.callback_list:
                 registry.callback_list.remove(listener)

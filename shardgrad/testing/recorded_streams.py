@@ -1,9 +1,9 @@
-"""Streams without a device, which run nothing in parallel but check the order of memory accesses.
+"""Streams that run nothing in parallel and record what is ordered after what, for tests.
 
-`RecordedStreams` replaces a device's streams on a CPU. Work runs at once, so results do not depend on the
-order. But every stream has a vector clock (Lamport 1978; Mattern 1988), events carry clocks from one stream
-to another, and each access to memory is compared with the earlier ones: two accesses to the same bytes, at
-least one of them a write, must be ordered by events.
+`RecordedStreams` replaces a device's streams on a CPU. Work still runs at once, so results are right whatever
+the order would be on a device; but every stream has a vector clock (Lamport 1978; Mattern 1988), events carry
+clocks from one stream to another, and each access to memory is checked against the earlier ones: two accesses
+to the same bytes, one of them a write, must be ordered by events.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class _Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two unordered accesses to the same bytes.
+    """Two accesses to the same bytes that no event orders.
 
     Attributes:
         kind: "read after write", "write after read" or "write after write".
-        first: name and stream of the first access.
-        second: name and stream of the second access.
+        first: the earlier access and its stream.
+        second: the later one.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class RecordedStreams:
     Attributes:
         hazards: what was found, in order.
         gather, reduce: names of the engine's side streams.
-        era: marks of an earlier one count as never recorded.
+        era: events of an earlier one count as never recorded.
     """
 
     gather: Any = "gather"
@@ -98,13 +98,13 @@ class RecordedStreams:
         return self._current[-1]
 
     def event(self) -> StreamEvent:
-        """Returns a mark that carries a vector clock."""
+        """Returns an event that carries a vector clock."""
         return _RecordedEvent(self)
 
     def event_of(self, event: Any) -> StreamEvent:
-        """Returns a mark of these streams that stands in for an event."""
-        mark: StreamEvent = event
-        return mark
+        """Returns an event of these streams as the program's."""
+        recorded: StreamEvent = event
+        return recorded
 
     @contextmanager
     def _switch(self, stream: str) -> Iterator[None]:
@@ -125,22 +125,22 @@ class RecordedStreams:
     def tick(self, stream: str) -> _Clock:
         """Advances a stream's time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
-        for name, time in self._host.items():  # what the host has seen finish is before all it launches
+        for name, time in self._host.items():  # what the host has waited for precedes what it launches
             clock[name] = max(clock.get(name, 0), time)
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
     def host_saw(self, clock: _Clock) -> None:
-        """Records that the host has waited for the work up to a clock."""
+        """Merges the clock of work that the host has waited for into the host's clock."""
         for name, time in clock.items():
             self._host[name] = max(self._host.get(name, 0), time)
 
     def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
-        """Returns whether present work of `second_stream` is ordered after a time of `first_stream`."""
+        """Returns whether work of `second_stream` now is ordered after that moment of `first_stream`."""
         return self._clocks.get(second_stream, {}).get(first_stream, 0) >= first_time
 
     def access(self, what: str, tensor: torch.Tensor, *, writes: bool) -> None:
-        """Records an access of the current stream to a tensor's bytes, and compares it with earlier ones."""
+        """Records an access of the current stream to a tensor, and checks it against earlier ones."""
         if not tensor.numel():
             return
         begin = tensor.data_ptr()

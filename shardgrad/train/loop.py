@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import require
@@ -153,7 +153,7 @@ class Run:
                 self._check()
             if self._is_due(config.eval_every):
                 self._validate()
-            journal.enter("vote whether to go on")
+            recorder.enter("vote whether to go on")
             is_stopping = self._world.any(stop.requested) and state.step < config.steps
             if is_stopping or self._is_due(config.checkpoint_every):
                 self._save()
@@ -168,7 +168,7 @@ class Run:
 
     def _report(self, result: StepResult) -> None:
         """Gathers and displays every rank's metrics; the only place where a step waits for the device."""
-        journal.enter("metrics")
+        recorder.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._examine()
@@ -199,7 +199,7 @@ class Run:
 
     def _check(self) -> None:
         """Checks for faults that neither the loss nor an error shows."""
-        journal.enter("check")
+        recorder.enter("check")
         require_same_collectives(self._world.control)
         self._silent_faults.compare_replicas()
         remark = self._silent_faults.unchanged_parameters()
@@ -207,7 +207,7 @@ class Run:
             self._display.note(remark)
 
     def _validate(self) -> None:
-        journal.enter("validation")
+        recorder.enter("validation")
         began_s = time.perf_counter()
         loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._world)
         self._validation_loss = loss
@@ -220,7 +220,7 @@ class Run:
         self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
 
     def _save(self) -> None:
-        journal.enter("checkpoint")
+        recorder.enter("checkpoint")
         began_s = time.perf_counter()
         self._examine()
         self._silent_faults.compare_replicas()

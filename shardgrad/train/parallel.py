@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.hang_watchdog import Lookout, OnStall
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog, OnStall
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.heap import keep_freed_memory
@@ -44,28 +44,28 @@ class World:
         """All-gathers numbers, equally many on every rank; returns one row per rank."""
         mine = torch.tensor(values, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with journal.line(self.control).awaited("all-gather of the ranks' numbers", mine):
+        with recorder.group_log(self.control).waiting("all-gather of the ranks' numbers", mine):
             dist.all_gather(rows, mine, group=self.control)
         return [row.tolist() for row in rows]
 
     def any(self, flag: bool) -> bool:
         """Returns whether `flag` is true on any rank. A collective."""
         vote = torch.tensor([int(flag)])
-        with journal.line(self.control).awaited("vote of the ranks", vote):
+        with recorder.group_log(self.control).waiting("vote of the ranks", vote):
             dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self.control)
         return bool(vote.item())
 
     def broadcast_text(self, text: str) -> str:
         """Returns rank 0's text on every rank. A collective."""
         box = [text]
-        with journal.line(self.control).awaited("broadcast of a text"):
+        with recorder.group_log(self.control).waiting("broadcast of a text"):
             dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Returns every rank's text, in the order of ranks. A collective."""
         texts = [""] * self.world_size
-        with journal.line(self.control).awaited("all-gather of the ranks' texts"):
+        with recorder.group_log(self.control).waiting("all-gather of the ranks' texts"):
             dist.all_gather_object(texts, text, group=self.control)
         return texts
 
@@ -77,7 +77,7 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         config: settings; the device and the timeout are used.
         init_method: as for `init_process_group`; `env://` under torchrun.
     """
-    journal.enter("start")
+    recorder.enter("start")
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -94,10 +94,10 @@ def join(config: TrainConfig, *, init_method: str) -> World:
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
-def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> Lookout:
-    """Starts the thread that answers other ranks' status queries; see :class:`Lookout`."""
+def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> HangWatchdog:
+    """Starts the thread that answers other ranks' status queries; see :class:`HangWatchdog`."""
     store = dist.distributed_c10d._get_default_store()
-    return Lookout(store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall).start()
+    return HangWatchdog(store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall).start()
 
 
 def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMesh:

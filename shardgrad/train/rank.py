@@ -21,8 +21,8 @@ from shardgrad.train.failure import PeerLost, TrainingError, UsageError, explain
 from shardgrad.train.stop import StopRequest
 
 if TYPE_CHECKING:
-    from shardgrad.diagnosis.hang_watchdog import Lookout
-    from shardgrad.diagnosis.rank_status import Account, Finding
+    from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+    from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus
 
 RANK_STATUS = "rank_status.json"  # in the run folder: the status of every rank when a run failed
 _PATIENCE_S = 10.0  # how long to wait for the other ranks' status
@@ -94,7 +94,7 @@ def run_rank(job: Job, *, init_method: str) -> Report:
     stop = StopRequest().install()
     folder = job.folder
     rank = int(os.environ["RANK"])
-    lookout: Lookout | None = None
+    watchdog: HangWatchdog | None = None
     try:
         import torch.distributed as dist
 
@@ -102,20 +102,20 @@ def run_rank(job: Job, *, init_method: str) -> Report:
         from shardgrad.train.parallel import join, start_hang_watchdog
 
         world = join(job.config, init_method=init_method)
-        lookout = start_hang_watchdog(world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall)
+        watchdog = start_hang_watchdog(world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall)
         # Ranks of torchrun each derive the folder's name from their clock: all use rank 0's.
         folder = Path(world.broadcast_text(str(folder)))
         train(dataclasses.replace(job.config, run_dir=str(folder)), world, folder, stop, resume=job.resume)
-        lookout.close()
+        watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
         if job.debug:
             traceback.print_exc()
         try:
-            return _failed(error, rank, folder, lookout)
+            return _failed(error, rank, folder, watchdog)
         finally:
-            if lookout is not None:
-                lookout.close()
+            if watchdog is not None:
+                watchdog.close()
     return Report(rank, 0)
 
 
@@ -132,17 +132,17 @@ def resume_hint(folder: Path) -> str:
     return f"The newest checkpoint is {newest.name}; resume with: shardgrad train --resume {folder}"
 
 
-def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | None) -> Report:
+def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdog | None) -> Report:
     failure = explain(error)
     hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
-    if isinstance(error, TrainingError) or lookout is None:
+    if isinstance(error, TrainingError) or watchdog is None:
         cause = Cause.CONSEQUENCE if isinstance(failure, PeerLost) else Cause.SHARED
         return Report(rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0)
     if not isinstance(failure, PeerLost):
-        lookout.report(error)
-        what = f"Rank {rank} failed at {lookout.place}: {failure}"
+        watchdog.report_error(error)
+        what = f"Rank {rank} failed at {watchdog.location}: {failure}"
         return Report(rank, failure.exit_status, what, hint=hint, cause=Cause.OWN, speaks=True)
-    finding, answers = lookout.ask(patience_s=_PATIENCE_S)
+    finding, answers = watchdog.query_ranks(timeout_s=_PATIENCE_S)
     witnesses = set(answers) - set(finding.culprits)
     speaks = rank == min(witnesses, default=rank)
     if speaks:
@@ -160,14 +160,14 @@ def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | No
     )
 
 
-def _tell_of_stall(finding: Finding, answers: dict[int, Account]) -> None:
+def _tell_of_stall(finding: Diagnosis, answers: dict[int, RankStatus]) -> None:
     """Prints which rank the others wait for, on the lowest waiting rank, once per stall."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
         print(f"shardgrad train: {finding.sentence}", *finding.stack, sep="\n  ", file=sys.stderr, flush=True)
 
 
-def _keep(finding: Finding, answers: dict[int, Account], folder: Path) -> None:
+def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> None:
     """Writes the finding and the status of every rank into the run folder, if it is writable."""
     facts = {
         "finding": dataclasses.asdict(finding),

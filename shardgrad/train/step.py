@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardgrad
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.graphs import GraphPool
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.config import TrainConfig
@@ -59,7 +59,7 @@ class TrainStep:
         """Takes one step."""
         state = self._state
         lr = float(state.schedule.get_last_lr()[0])
-        journal.enter("data", step=state.step + 1)
+        recorder.enter("data", step=state.step + 1)
         loss, grad_norm, grad_sums = self.update(self._micro_batches())
         state.schedule.step()
         state.step += 1
@@ -84,17 +84,17 @@ class TrainStep:
         loss = torch.zeros((), device=device)
         for number, (tokens, targets) in enumerate(micro_batches, start=1):
             set_gradient_sync(model, number == len(micro_batches) or config.sync_every_microbatch)
-            journal.enter("forward")
+            recorder.enter("forward")
             part = model.loss(tokens.to(device), targets.to(device)) / len(micro_batches)
-            journal.enter("backward")
+            recorder.enter("backward")
             part.backward()
             loss += part.detach()
-        journal.enter("clip")
+        recorder.enter("clip")
         grad_sums = gradient_sums(self._parameters)
         # The norm is reported without clipping too: an infinite limit clips nothing.
         clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
         grad_norm = clip(model.parameters(), config.clip or math.inf)
-        journal.enter("optimizer")
+        recorder.enter("optimizer")
         self._state.optimizer.step()
         self._state.optimizer.zero_grad()
         return loss, grad_norm, grad_sums

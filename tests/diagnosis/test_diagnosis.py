@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from shardgrad import checkpoint
 from shardgrad.checks.replica_report import checksum
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.hang_watchdog import Lookout
-from shardgrad.diagnosis.rank_status import Account, give_account
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+from shardgrad.diagnosis.rank_status import RankStatus, rank_status
 from shardgrad.diagnosis.same_collectives import require_same_collectives
 from shardgrad.errors import DesyncError
 from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
@@ -27,10 +27,10 @@ UNIT = "layers.1"
 
 def fingerprints_after_training(steps: int) -> list[tuple[int, int]]:
     model = SHARDGRAD.shard_tower(tower())
-    before = journal.line(dist.group.WORLD).count
+    before = recorder.group_log(dist.group.WORLD).count
     for step in range(steps):
         token_loss(model, SHARDGRAD.tokens(step)).backward()
-    line = journal.line(dist.group.WORLD)
+    line = recorder.group_log(dist.group.WORLD)
     assert line.count > before + 6 * steps  # each unit is gathered twice, or once, and reduced
     require_same_collectives(dist.group.WORLD)
     return [(line.count, line.fingerprint)]
@@ -43,9 +43,9 @@ def test_ranks_that_train_together_have_the_same_fingerprint(two_ranks: Ranks) -
 def who_left_the_order() -> str:
     """Rank 1 notes a collective that the other does not; nothing is sent, so nothing hangs."""
     group = dist.new_group(backend="gloo")
-    line, chunk = journal.line(group), torch.zeros(8)
+    line, chunk = recorder.group_log(group), torch.zeros(8)
     for what in ("all-gather of layers.0", "all-gather of layers.1"):
-        line.begin("all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk)
+        line.record("all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk)
     with pytest.raises(DesyncError) as caught:
         require_same_collectives(dist.group.WORLD)
     return str(caught.value)
@@ -57,7 +57,7 @@ def test_every_rank_is_told_who_left_the_order_and_where(two_ranks: Ranks) -> No
         assert "the all-gather of head (8 x torch.float32)" in text
         assert "rank 0 made the all-gather of layers.1 (8 x torch.float32) (number 2" in text
         assert f"where:    rank {rank}" in text
-    two_ranks.stop()  # their journals differ from now on
+    two_ranks.stop()  # their flight recorders differ from now on
 
 
 SAVE = [
@@ -78,7 +78,7 @@ def journal_of_a_save(folder: str) -> list[tuple[str, int]]:
     state = {f"rank{dist.get_rank()}": {f"x{i}": torch.ones(i) for i in range(5 * dist.get_rank())}}
     checkpoint.save(state, folder, group=group)
     require_same_collectives(dist.group.WORLD)
-    return [(entry.what, entry.fingerprint) for entry in journal.line(group).recent]
+    return [(entry.name, entry.fingerprint) for entry in recorder.group_log(group).recent]
 
 
 def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -93,17 +93,17 @@ def awaited_while_another_rank_publishes(folder: str) -> str:
     state = {"x": torch.ones(3)}
     saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
     if dist.get_rank() == 0:
-        journal.line(group).begin("collective that rank 1 comes to later", None)
+        recorder.group_log(group).record("collective that rank 1 comes to later", None)
     require_same_collectives(dist.group.WORLD)  # where a thread is does not count
-    accounts: list[Account] = []
+    accounts: list[RankStatus] = []
     trains = threading.get_ident()
-    look = threading.Timer(0.5, lambda: accounts.append(give_account(journal, 1, thread=trains, error=None)))
+    look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains, error=None)))
     look.start()
     saving.wait(60)
     look.join()
-    assert journal.waits_in is None
-    awaited = accounts[0].awaited
-    return "" if awaited is None else awaited.what
+    assert recorder.waits_in is None
+    awaited = accounts[0].waiting_for
+    return "" if awaited is None else awaited.name
 
 
 def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
@@ -111,27 +111,27 @@ def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
 ) -> None:
     told = two_ranks.run(awaited_while_another_rank_publishes, str(tmp_path / "c"))
     assert told[1] == "publication of the checkpoint"
-    two_ranks.stop()  # their journals differ from now on
+    two_ranks.stop()  # their flight recorders differ from now on
 
 
 def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
     """Rank 0 asks while rank 1 is in a loop of Python that takes two seconds."""
     store = dist.distributed_c10d._get_default_store()
-    lookout = Lookout(store, dist.get_rank(), 2).start()
+    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
     dist.barrier()
-    journal.enter("data", step=7)
+    recorder.enter("data", step=7)
     try:
         if dist.get_rank() == 1:
-            busy_for(6 * lookout.period_s)
+            busy_for(6 * watchdog.period_s)
             return (), "", ""
-        line = journal.line(dist.group.WORLD)
-        journal.waits_in = line, line.begin("all-gather of layers.1", torch.zeros(8))
-        finding, _ = lookout.ask(patience_s=20)
+        line = recorder.group_log(dist.group.WORLD)
+        recorder.waits_in = line, line.record("all-gather of layers.1", torch.zeros(8))
+        finding, _ = watchdog.query_ranks(timeout_s=20)
         return finding.culprits, finding.sentence, "".join(finding.stack)
     finally:
-        journal.waits_in = None
-        lookout.close()
-        assert lookout.closed
+        recorder.waits_in = None
+        watchdog.close()
+        assert watchdog.closed
 
 
 def busy_for(seconds: float) -> None:
@@ -197,6 +197,6 @@ def test_a_lookout_leaves_no_thread(two_ranks: Ranks) -> None:
 def threads_after_a_lookout() -> bool:
     store = dist.distributed_c10d._get_default_store()
     before = threading.active_count()
-    lookout = Lookout(store, dist.get_rank(), 2).start()
-    lookout.close()
+    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
+    watchdog.close()
     return threading.active_count() == before

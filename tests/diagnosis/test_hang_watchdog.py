@@ -8,20 +8,20 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardgrad.diagnosis.hang_watchdog import Lookout
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 
 
 def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that comes back from the store while the interpreter ends would abort the process."""
     is_looking = threading.Event()
 
-    def slow_round(lookout: Lookout, store: dist.Store) -> tuple[int, int, bool]:
+    def slow_round(watchdog: HangWatchdog, store: dist.Store) -> tuple[int, int, bool]:
         is_looking.set()
-        time.sleep(4 * lookout.period_s)
+        time.sleep(4 * watchdog.period_s)
         return 0, 0, False
 
-    monkeypatch.setattr(Lookout, "_round", slow_round)
-    lookout = Lookout(dist.HashStore(), 0, 1).start()
+    monkeypatch.setattr(HangWatchdog, "_round", slow_round)
+    watchdog = HangWatchdog(dist.HashStore(), 0, 1).start()
     assert is_looking.wait(10)
-    lookout.close()
-    assert lookout.closed
+    watchdog.close()
+    assert watchdog.closed

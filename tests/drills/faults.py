@@ -146,7 +146,7 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         (*_FORWARD, *_BACKWARD),
         _E.SAYS,
         _LAUNCHED,
-        words=("The store in which the ranks met is gone",),
+        words=("The store of the process group is gone",),
     ),
     Fault(
         "link cut for a moment",

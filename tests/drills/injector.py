@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from shardgrad.diagnosis.flight_recorder import Journal, Line, journal
-from shardgrad.diagnosis.rank_status import place_in_words
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog, recorder
+from shardgrad.diagnosis.rank_status import describe_location
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.param import local_of, managed_by
 from shardgrad.engine.param_group import ParamGroup, ParamState
@@ -111,7 +111,7 @@ class Trace:
     @property
     def place(self) -> str:
         """The location in the form that reports use."""
-        return place_in_words(self.step, self.part, self.unit)
+        return describe_location(self.step, self.part, self.unit)
 
     @classmethod
     def read(cls, path: Path) -> Trace | None:
@@ -143,7 +143,7 @@ class FaultInjector:
     @property
     def is_here(self) -> bool:
         """Whether this is the plan's rank and step, and the action has not run yet."""
-        here = os.environ.get("RANK") == str(self.plan.rank) and journal.step == self.plan.step
+        here = os.environ.get("RANK") == str(self.plan.rank) and recorder.step == self.plan.step
         return here and not self._is_done
 
     def entered(self, part: str) -> None:
@@ -159,7 +159,12 @@ class FaultInjector:
         """Called before a collective is launched."""
         self._about = what
         point = self.plan.point
-        if self.is_here and isinstance(point, PhasePoint) and point.part == journal.part and point.collective:
+        if (
+            self.is_here
+            and isinstance(point, PhasePoint)
+            and point.part == recorder.phase
+            and point.collective
+        ):
             self._collectives += 1
             if self._collectives == point.collective:
                 self.act()
@@ -175,16 +180,16 @@ class FaultInjector:
     def act(self) -> None:
         """Writes the trace and runs the action."""
         self._is_done = True
-        recent = [entry.what for line in journal.lines() for entry in line.recent][-8:]
+        recent = [entry.name for line in recorder.group_logs() for entry in line.recent][-8:]
         recent += [self._about] if self._about else []
         trace = Trace(
             self.plan.rank,
             time.monotonic(),
-            journal.step,
-            journal.part,
-            journal.unit,
+            recorder.step,
+            recorder.phase,
+            recorder.unit,
             tuple(recent),
-            {line.name: line.count for line in journal.lines()},
+            {line.name: line.count for line in recorder.group_logs()},
             os.getpid(),
         )
         fresh = self._trace.with_suffix(".new")
@@ -199,8 +204,8 @@ def arm(plan: Plan, trace: Path) -> None:
     There is no way to remove it: use a process that ends with the drill.
     """
     injector = FaultInjector(plan, trace)
-    _after(Journal, "enter", lambda _journal, part, **_: injector.entered(part))
-    _before(Line, "begin", lambda _line, what, _chunk: injector.communicates(what))
+    _after(FlightRecorder, "enter", lambda _recorder, part, **_: injector.entered(part))
+    _before(GroupLog, "record", lambda _line, what, _chunk: injector.communicates(what))
     _before(Sampler, "batch", lambda *_: injector.entered("batch"))
     _before(GraphedStep, "_capture_or_refuse", lambda *_: injector.entered("capture"))
     _before(TrainStep, "__init__", lambda _step, state, *_: setattr(injector, "model", state.model))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardgrad.diagnosis.rank_status import Account
+from shardgrad.diagnosis.rank_status import RankStatus
 from tests.drills.injector import Trace
 
 __all__ = ["Report", "read_accounts", "reports_in"]
@@ -31,7 +31,7 @@ class Report:
         accounts: status of the ranks, as far as they were queried.
     """
 
-    def __init__(self, sentence: str, accounts: Sequence[Account] = ()) -> None:
+    def __init__(self, sentence: str, accounts: Sequence[RankStatus] = ()) -> None:
         self.sentence = sentence
         self._accounts = accounts
 
@@ -80,15 +80,15 @@ class Report:
     def _waits(self, trace: Trace) -> list[str]:
         """Checks that ranks which wait for the faulty rank wait in a collective that it has not finished."""
         waits = [
-            (each.awaited, trace.begun.get(each.group, 0))
+            (each.waiting_for, trace.begun.get(each.group, 0))
             for each in self._accounts
-            if each.awaited is not None and each.group is not None and each.rank != trace.plan_rank
-            if trace.plan_rank in each.lines[each.group][0]
+            if each.waiting_for is not None and each.group is not None and each.rank != trace.plan_rank
+            if trace.plan_rank in each.collectives[each.group][0]
         ]
-        wrong = [entry.what for entry, begun in waits if not _is_near(entry.number, begun)]
+        wrong = [entry.name for entry, begun in waits if not _is_near(entry.seq_id, begun)]
         if wrong:
             return [f"a rank waits in {', '.join(wrong)}, which rank {trace.plan_rank} was not near"]
-        if not any(f"in the {entry.what}, step" in self.sentence for entry, _ in waits):
+        if not any(f"in the {entry.name}, step" in self.sentence for entry, _ in waits):
             return ["the report does not name the collective in which the others waited"]
         return []
 
@@ -97,16 +97,16 @@ def _is_near(number: int, begun: int) -> bool:
     return abs(number - begun) <= _BEGUN_AHEAD
 
 
-def read_accounts(path: Path) -> list[Account]:
+def read_accounts(path: Path) -> list[RankStatus]:
     """Returns the status of every rank from the file in the run folder; empty if there is no file."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["ranks"]
     except (OSError, ValueError):
         return []
-    return [Account.from_json(json.dumps(each)) for each in told]
+    return [RankStatus.from_json(json.dumps(each)) for each in told]
 
 
-def reports_in(words: str, accounts: Sequence[Account]) -> list[Report]:
+def reports_in(words: str, accounts: Sequence[RankStatus]) -> list[Report]:
     """Returns the program's reports in a text, in order; each ends with the command that resumes the run."""
     said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
     return [Report(line, accounts) for line in said if "esume with: " in line]

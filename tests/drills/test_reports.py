@@ -7,8 +7,8 @@ import threading
 import pytest
 import torch
 
-from shardgrad.diagnosis.flight_recorder import Journal, Line
-from shardgrad.diagnosis.rank_status import Account, give_account
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog
+from shardgrad.diagnosis.rank_status import RankStatus, rank_status
 from tests.drills.injector import Trace
 from tests.drills.reports import Report, reports_in
 
@@ -18,15 +18,15 @@ KILLED = "Rank 1 was ended by SIGKILL."
 HINT = "The newest checkpoint is step_000004; resume with: shardgrad train --resume runs/tiny"
 
 
-def waiting(rank: int, number: int) -> Account:
+def waiting(rank: int, number: int) -> RankStatus:
     """A rank that waits in the collective of this number, of three ranks."""
-    journal = Journal()
-    journal.enter("forward", step=5)
-    line = Line(journal, "world", (0, 1, 2))
-    journal._lines = {line: line}  # type: ignore[assignment]
+    recorder = FlightRecorder()
+    recorder.enter("forward", step=5)
+    line = GroupLog(recorder, "world", (0, 1, 2))
+    recorder._logs = {line: line}  # type: ignore[assignment]
     for what in COLLECTIVES[:number]:
-        journal.waits_in = line, line.begin(what, torch.zeros(2))
-    return give_account(journal, rank, thread=threading.get_ident(), error=None)
+        recorder.waits_in = line, line.record(what, torch.zeros(2))
+    return rank_status(recorder, rank, thread=threading.get_ident(), error=None)
 
 
 def waits(number: int, *, step: int = 5) -> str:

@@ -280,7 +280,7 @@ def feed_command(words: list[str]) -> str:
     with (
         runner.isolated_filesystem(scratch()),
         mock.patch("shardgrad.train.launch.spawn", return_value=Report(0, 0)),
-        mock.patch("shardgrad.cli.doctor._obstacles", return_value=[]),
+        mock.patch("shardgrad.cli.doctor._issues", return_value=[]),
     ):
         for kind in ("ours", "torch"):
             Path(kind).symlink_to(scratch() / kind)

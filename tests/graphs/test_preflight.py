@@ -1,4 +1,4 @@
-"""The preflight: each obstacle with its line and module, what differs between two steps, and words."""
+"""The preflight: each issue with its line and module, what differs between two steps, and words."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.engine.pending_scale import ScaledGradient
-from shardgrad.graphs.obstacles import Obstacle, explain
-from shardgrad.graphs.preflight import Recording, differences, watch
-from shardgrad.graphs.surroundings import surroundings
+from shardgrad.graphs.preflight import StepTrace, differences, watch
+from shardgrad.graphs.preflight.environment import environment_issues
+from shardgrad.graphs.preflight.issues import Issue, explain
 
 CPU = torch.device("cpu")
 OTHERS = torch.Generator().manual_seed(1)
@@ -51,13 +51,13 @@ def model_with(work: Callable[[torch.Tensor], Any]) -> nn.Sequential:
 
 def recorded(
     step: Callable[[], Any], model: nn.Module | None = None, persistent: Sequence[torch.Tensor] = ()
-) -> Recording:
+) -> StepTrace:
     return watch(step, {} if model is None else {"net": model}, CPU, persistent=persistent)[1]
 
 
-def obstacles_of(work: Callable[[torch.Tensor], Any]) -> tuple[Obstacle, ...]:
+def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
     model = model_with(work)
-    return recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).obstacles
+    return recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).issues
 
 
 # -- one step -----------------------------------------------------------------------------------------------
@@ -111,8 +111,8 @@ def checked_solution(y: torch.Tensor) -> Any:
     ids=lambda work: work.__name__,
 )
 def test_a_host_read_is_named_with_its_line_and_module(work: Callable[[torch.Tensor], Any]) -> None:
-    (found,) = obstacles_of(work)
-    assert (found.kind, found.module, found.place) == ("host read", "net.1", line_of(work))
+    (found,) = issues_of(work)
+    assert (found.kind, found.module, found.location) == ("host read", "net.1", line_of(work))
     assert "return the tensor from the step" in found.fix
 
 
@@ -142,8 +142,8 @@ def distinct(y: torch.Tensor) -> Any:
 def test_a_size_that_depends_on_values_is_named_with_its_line_and_module(
     work: Callable[[torch.Tensor], Any],
 ) -> None:
-    (found,) = obstacles_of(work)
-    assert (found.kind, found.module, found.place) == ("data-dependent shape", "net.1", line_of(work))
+    (found,) = issues_of(work)
+    assert (found.kind, found.module, found.location) == ("data-dependent shape", "net.1", line_of(work))
     assert "capacity" in found.fix
 
 
@@ -172,11 +172,11 @@ def seeded(y: torch.Tensor) -> Any:
         (seeded, "seed", "the random seed is set"),
     ],
 )
-def test_other_obstacles_are_named_with_their_line_and_module(
+def test_other_issues_are_named_with_their_line_and_module(
     work: Callable[[torch.Tensor], Any], kind: str, what: str
 ) -> None:
-    (found,) = obstacles_of(work)
-    assert (found.kind, found.module, found.place) == (kind, "net.1", line_of(work))
+    (found,) = issues_of(work)
+    assert (found.kind, found.module, found.location) == (kind, "net.1", line_of(work))
     assert found.what.startswith(what)
 
 
@@ -194,12 +194,12 @@ def test_other_obstacles_are_named_with_their_line_and_module(
     ],
 )
 def test_what_a_graph_can_record_is_no_obstacle(harmless: Callable[[torch.Tensor], Any]) -> None:
-    assert obstacles_of(harmless) == ()
+    assert issues_of(harmless) == ()
 
 
 def test_a_generator_that_the_graph_will_know_is_no_obstacle() -> None:
-    _, recording = watch(lambda: torch.rand(3, generator=OTHERS), {}, CPU, generators=[OTHERS])
-    assert recording.obstacles == ()
+    _, trace = watch(lambda: torch.rand(3, generator=OTHERS), {}, CPU, generators=[OTHERS])
+    assert trace.issues == ()
 
 
 def logged(grad: torch.Tensor) -> None:
@@ -207,22 +207,22 @@ def logged(grad: torch.Tensor) -> None:
 
 
 def test_a_read_in_a_hook_of_an_activation_names_the_module_whose_gradient_it_is() -> None:
-    (found,) = obstacles_of(lambda y: y.register_hook(logged))
-    assert (found.kind, found.module, found.place) == ("host read", "net.1.linear", line_of(logged))
+    (found,) = issues_of(lambda y: y.register_hook(logged))
+    assert (found.kind, found.module, found.location) == ("host read", "net.1.linear", line_of(logged))
 
 
 def test_a_hook_names_the_module_although_the_next_module_makes_no_node_first() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3))
     model[0].register_forward_hook(lambda module, args, y: y.register_hook(logged) and None)
-    (found,) = recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).obstacles
-    assert (found.module, found.place) == ("net.0", line_of(logged))
+    (found,) = recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).issues
+    assert (found.module, found.location) == ("net.0", line_of(logged))
 
 
 def test_a_read_in_a_hook_of_a_parameter_names_the_module_that_used_it() -> None:
     model = model_with(lambda y: y)
     model[1].linear.weight.register_hook(logged)
-    found = recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).obstacles
-    assert [(o.module, o.place) for o in found] == [("net.1.linear", line_of(logged))]
+    found = recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).issues
+    assert [(o.module, o.location) for o in found] == [("net.1.linear", line_of(logged))]
 
 
 def test_one_line_is_reported_once_and_outside_of_modules_there_is_no_name() -> None:
@@ -232,14 +232,14 @@ def test_one_line_is_reported_once_and_outside_of_modules_there_is_no_name() -> 
         for value in values:
             float(value)  # here
 
-    (found,) = recorded(read).obstacles
-    assert (found.module, found.place) == ("", line_of(read))
+    (found,) = recorded(read).issues
+    assert (found.module, found.location) == ("", line_of(read))
 
 
 def test_a_root_without_a_key_goes_by_its_class() -> None:
     model = Layer(item)
-    _, recording = watch(lambda: model(torch.ones(2, 3)), {"": model}, CPU)
-    assert [o.module for o in recording.obstacles] == ["Layer"]
+    _, trace = watch(lambda: model(torch.ones(2, 3)), {"": model}, CPU)
+    assert [o.module for o in trace.issues] == ["Layer"]
 
 
 def test_an_error_of_the_step_passes_through_and_nothing_stays_patched() -> None:
@@ -255,7 +255,7 @@ def test_an_error_of_the_step_passes_through_and_nothing_stays_patched() -> None
 
 def two_steps(
     step: Callable[[], Any], model: nn.Module | None = None, persistent: Sequence[torch.Tensor] = ()
-) -> list[Obstacle]:
+) -> list[Issue]:
     step()
     return differences(recorded(step, model, persistent), recorded(step, model, persistent))
 
@@ -266,8 +266,8 @@ def test_a_python_number_that_changes_is_named_with_both_values() -> None:
     (found,) = two_steps(lambda: model(torch.ones(2, 3)), model)
     assert (found.kind, found.module) == ("changed number", "net.1")
     assert found.what == "other of aten.mul.Tensor was 2.0 in the first step and 3.0 in the second"
-    assert found.place.startswith(f"{__file__}:")
-    assert found.place.endswith(" in <lambda>")
+    assert found.location.startswith(f"{__file__}:")
+    assert found.location.endswith(" in <lambda>")
 
 
 def test_a_number_in_a_fresh_tensor_that_changes_is_named() -> None:
@@ -289,7 +289,7 @@ def test_a_learning_rate_that_a_stock_optimizer_gets_as_a_number_is_found_at_the
 
     model(torch.ones(2, 3)).sum().backward()
     (found,) = two_steps(update, model)
-    assert (found.kind, found.place) == ("changed number", line_of(update))
+    assert (found.kind, found.location) == ("changed number", line_of(update))
     assert found.what == "alpha of aten.add_.Tensor was -0.25 in the first step and -0.125 in the second"
 
 
@@ -396,9 +396,9 @@ def test_a_clean_step_of_the_engine_has_no_obstacle(options: dict[str, Any]) -> 
     model, optimizer, step = training(**options)
     step()
     first, second = recorded(step, model), recorded(step, model)
-    assert explain([*first.obstacles, *differences(first, second)]) == ""
-    assert surroundings(CPU, [optimizer]) == []
-    assert len(first.issued) > 10
+    assert explain([*first.issues, *differences(first, second)]) == ""
+    assert environment_issues(CPU, [optimizer]) == []
+    assert len(first.ops) > 10
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -447,8 +447,8 @@ def test_a_read_that_the_engine_was_asked_for_is_the_askers() -> None:
         model(torch.ones(3, 4)).sum().backward()
         shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)  # here
 
-    (found,) = recorded(ask, model).obstacles
-    assert (found.kind, found.place) == ("host read", line_of(ask))
+    (found,) = recorded(ask, model).issues
+    assert (found.kind, found.location) == ("host read", line_of(ask))
 
 
 def test_a_compiled_region_stays_compiled_under_a_watch() -> None:
@@ -472,13 +472,13 @@ def test_a_compiled_region_stays_compiled_under_a_watch() -> None:
 
 
 def test_an_obstacle_is_a_sentence_with_its_place_and_a_line_with_what_to_type() -> None:
-    obstacle = Obstacle("host read", "it waits", "net.1", "train.py:3 in f", "leave it out")
-    assert str(obstacle) == "it waits [module net.1, train.py:3 in f]\n  try: leave it out"
-    assert str(Obstacle("environment", "it waits")) == "it waits"
+    issue = Issue("host read", "it waits", "net.1", "train.py:3 in f", "leave it out")
+    assert str(issue) == "it waits [module net.1, train.py:3 in f]\n  try: leave it out"
+    assert str(Issue("environment", "it waits")) == "it waits"
 
 
-def test_explain_numbers_the_obstacles_and_counts_those_it_leaves_out() -> None:
-    obstacles = [Obstacle("seed", f"the {i}th", fix="set it") for i in range(3)]
-    assert explain(obstacles, limit=2) == (
+def test_explain_numbers_the_issues_and_counts_those_it_leaves_out() -> None:
+    issues = [Issue("seed", f"the {i}th", fix="set it") for i in range(3)]
+    assert explain(issues, limit=2) == (
         "1. the 0th\n     try: set it\n2. the 1th\n     try: set it\nand 1 more"
     )

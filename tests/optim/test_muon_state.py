@@ -295,12 +295,12 @@ def a_step_sends_each_piece_there_and_back() -> None:
         with exchanges() as sent:
             optim.step()
         optim.zero_grad()
-        # Eight units of one matrix: a wave is as many of them as there are ranks.
+        # Eight units of one matrix: a bucket is as many of them as there are ranks.
         assert len(sent) == 2 * 8 // world_size
         numel = 8 * 64 * 64
         assert sum(sent) == 2 * 2 * numel / world_size * (world_size - 1) / world_size
         (plan,) = optim._plans.values()
-        addresses.add(tuple(wave._outgoing.data_ptr() for wave in plan))
+        addresses.add(tuple(bucket._send_buffer.data_ptr() for bucket in plan))
     assert len(addresses) == 1
 
 

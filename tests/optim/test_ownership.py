@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardgrad.optim.ownership import Exchange, owners, waves, work
+from shardgrad.optim.ownership import Exchange, buckets, owners, work
 
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 30)), min_size=1, max_size=20)
 worlds = st.integers(1, 64)
@@ -79,17 +79,17 @@ def test_every_matrix_arrives_whole_at_its_owner(matrices: list[tuple[int, int]]
     outgoing = []
     for rank, exchange in enumerate(exchanges):
         buffer = torch.full((sum(exchange.sent),), -1)
-        for cut, run in zip(cuts, exchange.departures, strict=True):
+        for cut, run in zip(cuts, exchange.send_slices, strict=True):
             piece = cut[rank].flatten() if rank < len(cut) else buffer[:0]
             assert piece.numel() == run.numel
             buffer[run.offset : run.offset + run.numel] = piece
         outgoing.append(buffer.split(list(exchange.sent)))
     for rank, exchange in enumerate(exchanges):
         incoming = torch.cat([parts[rank] for parts in outgoing])
-        whole = torch.full((exchange.whole_numel,), -1)
-        for arrival in exchange.arrivals:
-            piece = incoming[arrival.incoming : arrival.incoming + arrival.numel]
-            whole[arrival.whole : arrival.whole + arrival.numel] = piece
+        whole = torch.full((exchange.matrices_numel,), -1)
+        for arrival in exchange.received_pieces:
+            piece = incoming[arrival.receive_offset : arrival.receive_offset + arrival.numel]
+            whole[arrival.matrix_offset : arrival.matrix_offset + arrival.numel] = piece
         seen = []
         for batch in exchange.batches:
             assert batch.offset % 64 == 0
@@ -103,17 +103,17 @@ def test_every_matrix_arrives_whole_at_its_owner(matrices: list[tuple[int, int]]
 @given(st.lists(shapes, min_size=1, max_size=12), worlds)
 @few
 def test_waves_cover_all_segments_and_are_as_short_as_balance_allows(segments: Any, world_size: int) -> None:
-    cut = waves(segments, world_size)
-    assert [i for wave in cut for i in wave] == list(range(len(segments)))
+    cut = buckets(segments, world_size)
+    assert [i for bucket in cut for i in bucket] == list(range(len(segments)))
 
-    def is_balanced(wave: range) -> bool:
-        costs = [work(shape) for i in wave for shape in segments[i]]
+    def is_balanced(bucket: range) -> bool:
+        costs = [work(shape) for i in bucket for shape in segments[i]]
         return sum(costs) >= world_size * max(costs, default=1)
 
-    assert all(is_balanced(wave) for wave in cut[:-1])
-    assert not any(is_balanced(wave[:-1]) for wave in cut if len(wave) > 1)
+    assert all(is_balanced(bucket) for bucket in cut[:-1])
+    assert not any(is_balanced(bucket[:-1]) for bucket in cut if len(bucket) > 1)
 
 
 @pytest.mark.parametrize(("world_size", "expected"), [(1, 4), (3, 4), (6, 2), (8, 2), (64, 1)])
 def test_a_wave_is_longer_the_more_ranks_there_are(world_size: int, expected: int) -> None:
-    assert len(waves([[(8, 8)] * 4] * 4, world_size)) == expected
+    assert len(buckets([[(8, 8)] * 4] * 4, world_size)) == expected

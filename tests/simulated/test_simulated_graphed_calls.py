@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.utils import checkpoint
 
 import shardgrad
 from shardgrad.errors import (
     CaptureError,
     OptionError,
+    OptionTypeError,
     ReplayMismatchError,
     StepInputError,
     StepOutputError,
@@ -287,10 +291,55 @@ def test_graphs_are_destroyed_before_the_process_group() -> None:
     VirtualRanks(1).run(graphs_go_first)
 
 
+def replaced_functions() -> list[bool]:
+    """Returns whether torch's functions are its own at some moments."""
+    model = build(Setup(recomputes=True, saves_random_state=True))
+    functions = (
+        dist.destroy_process_group,
+        distributed_c10d.destroy_process_group,
+        checkpoint.get_device_states,
+    )
+
+    def are_torchs() -> bool:
+        now = dist.destroy_process_group, distributed_c10d.destroy_process_group, checkpoint.get_device_states
+        return all(one is other for one, other in zip(now, functions, strict=True))
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    moments = [are_torchs()]
+    for number in range(3):
+        step(batch(number))
+    assert step.captures == 1
+    assert checkpoint.get_device_states is functions[2], "replaced for the length of a capture"
+    moments.append(are_torchs())
+    step.reset()
+    moments.append(are_torchs())
+    for number in range(3):
+        step(batch(number))
+    moments.append(are_torchs())
+    del step
+    gc.collect()
+    moments.append(are_torchs())
+    return moments
+
+
+def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
+    assert VirtualRanks(1).run(replaced_functions) == [[True, False, True, False, True]]
+
+
+def test_methods_of_a_capturable_with_their_old_names_are_refused_with_the_new_ones() -> None:
+    with pytest.raises(OptionTypeError, match=r"Capturable.facts\(\) is called guards\(\) now"):
+        type("Old", (shardgrad.graphs.Capturable,), {"facts": lambda self: None})
+
+
 # -- what is found before a capture -------------------------------------------------------------------------
 
 
-def obstacles(what: str) -> None:
+def issues(what: str) -> None:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     calls = 0
@@ -328,7 +377,7 @@ def obstacles(what: str) -> None:
 
 @pytest.mark.parametrize("what", ["number", "read", "seed"])
 def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None:
-    VirtualRanks(1).run(obstacles, what)
+    VirtualRanks(1).run(issues, what)
 
 
 # -- trust --------------------------------------------------------------------------------------------------

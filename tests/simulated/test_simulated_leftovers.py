@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import shardgrad
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from tests.simulated.accelerator.device import NAME
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import Setup, batch, build, loss_of
@@ -81,7 +81,7 @@ def test_graphs_pinned_memory_and_process_groups_are_gone(
         return [module.memory_allocated(index) for index in range(2)]
 
     gc.collect()
-    lines, held_by_others = len(journal.lines()), held()
+    lines, held_by_others = len(recorder.group_logs()), held()
     probes = [probe for found in VirtualRanks(2).run(train, how, offloads, error) for probe in found]
 
     def left() -> list[object]:
@@ -95,5 +95,5 @@ def test_graphs_pinned_memory_and_process_groups_are_gone(
     if left():
         raise AssertionError(f"still there: {sorted(type(thing).__name__ for thing in left())}")
     assert all(now <= before for now, before in zip(held(), held_by_others, strict=True))
-    assert len(journal.lines()) == lines  # one for each process group that there is
+    assert len(recorder.group_logs()) == lines  # one for each process group that there is
     assert not dist.is_initialized()

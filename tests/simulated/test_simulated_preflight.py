@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.graphs.obstacles import Obstacle, explain
 from shardgrad.graphs.preflight import differences, watch
-from shardgrad.graphs.surroundings import surroundings
+from shardgrad.graphs.preflight.environment import environment_issues
+from shardgrad.graphs.preflight.issues import Issue, explain
 from tests.simulated.accelerator.device import checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
@@ -39,11 +39,11 @@ class Layer(nn.Module):
         return y
 
 
-def obstacles_of(work: Callable[[torch.Tensor], Any]) -> tuple[Obstacle, ...]:
+def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
     model = nn.Sequential(Layer(work)).to("sim")
     x = torch.ones(2, 3, device="sim")
-    _, recording = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
-    return recording.obstacles
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    return trace.issues
 
 
 def item(y: torch.Tensor) -> Any:
@@ -119,8 +119,8 @@ def synchronised(y: torch.Tensor) -> Any:
 def test_an_obstacle_in_forward_is_named_with_its_line_and_module(
     work: Callable[[torch.Tensor], Any], kind: str
 ) -> None:
-    (found,) = obstacles_of(work)
-    assert (found.kind, found.module, found.place) == (kind, "net.0", place_in(work))
+    (found,) = issues_of(work)
+    assert (found.kind, found.module, found.location) == (kind, "net.0", place_in(work))
 
 
 def host_work(y: torch.Tensor) -> Any:
@@ -133,7 +133,7 @@ def scaled_by_a_number_of_the_host(y: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("work", [host_work, scaled_by_a_number_of_the_host])
 def test_what_the_host_does_with_its_own_tensors_is_no_obstacle(work: Callable[[torch.Tensor], Any]) -> None:
-    assert obstacles_of(work) == ()
+    assert issues_of(work) == ()
 
 
 def pinned_and_not_waiting(y: torch.Tensor) -> Any:
@@ -143,7 +143,7 @@ def pinned_and_not_waiting(y: torch.Tensor) -> Any:
 
 
 def test_a_copy_that_a_graph_can_hold_is_no_obstacle() -> None:
-    assert obstacles_of(pinned_and_not_waiting) == ()
+    assert issues_of(pinned_and_not_waiting) == ()
 
 
 def logged(grad: torch.Tensor) -> None:
@@ -165,18 +165,18 @@ def test_a_read_in_a_backward_hook_is_found_in_autograds_thread(
         model[0].weight.register_hook(hook)
     else:
         model[0].register_forward_hook(lambda module, args, y: y.register_hook(hook) and None)
-    _, recording = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
-    (found,) = recording.obstacles
-    assert (found.kind, found.module, found.place) == ("host read", "net.0", place_in(hook))
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    (found,) = trace.issues
+    assert (found.kind, found.module, found.location) == ("host read", "net.0", place_in(hook))
 
 
 def test_operations_of_autograds_thread_have_the_module_they_belong_to() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("sim")
     x = torch.ones(2, 3, device="sim")
-    _, recording = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
-    products = [issued for issued in recording.issued if issued.op == "aten.mm.default"]
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    products = [issued for issued in trace.ops if issued.op == "aten.mm.default"]
     assert [issued.module for issued in products] == ["net.1", "net.1", "net.0"]
-    assert {issued.place for issued in products} == {"backward of AddmmBackward0"}
+    assert {issued.location for issued in products} == {"backward of AddmmBackward0"}
 
 
 def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
@@ -190,7 +190,7 @@ def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
         return watch(step, {}, torch.device("sim", 0))[1]
 
     (found,) = differences(recorded(), recorded())
-    assert (found.kind, found.place) == ("changed number", place_in(step))
+    assert (found.kind, found.location) == ("changed number", place_in(step))
     assert found.what == (
         "a number in a CPU tensor of aten.mul_.Tensor was 2.0 in the first step and 3.0 in the second"
     )
@@ -228,9 +228,9 @@ def a_clean_step() -> None:
     step()
     _, first = watch(step, {"net": model}, device)
     _, second = watch(step, {"net": model}, device)
-    assert explain([*first.obstacles, *differences(first, second)]) == ""
-    assert surroundings(device, [optimizer]) == []
-    assert any("backward of" in issued.place for issued in first.issued)
+    assert explain([*first.issues, *differences(first, second)]) == ""
+    assert environment_issues(device, [optimizer]) == []
+    assert any("backward of" in issued.location for issued in first.ops)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -255,16 +255,18 @@ def test_a_watched_step_has_the_same_numbers_bit_for_bit() -> None:
         assert all(map(torch.equal, plain, seen))
 
 
-def a_read_on_one_rank() -> tuple[Obstacle, ...]:
+def a_read_on_one_rank() -> tuple[Issue, ...]:
     device = torch.device("sim", dist.get_rank())
     model, _, step = training()
     model.unshard()
     if dist.get_rank() == 1:
         model[2].weight.register_hook(printed_gradient)
-    return watch(step, {"net": model}, device)[1].obstacles
+    return watch(step, {"net": model}, device)[1].issues
 
 
-def test_each_rank_finds_its_own_obstacles() -> None:
+def test_each_rank_finds_its_own_issues() -> None:
     none, one = VirtualRanks(2).run(a_read_on_one_rank)
     assert none == ()
-    assert [(o.kind, o.module, o.place) for o in one] == [("host read", "net.2", place_in(printed_gradient))]
+    assert [(o.kind, o.module, o.location) for o in one] == [
+        ("host read", "net.2", place_in(printed_gradient))
+    ]

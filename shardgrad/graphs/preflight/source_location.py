@@ -1,4 +1,4 @@
-"""Who is running right now: the user's line, and the module whose forward it is in."""
+"""The program's line that is running, and the module whose forward it is in."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["Place", "here"]
+__all__ = ["SourceLocation", "current_location"]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A moment of a program.
+class SourceLocation:
+    """Where a thread is.
 
     Attributes:
-        line: "file.py:12 in function", the innermost line of the user's own; "" if there is none.
+        line: "file.py:12 in function", the innermost line of the user's program; "" if there is none.
         module: name of the innermost running module; "" if there is none.
-        is_engine: True if this package does something of its own accord there, such as a hook.
+        is_engine: True if this package acts on its own initiative there, such as in a hook.
     """
 
     line: str
@@ -39,21 +39,20 @@ class _Owner(Enum):
     LIBRARY = auto()
 
 
-# Those who look do not count.
-_LOOKING = (__file__, str(Path(__file__).with_name("preflight.py")))
+_PREFLIGHT = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 _STANDARD = sysconfig.get_path("stdlib")
-_PACKAGE = Path(__file__).parents[1]
-# They read the device only if they were told to, so whoever called them does; and these are programs.
-_ASKED = tuple(str(_PACKAGE / name) for name in ("clip.py", "grad_scaler.py"))
-_PROGRAMS = tuple(str(_PACKAGE / name) for name in ("training", "cli"))
-# Made by a compiler; the line that called it is the one to look at.
+_PACKAGE = Path(__file__).parents[2]
+# They read the device only if the caller asks for it, so the caller is the location.
+_ON_REQUEST = tuple(str(_PACKAGE / "optim" / name) for name in ("clip.py", "grad_scaler.py"))
+_PROGRAMS = tuple(str(_PACKAGE / name) for name in ("training", "train", "cli"))
+# Made by a compiler; the line that called it is the location.
 _GENERATED = ("<frozen ", "<eval_with_key>", "<__array_function__")
 
 
 @cache
 def _owner(file: str) -> _Owner:
-    if file.startswith((_TORCH, *_GENERATED, *_ASKED)) or "torchinductor_" in file:
+    if file.startswith((_TORCH, *_GENERATED, *_ON_REQUEST)) or "torchinductor_" in file:
         return _Owner.LIBRARY
     if file.startswith(_STANDARD) and "-packages" not in file:
         return _Owner.LIBRARY
@@ -62,8 +61,8 @@ def _owner(file: str) -> _Owner:
     return _Owner.USER
 
 
-def here(names: Mapping[int, str]) -> Place:
-    """Returns where the caller's thread is.
+def current_location(names: Mapping[int, str]) -> SourceLocation:
+    """Returns where the calling thread is.
 
     Args:
         names: of modules, by `id`.
@@ -76,7 +75,7 @@ def here(names: Mapping[int, str]) -> Place:
         # Every call of a module passes through this function, whatever its class and hooks.
         if not module and code is nn.Module._call_impl.__code__:
             module = names.get(id(frame.f_locals["self"]), "")
-        if code.co_filename not in _LOOKING:
+        if not code.co_filename.startswith(_PREFLIGHT):
             owner = _owner(code.co_filename)
             if owner is not _Owner.LIBRARY:
                 innermost = innermost or owner
@@ -85,4 +84,4 @@ def here(names: Mapping[int, str]) -> Place:
         if frame.f_back is None:
             break
         frame = frame.f_back
-    return Place(line, module, innermost is _Owner.ENGINE)
+    return SourceLocation(line, module, innermost is _Owner.ENGINE)

@@ -1,4 +1,4 @@
-"""What a step issued, and how two steps differ. A graph repeats operations, numbers and addresses."""
+"""The operations of a step, and how two steps differ. A graph repeats operations, numbers and addresses."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 
-from shardgrad.graphs.obstacles import Obstacle
+from shardgrad.graphs.preflight.issues import Issue
 
-__all__ = ["Issued", "Operand", "Recording", "differences"]
+__all__ = ["Operand", "StepTrace", "TracedOp", "differences"]
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that an operation took or gave.
+    """An input or output tensor of an operation.
 
     Attributes:
-        address: of its first element if its memory was there before the step and has not moved; else None.
+        address: of its first element if its memory existed before the step and has not moved; else None.
         name: such as "gradient of layers.0.weight"; "" if it belongs to no module.
     """
 
@@ -33,75 +33,75 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Issued:
+class TracedOp:
     """One operation.
 
     Attributes:
         op: such as "aten.mul_.Scalar".
         numbers: Python numbers among its arguments, with the arguments' names.
-        tensors: what it took, then what it gave.
-        module, place: as in `Obstacle`.
+        tensors: its inputs, then its outputs.
+        module, location: as in `Issue`.
     """
 
     op: str
     numbers: tuple[tuple[str, Any], ...]
     tensors: tuple[Operand, ...]
     module: str
-    place: str
+    location: str
 
-    def obstacle(self, kind: str, what: str, fix: str) -> Obstacle:
-        """Returns an obstacle at this operation's place."""
-        return Obstacle(kind, what, self.module, self.place, fix)
+    def issue(self, kind: str, what: str, fix: str) -> Issue:
+        """Returns an issue at this operation's location."""
+        return Issue(kind, what, self.module, self.location, fix)
 
 
 @dataclass(frozen=True)
-class Recording:
+class StepTrace:
     """What a watched step did.
 
     Attributes:
-        obstacles: in the order in which they were met, one of a kind for each line and module.
-        issued: every operation, in order.
+        issues: in the order in which they were found, one of a kind for each line and module.
+        ops: every operation, in order.
     """
 
-    obstacles: tuple[Obstacle, ...]
-    issued: tuple[Issued, ...]
+    issues: tuple[Issue, ...]
+    ops: tuple[TracedOp, ...]
 
 
-def differences(first: Recording, second: Recording) -> list[Obstacle]:
-    """Returns what a graph of one step would get wrong in the next, in the order of the steps.
+def differences(first: StepTrace, second: StepTrace) -> list[Issue]:
+    """Returns what a graph of one step would get wrong in the next, in the order of execution.
 
-    Numbers that changed and memory that moved are all reported. After an operation or a shape that differs,
-    nothing can be compared any more, and that is the last one.
+    Every changed number and moved tensor is reported. The comparison ends at the first operation or shape
+    that differs, which is the last issue.
 
     Args:
-        first: of a step in which nothing was made for the first time: the second of a program, or later.
+        first: of a step that initializes nothing: the second step of a program, or a later one.
         second: of the step after it.
     """
-    found: dict[Any, Obstacle] = {}
-    for a, b in zip_longest(first.issued, second.issued):
-        course = _another_course(a, b)
-        if course is not None:
-            found.setdefault(None, course)
+    found: dict[Any, Issue] = {}
+    for a, b in zip_longest(first.ops, second.ops):
+        divergence = _divergence(a, b)
+        if divergence is not None:
+            found.setdefault(None, divergence)
             break
-        for key, obstacle in (*_changed_numbers(a, b), *_moved_tensors(a, b)):
-            found.setdefault(key, obstacle)
+        for key, issue in (*_changed_numbers(a, b), *_moved_tensors(a, b)):
+            found.setdefault(key, issue)
     return list(found.values())
 
 
-def _another_course(a: Issued | None, b: Issued | None) -> Obstacle | None:
-    """Compares operations and shapes; either side is None if that step has ended."""
+def _divergence(a: TracedOp | None, b: TracedOp | None) -> Issue | None:
+    """Compares operators and shapes; None stands for the end of a step."""
     if a is None or b is None or a.op != b.op:
-        one, other = (_in_words(side) for side in (a, b))
-        return (b or a or _NOTHING).obstacle(
+        one, other = (_describe(side) for side in (a, b))
+        return (b or a or _NO_OP).issue(
             "another operation",
             f"where the first step had {one}, the second had {other}",
-            "let tensors on the device decide (torch.where), or make each course a step of its own",
+            "let tensors on the device decide (torch.where), or make each case a separate step",
         )
     if [(t.shape, t.dtype) for t in a.tensors] == [(t.shape, t.dtype) for t in b.tensors]:
         return None
     pairs = zip_longest(a.tensors, b.tensors)
     one, other = next((str(x), str(y)) for x, y in pairs if str(x) != str(y))
-    return b.obstacle(
+    return b.issue(
         "another shape",
         f"{b.op} had a tensor {one} in the first step and {other} in the second",
         "give tensors a fixed size (pad, mask, or a fixed capacity for each expert), or pass what sets the "
@@ -109,26 +109,26 @@ def _another_course(a: Issued | None, b: Issued | None) -> Obstacle | None:
     )
 
 
-_NOTHING = Issued("", (), (), "", "")
+_NO_OP = TracedOp("", (), (), "", "")
 
 
-def _in_words(issued: Issued | None) -> str:
-    if issued is None:
+def _describe(op: TracedOp | None) -> str:
+    if op is None:
         return "ended"
-    return f"{issued.op} at {issued.place}" if issued.place else issued.op
+    return f"{op.op} at {op.location}" if op.location else op.op
 
 
-Found = Iterator[tuple[Any, Obstacle]]
+Found = Iterator[tuple[Any, Issue]]  # with a key that is the same for repetitions
 
 
-def _changed_numbers(a: Issued, b: Issued) -> Found:
+def _changed_numbers(a: TracedOp, b: TracedOp) -> Found:
     before = dict(a.numbers)
     for name, y in b.numbers:
         x = before.get(name)
         if repr(x) != repr(y):  # two NaNs are the same number to a graph
             yield (
-                (b.op, name, b.module, b.place),
-                b.obstacle(
+                (b.op, name, b.module, b.location),
+                b.issue(
                     "changed number",
                     f"{name} of {b.op} was {x!r} in the first step and {y!r} in the second",
                     "keep it in a tensor on the device and write that between steps; the optimizers of "
@@ -137,13 +137,13 @@ def _changed_numbers(a: Issued, b: Issued) -> Found:
             )
 
 
-def _moved_tensors(a: Issued, b: Issued) -> Found:
+def _moved_tensors(a: TracedOp, b: TracedOp) -> Found:
     for x, y in zip(a.tensors, b.tensors, strict=True):
         if x.address is not None and y.address is not None and x.address != y.address:
             name = x.name or y.name
             yield (
                 name or (x.address, y.address),
-                b.obstacle(
+                b.issue(
                     "moved tensor",
                     f"{b.op} used {name or f'a tensor {y}'} at another address than in the step before",
                     "write into the tensor that is there: x.copy_(new) instead of x = new, "

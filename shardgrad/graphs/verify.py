@@ -1,4 +1,4 @@
-"""Looking again: does a replay give what an eager step gives, and does it give the same twice?"""
+"""Verification of replays: does a replay give what an eager step gives, and the same when it is repeated?"""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardgrad.errors import ReplayMismatchError
 from shardgrad.graphs.capturable import Capturable
 from shardgrad.graphs.random_state import RandomState
 
-__all__ = ["taken_twice"]
+__all__ = ["compare_runs"]
 
 
-class _Before:
-    """What a step starts from: memory, the host's side, and random numbers. Costs a copy of the state."""
+class _InitialState:
+    """A copy of everything a step starts from: device memory, host state, random numbers."""
 
     def __init__(
         self,
@@ -24,38 +24,38 @@ class _Before:
         device: torch.device,
         generators: Sequence[torch.Generator],
     ) -> None:
-        self._images = [each.image() for each in capturables]
+        self._snapshots = [each.snapshot() for each in capturables]
         self._memory = [(tensor, tensor.clone()) for each in capturables for _, tensor in each.tensors()]
         self._random = RandomState(device, generators)
 
-    def put_back(self) -> None:
-        """Makes the next step start from there again."""
+    def restore(self) -> None:
+        """Makes the next step start from this state."""
         with torch.no_grad():
             for tensor, value in self._memory:
                 tensor.copy_(value)
-        for restore in self._images:
+        for restore in self._snapshots:
             restore()
-        self._random.put_back()
+        self._random.restore()
 
 
-def taken_twice(
+def compare_runs(
     first: Callable[[], Any],
     second: Callable[[], Any],
     capturables: Sequence[Capturable],
     device: torch.device,
     generators: Sequence[torch.Generator] = (),
     *,
-    sides: tuple[str, str],
+    names: tuple[str, str],
 ) -> Any:
-    """Takes a step in two ways from the same state, and compares what they leave, bit for bit.
+    """Runs a step in two ways from the same state, and compares outputs and state bit for bit.
 
     Args:
-        first: takes the step; what it leaves is undone.
-        second: takes it again; what it leaves stays.
+        first: runs the step; its effects are undone.
+        second: runs the step again; its effects stay.
         capturables: whose state is compared.
         device: whose random numbers are drawn.
-        generators: whose are drawn besides.
-        sides: what the two ways are called in an error.
+        generators: that the step draws from in addition.
+        names: of the two ways, for an error.
 
     Returns:
         What `second` returned.
@@ -66,15 +66,15 @@ def taken_twice(
     Raises:
         ReplayMismatchError: naming the first tensor that differs.
     """
-    before = _Before(capturables, device, generators)
-    left = {name: tensor.clone() for name, tensor in _seen(first(), capturables)}
-    before.put_back()
+    initial = _InitialState(capturables, device, generators)
+    expected = {name: tensor.clone() for name, tensor in _results(first(), capturables)}
+    initial.restore()
     outputs = second()
-    for name, tensor in _seen(outputs, capturables):
-        if name in left and not _same_bits(left[name], tensor):
-            differing = int((left[name] != tensor).sum())
+    for name, tensor in _results(outputs, capturables):
+        if name in expected and not _same_bits(expected[name], tensor):
+            differing = int((expected[name] != tensor).sum())
             raise ReplayMismatchError(
-                f"{sides[0]} and {sides[1]} from the same state differ in {name}",
+                f"{names[0]} and {names[1]} from the same state differ in {name}",
                 expected="the same bits",
                 got=f"{differing} of {tensor.numel()} elements differ in value",
                 fix="does the step use state that graphed_step was not given, or a kernel whose sums have no "
@@ -83,8 +83,8 @@ def taken_twice(
     return outputs
 
 
-def _seen(outputs: Any, capturables: Sequence[Capturable]) -> list[tuple[str, torch.Tensor]]:
-    """Returns what a step has left, with names: outputs first, then state."""
+def _results(outputs: Any, capturables: Sequence[Capturable]) -> list[tuple[str, torch.Tensor]]:
+    """Returns (name, tensor) for the outputs of a step, then for the state."""
     leaves, _ = tree_flatten_with_path(outputs)
     found = [(f"output{keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     for number, each in enumerate(capturables):

@@ -12,19 +12,19 @@ from torch import nn
 
 import shardgrad
 from shardgrad.cli import main
-from shardgrad.graphs.obstacles import Obstacle
-from shardgrad.graphs.surroundings import surroundings
+from shardgrad.graphs.preflight.environment import environment_issues
+from shardgrad.graphs.preflight.issues import Issue
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def kinds(found: list[Obstacle]) -> list[str]:
-    return [obstacle.kind for obstacle in found]
+def kinds(found: list[Issue]) -> list[str]:
+    return [issue.kind for issue in found]
 
 
 def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:
     weights = [nn.Parameter(torch.ones(2))]
-    (found,) = surroundings(CUDA, [torch.optim.AdamW(weights)])
+    (found,) = environment_issues(CUDA, [torch.optim.AdamW(weights)])
     assert found.kind == "uncapturable optimizer"
     assert found.what.startswith("a step of AdamW cannot be recorded: ")
     assert found.fix.startswith("shardgrad.optim.AdamW; or capturable=True")
@@ -32,11 +32,11 @@ def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:
 
 def test_a_learning_rate_must_be_a_tensor_unless_the_optimizer_is_ours() -> None:
     weights = [nn.Parameter(torch.ones(2))]
-    (found,) = surroundings(CUDA, [torch.optim.SGD(weights, lr=0.1)])
+    (found,) = environment_issues(CUDA, [torch.optim.SGD(weights, lr=0.1)])
     assert found.kind == "frozen hyperparameter"
     assert found.fix.endswith("lr=torch.tensor(0.1, device='cuda:0')")
-    assert surroundings(CUDA, [torch.optim.SGD(weights, lr=torch.tensor(0.1))]) == []
-    assert surroundings(CUDA, [shardgrad.optim.SGD(weights, lr=0.1)]) == []
+    assert environment_issues(CUDA, [torch.optim.SGD(weights, lr=torch.tensor(0.1))]) == []
+    assert environment_issues(CUDA, [shardgrad.optim.SGD(weights, lr=0.1)]) == []
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
@@ -45,12 +45,12 @@ def test_expandable_segments_clash_with_registration_unless_that_is_off(
 ) -> None:
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
-    (found,) = surroundings(CUDA, [])
+    (found,) = environment_issues(CUDA, [])
     assert (found.kind, found.fix) == ("environment", "export NCCL_GRAPH_REGISTER=0, before Python starts")
     assert name in found.what
-    assert surroundings(CPU, []) == []
+    assert environment_issues(CPU, []) == []
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
-    assert surroundings(CUDA, []) == []
+    assert environment_issues(CUDA, []) == []
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ def test_expandable_segments_clash_with_registration_unless_that_is_off(
 )
 def test_settings_that_block_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    (found,) = surroundings(CUDA, [])
+    (found,) = environment_issues(CUDA, [])
     assert (found.kind, found.fix) == ("environment", f"unset {name}, before Python starts")
     monkeypatch.setenv(name, "0")
-    assert surroundings(CUDA, []) == []
+    assert environment_issues(CUDA, []) == []
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 def test_anomaly_detection_is_an_obstacle_only_if_it_looks_for_nans() -> None:
     with torch.autograd.detect_anomaly():
-        assert kinds(surroundings(CPU, [])) == ["anomaly mode"]
+        assert kinds(environment_issues(CPU, [])) == ["anomaly mode"]
     with torch.autograd.detect_anomaly(check_nan=False):
-        assert surroundings(CPU, []) == []
+        assert environment_issues(CPU, []) == []
 
 
 class _Group:
@@ -94,7 +94,7 @@ def test_a_process_group_without_a_collective_behind_it_is_named(
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={_Group(used=used): None}))
-    assert kinds(surroundings(CUDA, [])) == found
+    assert kinds(environment_issues(CUDA, [])) == found
 
 
 # -- shardgrad doctor ---------------------------------------------------------------------------------------
@@ -105,18 +105,18 @@ def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:
     assert done.exit_code == 0, done.output
     assert torch.__version__ in done.output
     assert done.output.endswith(
-        "No obstacles to a graph in this environment, and in a training step of preset tiny on cpu.\n"
+        "No issues for a graph in this environment, and in a training step of preset tiny on cpu.\n"
     )
     assert not dist.is_initialized()
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_the_doctor_names_an_obstacle_and_exits_with_1() -> None:
+def test_the_doctor_names_an_issue_and_exits_with_1() -> None:
     with torch.autograd.detect_anomaly():
         done = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"])
     assert done.exit_code == 1
-    assert "obstacle (anomaly mode): anomaly detection is on" in done.output
-    assert "1 obstacle to a graph" in done.output
+    assert "issue (anomaly mode): anomaly detection is on" in done.output
+    assert "1 issue for a graph" in done.output
 
 
 def test_the_doctor_refuses_a_preset_that_is_not_there() -> None:
