@@ -244,9 +244,10 @@ class RootContext:
                 unit.abandon()
             lost = self.scheduler.abandon_backward(self.grad_groups)
             if lost:
+                where = ", ".join(name or "the root" for name in lost)
                 warnings.warn(
                     "a backward failed half-way: the gradients it had begun to write are dropped, together "
-                    f"with what earlier backwards had left there, in {', '.join(name or 'the root' for name in lost)}; "
+                    f"with what earlier backwards had left there, in {where}; "
                     "call zero_grad() to drop the others as well",
                     RuntimeWarning,
                     stacklevel=2,
