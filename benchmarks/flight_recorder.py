@@ -18,7 +18,7 @@ import click
 import torch
 
 from benchmarks.measure import interleaved, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, GroupLog, recorder
@@ -32,9 +32,9 @@ _TIMES = 200  # repetitions of a part in one timing
 
 
 @click.command()
-@click.option("--preset", default="tiny", show_default=True, help="Model.")
-@click.option("--rounds", type=click.IntRange(2), default=200, show_default=True, help="Turns of each mode.")
-@click.option("--repeats", type=click.IntRange(1), default=2, show_default=True, help="Steps in a turn.")
+@option("--preset", default="tiny", help="Model.")
+@option("--rounds", type=click.IntRange(2), default=200, help="Turns of each mode.")
+@option("--repeats", type=click.IntRange(1), default=2, help="Steps in a turn.")
 @click.pass_obj
 def main(run: Run, preset: str, rounds: int, repeats: int) -> None:
     """Measure what is on by default, as a share of a step's CPU time."""
