@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
-from shardgrad.diagnosis.hang_watchdog import Lookout
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.optimizer import build_optimizer
 from shardgrad.train.parallel import memory_nbytes
@@ -130,7 +130,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
     """Trains a preset, with everything that the training program does in a step, and its watchdog."""
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
-    lookout = Lookout(store, dist.get_rank(), dist.get_world_size()).start()
+    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()
     step, place = make_step(config, device)
 
     def work() -> None:
@@ -140,7 +140,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
     try:
         return _repeat(work, steps, looks)
     finally:
-        lookout.close()
+        watchdog.close()
 
 
 def train_graphed(preset: str, steps: int, looks: int) -> Looks:
