@@ -106,7 +106,7 @@ def _parts(step: Any, health: NonfiniteCheck) -> dict[str, dict[str, float]]:
     ):
         result = step()
     chunk = torch.zeros(1000)
-    log = recorder.group_logs()[0]
+    log = next(iter(recorder.group_logs()))
     parameters = [p for p in step._state.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)

@@ -144,6 +144,7 @@ class GradGroup:
         self._partial = PartialSum()
         self._sum: Slot | None = None
         self._touched: list[bool] = []  # what `_sum` has gradients of
+        self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
         self._trainable: tuple[bool, ...] = ()
@@ -478,6 +479,7 @@ class GradGroup:
             if transport.stream_ordered:
                 reduction.complete()
         self._touched = [False] * len(self._touched)
+        self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
         return reduction
 
@@ -562,17 +564,17 @@ class GradGroup:
         """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
 
         Returns:
-            Whether it had begun to write them.
+            Whether what earlier backwards had left goes along with it.
         """
         state = self.state
-        had_begun = self.collector.count > 0 or state in (GradState.SUMMED, GradState.REDUCED)
+        is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
         self.collector.forget()
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
         if state is not GradState.IDLE:
             self.move_to(GradState.IDLE)
-        return had_begun
+        return is_mixed
 
 
 _HOOKED = "_shardgrad_hooked"
