@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
+from tests.support.programs import run
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 100  # several times what a smoke run takes: others may be using the machine
@@ -20,8 +21,7 @@ TIMEOUT_S = 100  # several times what a smoke run takes: others may be using the
 
 def smoke(benchmark: str, out: Path, *options: str) -> dict[str, Any]:
     """Runs a benchmark and returns its one record."""
-    command = [sys.executable, "-m", "benchmarks", benchmark, "--smoke", "--out", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = run("benchmarks", benchmark, "--smoke", "--out", out, *options, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     (line,) = (out / f"{benchmark}.jsonl").read_text(encoding="utf-8").splitlines()
     record: dict[str, Any] = json.loads(line)
