@@ -12,7 +12,7 @@ import click
 import torch
 
 from benchmarks.measure import interleaved, samples_of, spread, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from shardgrad import checkpoint
 
 _BLOCK_NBYTES = 4 * 2**20
@@ -20,12 +20,10 @@ _WRITES = ("raw write", "save", "save_async")
 
 
 @click.command()
-@click.option("--mib", type=click.IntRange(1), default=512, show_default=True, help="Size of the state.")
-@click.option(
-    "--tensors", type=click.IntRange(1), default=64, show_default=True, help="Tensors in the state."
-)
-@click.option("--rounds", type=click.IntRange(2), default=7, show_default=True, help="Turns of each way.")
-@click.option(
+@option("--mib", type=click.IntRange(1), default=512, help="Size of the state.")
+@option("--tensors", type=click.IntRange(1), default=64, help="Tensors in the state.")
+@option("--rounds", type=click.IntRange(2), default=7, help="Turns of each way.")
+@option(
     "--folder",
     type=click.Path(path_type=Path, exists=True),
     help="Folder on the disk to measure.  [default: for temporary files]",

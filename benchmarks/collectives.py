@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks
@@ -28,19 +28,11 @@ Costs = dict[str, dict[int, dict[str, list[Cost]]]]
 
 
 @click.command()
-@click.option(
-    "--ranks",
-    "worlds",
-    type=click.IntRange(2),
-    multiple=True,
-    default=[2, 4],
-    show_default=True,
-    help="Processes; repeatable.",
+@option(
+    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
 )
-@click.option(
-    "--rounds", type=click.IntRange(2), default=20, show_default=True, help="Turns of each transport."
-)
-@click.option("--max-mib", type=click.IntRange(1), default=16, show_default=True, help="Largest shard.")
+@option("--rounds", type=click.IntRange(2), default=20, help="Turns of each transport.")
+@option("--max-mib", type=click.IntRange(1), default=16, help="Largest shard.")
 @click.pass_obj
 def main(run: Run, worlds: Sequence[int], rounds: int, max_mib: int) -> None:
     """Measure both transports for shards of 4 KiB and up, in fp32."""

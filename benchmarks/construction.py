@@ -9,17 +9,15 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardgrad
 from benchmarks.measure import interleaved, samples_of, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import one_rank
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import TransformerConfig
 
 
 @click.command()
-@click.option(
-    "--layers", type=click.IntRange(1), default=200, show_default=True, help="Units, beside the model."
-)
-@click.option("--rounds", type=click.IntRange(2), default=5, show_default=True, help="Turns of each engine.")
+@option("--layers", type=click.IntRange(1), default=200, help="Units, beside the model.")
+@option("--rounds", type=click.IntRange(2), default=5, help="Turns of each engine.")
 @click.pass_obj
 def main(run: Run, layers: int, rounds: int) -> None:
     """Measure how long fully_shard takes on every layer and on the model."""

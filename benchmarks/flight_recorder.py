@@ -18,10 +18,10 @@ import click
 import torch
 
 from benchmarks.measure import interleaved, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
-from shardgrad.diagnosis.flight_recorder import Entry, Journal, Line, journal
+from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder, GroupLog, recorder
 from shardgrad.train import step as step_module
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.health import NonfiniteCheck, gradient_sums
@@ -32,9 +32,9 @@ _TIMES = 200  # repetitions of a part in one timing
 
 
 @click.command()
-@click.option("--preset", default="tiny", show_default=True, help="Model.")
-@click.option("--rounds", type=click.IntRange(2), default=200, show_default=True, help="Turns of each mode.")
-@click.option("--repeats", type=click.IntRange(1), default=2, show_default=True, help="Steps in a turn.")
+@option("--preset", default="tiny", help="Model.")
+@option("--rounds", type=click.IntRange(2), default=200, help="Turns of each mode.")
+@option("--repeats", type=click.IntRange(1), default=2, help="Steps in a turn.")
 @click.pass_obj
 def main(run: Run, preset: str, rounds: int, repeats: int) -> None:
     """Measure what is on by default, as a share of a step's CPU time."""
@@ -81,10 +81,10 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
     entry, sums = Entry(0, "", 0, "", 0), torch.zeros(parameters)
 
     # Functions as cheap as can be; a mock would cost more than what it stands for.
-    def begin(line: Line, what: str, chunk: torch.Tensor | None) -> Entry:
+    def record(log: GroupLog, name: str, chunk: torch.Tensor | None) -> Entry:
         return entry
 
-    def enter(journal: Journal, part: str, *, step: int | None = None) -> None:
+    def enter(recorder: FlightRecorder, phase: str, *, step: int | None = None) -> None:
         return None
 
     def no_sums(parameters: list[torch.Tensor]) -> torch.Tensor:
@@ -92,8 +92,8 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
 
     with ExitStack() as stack:
         if mode == "without":
-            stack.enter_context(mock.patch.object(Line, "begin", begin))
-            stack.enter_context(mock.patch.object(Journal, "enter", enter))
+            stack.enter_context(mock.patch.object(GroupLog, "record", record))
+            stack.enter_context(mock.patch.object(FlightRecorder, "enter", enter))
         if mode != "default":
             stack.enter_context(mock.patch.object(step_module, "gradient_sums", no_sums))
         yield
@@ -101,18 +101,18 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
 
 def _parts(step: Any, health: NonfiniteCheck) -> dict[str, dict[str, float]]:
     with (
-        mock.patch.object(Line, "begin", autospec=True, side_effect=Line.begin) as begin,
-        mock.patch.object(Journal, "enter", autospec=True, side_effect=Journal.enter) as enter,
+        mock.patch.object(GroupLog, "record", autospec=True, side_effect=GroupLog.record) as record,
+        mock.patch.object(FlightRecorder, "enter", autospec=True, side_effect=FlightRecorder.enter) as enter,
     ):
         result = step()
     chunk = torch.zeros(1000)
-    line = next(iter(journal.lines()))
+    log = next(iter(recorder.group_logs()))
     parameters = [p for p in step._state.model.parameters() if p.requires_grad]
     for p in parameters:
         p.grad = torch.zeros_like(p)
     parts: dict[str, tuple[int, Callable[[], object]]] = {
-        "a collective": (begin.call_count, lambda: line.begin("all-gather of layers.3", chunk)),
-        "a part of the step": (enter.call_count, lambda: journal.enter("forward")),
+        "a collective": (record.call_count, lambda: log.record("all-gather of layers.3", chunk)),
+        "a part of the step": (enter.call_count, lambda: recorder.enter("forward")),
         "sums of gradients": (1, lambda: gradient_sums(parameters)),
         "the watch": (1, lambda: health.watch(1, result)),
     }

@@ -18,7 +18,7 @@ import shardgrad
 from benchmarks.engines.cuda_graph import PlainGraph
 from benchmarks.measure import interleaved, samples_of, spread, summarise
 from benchmarks.models import Chain
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import one_rank
 
 _WARMUP = 6  # calls, so that every capture lies before the first round
@@ -26,14 +26,10 @@ _BATCH = 4
 
 
 @click.command()
-@click.option("--units", type=click.IntRange(1), default=8, show_default=True, help="Sharded modules.")
-@click.option(
-    "--inputs", type=click.IntRange(1), default=4, show_default=True, help="Tensors given to a step."
-)
-@click.option("--rounds", type=click.IntRange(2), default=200, show_default=True, help="Turns of each way.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
+@option("--units", type=click.IntRange(1), default=8, help="Sharded modules.")
+@option("--inputs", type=click.IntRange(1), default=4, help="Tensors given to a step.")
+@option("--rounds", type=click.IntRange(2), default=200, help="Turns of each way.")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
 @click.pass_obj
 def main(run: Run, units: int, inputs: int, rounds: int, device: str) -> None:
     """Measure how long the host takes to call a graphed step, while the device is idle."""

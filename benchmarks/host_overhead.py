@@ -17,44 +17,32 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardgrad
 from benchmarks.measure import interleaved, ratios, samples_of, spread
 from benchmarks.models import Chain
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import one_rank
 
-_ENGINES: dict[str, Callable[..., Any]] = {
-    "fsdp2": torch_fully_shard,
-    "shardgrad": shardgrad.fully_shard,
-}
+_ENGINES: dict[str, Callable[..., Any]] = {"fsdp2": torch_fully_shard, "shardgrad": shardgrad.fully_shard}
 # Parameters of a unit: one layer with a bias, or four of them and a scale.
 _LAYERS = {"2": 1, "9": 4}
 
 
 @click.command()
-@click.option(
+@option(
     "--units",
     type=click.IntRange(1),
     multiple=True,
     default=[10, 100, 1000],
-    show_default=True,
     help="Units of the model; repeatable.",
 )
-@click.option(
+@option(
     "--params",
     type=click.Choice(list(_LAYERS)),
     multiple=True,
     default=list(_LAYERS),
-    show_default=True,
     help="Parameters of a unit; repeatable.",
 )
-@click.option("--rounds", type=click.IntRange(2), default=20, show_default=True, help="Turns of each engine.")
-@click.option(
-    "--warmup", type=click.IntRange(1), default=3, show_default=True, help="Steps before the first round."
-)
-@click.option(
-    "--keep-heap/--no-keep-heap",
-    default=True,
-    show_default=True,
-    help="Apply the training program's heap setting.",
-)
+@option("--rounds", type=click.IntRange(2), default=20, help="Turns of each engine.")
+@option("--warmup", type=click.IntRange(1), default=3, help="Steps before the first round.")
+@option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
 @click.pass_obj
 def main(
     run: Run, units: Sequence[int], params: Sequence[str], rounds: int, warmup: int, keep_heap: bool

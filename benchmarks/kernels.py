@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import cost_of, interleaved, samples_of, spread, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from shardgrad import ops
 from shardgrad.ops import movement, norm, update
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
@@ -32,26 +32,19 @@ Call = Callable[..., object]
 
 
 @click.command()
-@click.option(
+@option(
     "--ops",
     "kinds",
     type=click.Choice(("movement", "segments")),
     multiple=True,
     default=["movement", "segments"],
-    show_default=True,
     help="Packing and summing, or optimizer updates and norms; repeatable.",
 )
-@click.option(
-    "--preset", type=click.Choice(_PRESETS), default="small", show_default=True, help="Model of the block."
-)
-@click.option("--ranks", type=click.IntRange(1), default=2, show_default=True, help="Shards of the block.")
-@click.option(
-    "--numel", type=click.IntRange(1), default=2**24, show_default=True, help="Size of the large parameter."
-)
-@click.option("--rounds", type=click.IntRange(2), default=40, show_default=True, help="Turns of each kernel.")
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
+@option("--preset", type=click.Choice(_PRESETS), default="small", help="Model of the block.")
+@option("--ranks", type=click.IntRange(1), default=2, help="Shards of the block.")
+@option("--numel", type=click.IntRange(1), default=2**24, help="Size of the large parameter.")
+@option("--rounds", type=click.IntRange(2), default=40, help="Turns of each kernel.")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
 @click.pass_obj
 def main(
     run: Run, kinds: Sequence[str], preset: str, ranks: int, numel: int, rounds: int, device: str

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardgrad
 from benchmarks.models import build_model
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad.train.corpus import Sampler, load_corpus
 
@@ -26,7 +26,7 @@ _RUNS = (_BASE, "shardgrad, torch.optim", "shardgrad, shardgrad.optim", "fsdp2, 
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(2), default=200, show_default=True, help="Steps of each run.")
+@option("--steps", type=click.IntRange(2), default=200, help="Steps of each run.")
 @click.pass_obj
 def main(run: Run, steps: int) -> None:
     """Train four times and compare the losses."""

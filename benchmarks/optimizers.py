@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardgrad
 from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, spread, summarise
 from benchmarks.models import Chain
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad.engine.unit import units_under
 from shardgrad.train.model import Transformer
@@ -35,20 +35,16 @@ Steps = dict[str, Callable[[], object]]
 
 
 @click.command()
-@click.option(
+@option(
     "--case",
     "names",
     type=click.Choice(["one_unit", "many_units", "large", "clip"]),
     multiple=True,
     help="What to measure; repeatable.  [default: all; on a GPU, those of one rank]",
 )
-@click.option("--rounds", type=click.IntRange(2), default=15, show_default=True, help="Turns of each engine.")
-@click.option(
-    "--threads", type=click.IntRange(1), default=1, show_default=True, help="Threads of torch, per rank."
-)
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True, help="Where to compute."
-)
+@option("--rounds", type=click.IntRange(2), default=15, help="Turns of each engine.")
+@option("--threads", type=click.IntRange(1), default=1, help="Threads of torch, per rank.")
+@option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where to compute.")
 @click.pass_obj
 def main(run: Run, names: Sequence[str], rounds: int, threads: int, device: str) -> None:
     """Measure optimizer steps."""

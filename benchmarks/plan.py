@@ -30,7 +30,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from benchmarks.measure import proc_nbytes, ratios, settle, spread
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad import ops
 from shardgrad.plan.hardware import Link, machine_of
@@ -82,51 +82,24 @@ class Task:
 
 
 @click.command()
-@click.option(
-    "--preset",
-    type=click.Choice(["tiny", "small", "medium"]),
-    default="small",
-    show_default=True,
-    help="Model.",
+@option("--preset", type=click.Choice(["tiny", "small", "medium"]), default="small", help="Model.")
+@option(
+    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
 )
-@click.option(
-    "--ranks",
-    "worlds",
-    type=click.IntRange(2),
-    multiple=True,
-    default=[2, 4],
-    show_default=True,
-    help="Processes; repeatable.",
-)
-@click.option(
+@option(
     "--precision",
     "precisions",
     type=click.Choice(list(_DTYPES)),
     multiple=True,
     default=["fp32"],
-    show_default=True,
     help="Data type of forward and backward; repeatable.",
 )
-@click.option(
-    "--stage",
-    type=click.Choice(["1", "2", "3", "hfsdp"]),
-    default="3",
-    show_default=True,
-    help="ZeRO stage.",
-)
-@click.option(
-    "--accumulate", type=click.IntRange(1), default=1, show_default=True, help="Micro-batches per step."
-)
-@click.option(
-    "--batch-size", type=click.IntRange(1), default=4, show_default=True, help="Sequences per rank."
-)
-@click.option(
-    "--seq-len", type=click.IntRange(2), default=256, show_default=True, help="Tokens per sequence."
-)
-@click.option("--rounds", type=click.IntRange(2), default=10, show_default=True, help="Rounds of times.")
-@click.option(
-    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Runs that measure memory."
-)
+@option("--stage", type=click.Choice(["1", "2", "3", "hfsdp"]), default="3", help="ZeRO stage.")
+@option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
+@option("--batch-size", type=click.IntRange(1), default=4, help="Sequences per rank.")
+@option("--seq-len", type=click.IntRange(2), default=256, help="Tokens per sequence.")
+@option("--rounds", type=click.IntRange(2), default=10, help="Rounds of times.")
+@option("--repeats", type=click.IntRange(1), default=3, help="Runs that measure memory.")
 @click.pass_obj
 def main(
     run: Run,

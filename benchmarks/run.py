@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import click
+
 from benchmarks.records import Record, append, environment, make_record
 from benchmarks.report import show, write
+
+
+def option(*names: str, **settings: Any) -> Any:
+    """`click.option` that shows its default, if there is one."""
+    return click.option(*names, show_default="default" in settings, **settings)
 
 
 class Run:

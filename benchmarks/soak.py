@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.trainer import make_step
 from benchmarks.workers import on_ranks
-from shardgrad.diagnosis.hang_watchdog import Lookout
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.optimizer import build_optimizer
 from shardgrad.train.parallel import memory_nbytes
@@ -33,12 +33,10 @@ Looks = list[dict[str, Any]]
 
 
 @click.command()
-@click.option("--preset", default="tiny", show_default=True, help="Model.")
-@click.option(
-    "--steps", type=click.IntRange(40), default=20_000, show_default=True, help="Steps of a training."
-)
-@click.option("--models", type=click.IntRange(40), default=200, show_default=True, help="Models to build.")
-@click.option(
+@option("--preset", default="tiny", help="Model.")
+@option("--steps", type=click.IntRange(40), default=20_000, help="Steps of a training.")
+@option("--models", type=click.IntRange(40), default=200, help="Models to build.")
+@option(
     "--mode",
     "modes",
     type=click.Choice(list(_MODES)),
@@ -64,10 +62,7 @@ def main(run: Run, preset: str, steps: int, models: int, modes: Sequence[str]) -
     summary = {mode: _summary(of) for mode, of in samples.items()}
     run.has_failed |= not all(of["is_flat"] for of in summary.values())
     run.finish(
-        "soak",
-        config={"preset": preset, "steps": steps, "models": models},
-        samples=samples,
-        summary=summary,
+        "soak", config={"preset": preset, "steps": steps, "models": models}, samples=samples, summary=summary
     )
 
 
@@ -135,7 +130,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
     """Trains a preset, with everything that the training program does in a step, and its watchdog."""
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
-    lookout = Lookout(store, dist.get_rank(), dist.get_world_size()).start()
+    watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()
     step, place = make_step(config, device)
 
     def work() -> None:
@@ -145,7 +140,7 @@ def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str =
     try:
         return _repeat(work, steps, looks)
     finally:
-        lookout.close()
+        watchdog.close()
 
 
 def train_graphed(preset: str, steps: int, looks: int) -> Looks:

@@ -86,10 +86,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
         "beyond compute",
         "step time less that of compute alone in the same round: what the engine and its traffic expose",
     ),
-    "collectives": (
-        "sent: calls, MiB",
-        "collectives of a step, and what a rank sends for them",
-    ),
+    "collectives": ("sent: calls, MiB", "collectives of a step, and what a rank sends for them"),
     "loopback_nbytes": ("on the wire", "received on the loopback interface, all ranks"),
     "host_s_per_unit": (
         "host/unit",
@@ -97,10 +94,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     ),
     "launches": ("launches", "what the host gives the device to do in a step"),
     "dtensors": ("DTensors", "constructed from Python in a steady step"),
-    "peak_rss_beyond_imports_nbytes": (
-        "resident",
-        "peak beyond imports and process group, heaviest rank",
-    ),
+    "peak_rss_beyond_imports_nbytes": ("resident", "peak beyond imports and process group, heaviest rank"),
     "peak_allocated_nbytes": ("allocated", "peak on the device"),
     "peak_reserved_nbytes": ("reserved", "peak on the device, with what the allocator keeps"),
     "pool_nbytes": ("graphs", "of it, by graphs"),

@@ -21,7 +21,7 @@ from benchmarks.engines.comparison import Outcome, compare
 from benchmarks.engines.summary import record_of
 from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
 from benchmarks.models import MODELS
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from shardgrad.train.config import mesh_shape
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.presets import suggestion
@@ -29,50 +29,46 @@ from shardgrad.train.presets import suggestion
 _ALL = "all"
 
 
-def _option(*names: str, **settings: Any) -> Any:
-    return click.option(*names, show_default="default" in settings, **settings)
-
-
 @click.command()
-@_option(
+@option(
     "--preset", "presets", multiple=True, metavar="|".join(MODELS), help="Model; repeatable.  [default: tiny]"
 )
-@_option("--hf", multiple=True, help="A Hugging Face causal LM: a config.json, or a model type; repeatable.")
-@_option(
+@option("--hf", multiple=True, help="A Hugging Face causal LM: a config.json, or a model type; repeatable.")
+@option(
     "--precision",
     "precisions",
     multiple=True,
     metavar="|".join(PRECISIONS),
     help="Data type of forward and backward; repeatable.  [default: fp32]",
 )
-@_option("--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]")
-@_option("--mesh", help="2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all ranks]")
-@_option(
+@option("--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]")
+@option("--mesh", help="2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all ranks]")
+@option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
     help=f"Engine, or {_ALL}; repeatable; --list-engines names them.  [default: {', '.join(DEFAULT)}]",
 )
-@_option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
-@_option("--batch-size", type=click.IntRange(1), default=8, help="Sequences per rank and micro-batch.")
-@_option("--seq-len", type=click.IntRange(2), default=128, help="Tokens per sequence.")
-@_option("--clip", type=click.FloatRange(0), default=0.0, help="Largest gradient norm; 0 does not clip.")
-@_option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where ranks compute.")
-@_option("--share-device", is_flag=True, help="Put all ranks on one GPU, to see that it works.")
-@_option("--rounds", type=click.IntRange(2), default=40, help="Turns of each engine.")
-@_option("--steps", type=click.IntRange(1), default=5, help="Steps in a turn.")
-@_option("--warmup", type=click.IntRange(5), default=8, help="Steps before the first round.")
-@_option("--limit-s", type=float, default=3600.0, help="Measure fewer rounds rather than for more seconds.")
-@_option(
+@option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
+@option("--batch-size", type=click.IntRange(1), default=8, help="Sequences per rank and micro-batch.")
+@option("--seq-len", type=click.IntRange(2), default=128, help="Tokens per sequence.")
+@option("--clip", type=click.FloatRange(0), default=0.0, help="Largest gradient norm; 0 does not clip.")
+@option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where ranks compute.")
+@option("--share-device", is_flag=True, help="Put all ranks on one GPU, to see that it works.")
+@option("--rounds", type=click.IntRange(2), default=40, help="Turns of each engine.")
+@option("--steps", type=click.IntRange(1), default=5, help="Steps in a turn.")
+@option("--warmup", type=click.IntRange(5), default=8, help="Steps before the first round.")
+@option("--limit-s", type=float, default=3600.0, help="Measure fewer rounds rather than for more seconds.")
+@option(
     "--timeout",
     "answer_s",
     type=float,
     default=120.0,
     help="Seconds without an answer until ranks count as hung.",
 )
-@_option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
-@_option("--list-engines", is_flag=True, help="List the engines, and exit.")
+@option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
+@option("--list-engines", is_flag=True, help="List the engines, and exit.")
 @click.pass_obj
 def main(
     run: Run,

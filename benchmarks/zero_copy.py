@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, summarise
-from benchmarks.run import Run
+from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad import fully_shard
 from shardgrad.sharding import zero_copy
@@ -28,16 +28,10 @@ _SECTION_NBYTES = 32 * 2**20  # what one timing moves at least, so that it is lo
 
 
 @click.command()
-@click.option(
-    "--ranks",
-    "worlds",
-    type=click.IntRange(2),
-    multiple=True,
-    default=[2, 4],
-    show_default=True,
-    help="Processes; repeatable.",
+@option(
+    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
 )
-@click.option("--rounds", type=click.IntRange(2), default=21, show_default=True, help="Turns of each way.")
+@option("--rounds", type=click.IntRange(2), default=21, help="Turns of each way.")
 @click.pass_obj
 def main(run: Run, worlds: Sequence[int], rounds: int) -> None:
     """Measure both ways for shards of 64 KiB to 8 MiB of a parameter, in fp32."""

@@ -80,6 +80,8 @@ class GradCollector:
         """
         unsharded.grad = None
         index = self._index[id(unsharded)]
+        if not self._params[index].sharded.requires_grad:
+            return False  # frozen since the forward
         if grad.layout is not torch.strided:
             raise GradientError(
                 "a gradient of a sharded parameter cannot be used",

@@ -85,6 +85,9 @@ class Scheduler(Protocol):
     def arrived(self, grads: GradGroup) -> None:
         """Takes note that a gradient came in."""
 
+    def join(self) -> None:
+        """Completes every reduction in flight."""
+
 
 class _Packed(NamedTuple):
     """What a reduction sends, and the room that it needs.
@@ -121,7 +124,7 @@ class GradGroup:
         requires_sync: False keeps gradients on this rank, summed in a buffer of the reduce dtype.
         requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
         divide_factor: what the sum over ranks is divided by; None for their number.
-        params: those that required grad when `refresh_trainable` last looked, in order.
+        params: those with a place among the gradients, in order; see `refresh_trainable`.
         state: how far a backward has come; changed by `move_to`.
         waiting: what completed backwards have left for a later reduction.
         collector: where autograd's gradients are until they are packed.
@@ -141,10 +144,12 @@ class GradGroup:
         self._partial = PartialSum()
         self._sum: Slot | None = None
         self._touched: list[bool] = []  # what `_sum` has gradients of
+        self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
         self._trainable: tuple[bool, ...] = ()
-        self._generation = -1  # of the group, when `refresh_trainable` last looked
+        self._holds_places = False  # of parameters that do not require grad
+        self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
@@ -153,30 +158,89 @@ class GradGroup:
     # -- what trains ------------------------------------------------------------------------------------
 
     def refresh_trainable(self) -> None:
-        """Takes note of which parameters require grad.
+        """Takes note of which parameters require grad; called while no backward runs.
 
-        A program may have frozen an unsharded parameter, as a forward left it; that is meant for the sharded
-        one.
+        A program may change that of a sharded parameter and of an unsharded one, whichever its modules show;
+        it is meant for both. A parameter that ceases to require grad keeps its place among the gradients
+        while some are waiting, or a backward is expected: nothing is lost of what completed backwards left.
+
+        Streams: what waits is moved, if it has to be, on the reduce stream.
         """
         params = self.group.params
-        known = self._trainable if self._generation == self.group.generation else ()
+        is_same = self._generation == self.group.generation
+        sharded = tuple([p.sharded.requires_grad for p in params])
+        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
+        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
+        if is_unchanged and not (self._holds_places and self._is_open):
+            return
+        known = self._trainable if is_same else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)
-        now = tuple(p.sharded.requires_grad for p in params)
-        if now == known and self._packer is not None:
-            return
-        self._trainable, self._generation = now, self.group.generation
-        self._shard = None
-        self.params = [p for p in params if p.sharded.requires_grad]
-        layout = self.group.layout_of(self.params, with_flags=True)
-        self._packer = GradPacker(self.group, self.params, layout, self._second)
-        self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in self.params]
         for p in params:
-            if p.unsharded is not None:
+            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
-        self.forget()
+        self._trainable = tuple(p.sharded.requires_grad for p in params)
+        kept = set() if self._is_open else set(map(id, self.params))
+        placed = [p for p in params if p.sharded.requires_grad or id(p) in kept]
+        self._holds_places = len(placed) != sum(self._trainable)
+        if self._packer is None or not is_same or placed != self.params:
+            self._place(placed)
+        else:
+            self._hook()  # those that have begun to require grad again
+
+    @property
+    def _is_open(self) -> bool:
+        """True if places among the gradients may go: nothing waits, and no backward is expected."""
+        return self.waiting is Waiting.NOTHING and not self._partial.is_live and self.state is GradState.IDLE
+
+    def _place(self, placed: list[FSDPParam]) -> None:
+        """Gives parameters their places among the gradients; what waits goes along."""
+        if self.scheduler is not None:
+            self.scheduler.join()  # what is in flight has the old places
+        old, group = self._packer, self.group
+        new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
+        if old is None or self._is_open or old.dtype != new.dtype:
+            self.forget()
+        else:
+            self._move_waiting(old, new)
+        was_touched = dict(zip(map(id, self.params), self._touched, strict=True))
+        self._touched = [was_touched.get(id(p), False) for p in placed]
+        self.params = placed
+        self._packer = new
+        self._generation = group.generation
+        self._shard = None
+        self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
+
+    def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
+        """Moves what waits on this rank from its old places to the new ones."""
+        comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
+        if comm_ctx is None:
+            return  # no backward has come by
+        stream, ranks, dtype = comm_ctx.streams.reduce, self.group.mesh.shard_size, self.group.reduce_dtype
+        with comm_ctx.streams.on(stream), torch.no_grad():
+            if self._sum is not None and self.waiting is Waiting.SUM:
+                before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
+                before.start_reading(stream)
+                self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
+                self._sum.start_writing(stream)
+                before.reserve(0)
+                new.move(
+                    before.take(dtype, ranks, old.layout.chunk_numel).whole,
+                    self._sum.take(dtype, ranks, new.layout.chunk_numel).whole,
+                    old,
+                )
+                self._sum.finish_writing(stream)
+                before.release(stream)
+                before.give_back()
+            if self._partial.tensor is not None and self._partial.is_live:
+                partial = self._partial.tensor
+                chunks = partial.numel() // old.layout.chunk_numel
+                self._partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
+                new.move(partial, self._partial.tensor, old)
+            else:
+                self._partial.tensor = None
 
     @property
     def layout(self) -> ShardLayout | None:
@@ -198,11 +262,12 @@ class GradGroup:
 
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
-        self.collector.expect(self.params)
+        if self.collector.count == 0:
+            self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
         hook = _hook_of(weakref.ref(self))
         for p in self.params:
-            if p.unsharded is not None and _HOOKED not in p.unsharded.__dict__:
+            if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
                 p.unsharded.__dict__[_HOOKED] = True
                 p.unsharded.register_post_accumulate_grad_hook(hook)
 
@@ -414,6 +479,7 @@ class GradGroup:
             if transport.stream_ordered:
                 reduction.complete()
         self._touched = [False] * len(self._touched)
+        self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
         return reduction
 
@@ -498,17 +564,17 @@ class GradGroup:
         """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
 
         Returns:
-            Whether it had begun to write them.
+            Whether what earlier backwards had left goes along with it.
         """
         state = self.state
-        had_begun = self.collector.count > 0 or state in (GradState.SUMMED, GradState.REDUCED)
+        is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
         self.collector.forget()
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
         if state is not GradState.IDLE:
             self.move_to(GradState.IDLE)
-        return had_begun
+        return is_mixed
 
 
 _HOOKED = "_shardgrad_hooked"

@@ -38,7 +38,8 @@ class GradPacker:
         second: what follows the reduce-scatter, since it may want the chunks in another order.
 
     Attributes:
-        layout: as given.
+        params, layout: as given.
+        dtype: in which gradients are packed.
         tails: what has been packed behind the parameters so far, by touched flags.
     """
 
@@ -46,8 +47,9 @@ class GradPacker:
         self, group: ParamGroup, params: Sequence[FSDPParam], layout: ShardLayout, second: SecondStep | None
     ) -> None:
         self._mesh = group.mesh
-        self._dtype = group.reduce_dtype
-        self._params = list(params) if group.holds_dtensors else []
+        self.dtype = group.reduce_dtype
+        self.params = list(params)
+        self._holds_dtensors = group.holds_dtensors
         self._second = second
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
         self.layout = layout
@@ -98,6 +100,30 @@ class GradPacker:
         collector.let_go(streams)
         return flags, sent_alone
 
+    def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
+        """Copies what another packer has packed to the places that it has here.
+
+        Args:
+            chunks: any number of them, packed by `old`, 1-D.
+            into: as many, for this one; parameters that `old` does not know become zero.
+            old: packs other parameters of the same group.
+
+        Streams: on the current one.
+        """
+        theirs, ours = chunks.view(-1, old.layout.chunk_numel), into.view(-1, self.layout.chunk_numel)
+        ours.zero_()
+        index = {id(p): i for i, p in enumerate(self.params)}
+        for i, p in enumerate(old.params):
+            place = index.get(id(p))
+            if place is None:
+                continue
+            piece, there = self.layout.pieces[place], old.layout.pieces[i]
+            ours.narrow(1, piece.shard_offset, piece.span).copy_(
+                theirs.narrow(1, there.shard_offset, there.span)
+            )
+            flag = theirs.narrow(1, old.layout.tail_offset + i, 1)
+            ours.narrow(1, self.layout.tail_offset + place, 1).copy_(flag)
+
     def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         """Returns this rank's part of each gradient as the pack reads it; an empty tensor where none is."""
         found = []
@@ -105,16 +131,16 @@ class GradPacker:
             if grad is None:
                 found.append(self._nothing)
                 continue
-            if self._params:
-                grad = self._params[i].sharding.local_gradient(grad)
+            if self._holds_dtensors:
+                grad = self.params[i].sharding.local_gradient(grad)
             found.append(grad.contiguous())
         return found
 
     def _flat(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Returns a gradient as it is sent by itself."""
         if not grad.numel():
-            return grad.new_zeros(piece.numel, dtype=self._dtype)
-        return grad.to(self._dtype).view(-1)
+            return grad.new_zeros(piece.numel, dtype=self.dtype)
+        return grad.to(self.dtype).view(-1)
 
     def _fill(
         self,

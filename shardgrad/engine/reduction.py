@@ -251,23 +251,28 @@ class Reduction:
         if self._staging is not None and self._shard is not None:
             self._shard.wait_on_host()
 
-    def abandon(self) -> None:
+    def abandon(self) -> bool:
         """Takes back a reduction of a backward that failed.
 
         What is in flight is waited for and dropped; gradients and sums that it has been added to are lost
         along with it.
+
+        Returns:
+            Whether it has been added to any.
         """
-        if self.is_complete or self._has_started_second:
+        is_written = self.is_complete or self._has_started_second
+        if is_written:
             self._partial.is_live = False
         if self.is_complete:
             if self._shard is not None:
                 self._shard.unbind()
-            return
+            return is_written
         try:
             for _, _, work in self._works:
                 work.wait()
         finally:
             self._end(self._context.streams)
+        return is_written
 
     def _end(self, streams: Streams) -> None:
         self.is_complete = True

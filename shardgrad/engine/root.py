@@ -243,14 +243,13 @@ class RootContext:
             for unit in self.units:
                 unit.abandon()
             lost = self.scheduler.abandon_backward(self.grad_groups)
-            if lost:
-                warnings.warn(
-                    "a backward failed half-way: the gradients it had begun to write are dropped, together "
-                    f"with what earlier backwards had left there, in unit {', '.join(map(repr, lost))}; "
-                    "call zero_grad() to drop the others as well",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+            added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
+            warnings.warn(
+                "a backward failed half-way: the gradients that it has computed are dropped, those of "
+                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of them.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def abort(self) -> None:
         """Drops all that is under way, without a trace: a capture failed, and nothing in it has run."""

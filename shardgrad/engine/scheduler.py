@@ -42,7 +42,7 @@ class ReductionScheduler:
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
-        self._launched: list[Reduction] = []  # by the backward that is running
+        self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
         self._enrolled: list[GradGroup] | None = None
         self._enrolment_used = False
 
@@ -129,7 +129,7 @@ class ReductionScheduler:
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
-            self._launched.append(grads.launch(self.comm_ctx))
+            self._launched.append((grads, grads.launch(self.comm_ctx)))
             grads.move_to(GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
@@ -152,7 +152,7 @@ class ReductionScheduler:
             if grads.state is not GradState.IDLE:
                 grads.move_to(GradState.IDLE)
         self.backward_running = False
-        self._earlier += self._launched
+        self._earlier += [reduction for _, reduction in self._launched]
         self._launched = []
         if wait:
             self.join()
@@ -186,13 +186,14 @@ class ReductionScheduler:
         self._queue.clear()
         self.backward_running = False
         launched, self._launched = self._launched, []
-        for reduction in launched:
-            reduction.abandon()
-        return list(dict.fromkeys(grads.group.name for grads in groups if grads.abandon_backward()))
+        lost = [grads for grads, reduction in launched if reduction.abandon()]
+        lost += [grads for grads in groups if grads.abandon_backward()]
+        return list(dict.fromkeys(grads.group.name for grads in lost))
 
     def abort(self, groups: Iterable[GradGroup]) -> None:
         """Drops everything that is not in a gradient shard, and what has been written there since."""
-        self._launched = [*self._earlier, *self._launched]
+        for reduction in self._earlier:
+            reduction.abandon()
         self._earlier = []
         self._entered.clear()
         self._enrolled = None

@@ -283,6 +283,7 @@ class Unit:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
         self.wait_for_unshard(context)
+        self._refresh_trainable(context)
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name):
@@ -322,6 +323,13 @@ class Unit:
                 running += frame.f_locals.get("self") in self.modules
             frame = frame.f_back
         return running > 1
+
+    def _refresh_trainable(self, context: Root) -> None:
+        """Takes note of parameters that the program froze or unfroze inside the forward."""
+        if context.scheduler.backward_running:
+            return
+        for grads in self.grad_groups:
+            grads.refresh_trainable()
 
     def _prefetch_forward(self, context: Root) -> None:
         following = context.upcoming(self)
@@ -363,6 +371,7 @@ class Unit:
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
+        self._refresh_trainable(context)
         if not recomputing:
             self._running.pop()
         if not recomputing and module not in self._running:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support import programs
+
 TIMEOUT_S = 280  # many times what a smoke run takes: others may be using the machine
 pytestmark = pytest.mark.timeout(300)
 
@@ -18,8 +18,7 @@ NAMES = ["fsdp2", "shardgrad", "shardgrad-graphed", "ddp", "unsharded", "compute
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks", *options]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    return programs.run("benchmarks", *options, timeout=TIMEOUT_S)
 
 
 @pytest.fixture(scope="module")

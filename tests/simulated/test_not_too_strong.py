@@ -193,7 +193,7 @@ def _writer_waits_for_reductions(original: Any) -> Callable[..., None]:
 def _reductions_are_waited_for_at_once(original: Any) -> Callable[..., None]:
     def reduce(self: ReductionScheduler, reducer: Any) -> None:
         original(self, reducer)
-        self._launched[-1].join(self.comm_ctx.streams.current())
+        self._launched[-1][1].join(self.comm_ctx.streams.current())
 
     return reduce
 

@@ -286,7 +286,7 @@ def test_a_run_whose_text_has_moved_goes_on_when_told_where(two_ranks: Path, tmp
     moved = tmp_path / "moved"
     moved.write_bytes(Path(argparse.__file__).read_bytes() + b"# and more")
     output = train("--resume", folder, "--data", moved, "--ranks", "1")
-    assert "The text is not the one this run began with" in output
+    assert "The text is not the one this run started with" in output
 
 
 @pytest.fixture
