@@ -10,10 +10,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum, auto
-from operator import attrgetter, or_
+from itertools import repeat
+from operator import attrgetter, is_not, or_
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -110,6 +112,8 @@ class _Packed(NamedTuple):
 _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_GRAD = attrgetter("grad")
 _WAITING = attrgetter("waiting", "_partial.is_live")
 
 
@@ -151,6 +155,8 @@ class GradGroup:
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
+        self._unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
+        self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
@@ -168,11 +174,10 @@ class GradGroup:
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
-        sharded = tuple([p.sharded.requires_grad for p in params])
-        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
-        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
-        if is_unchanged and not (self._holds_places and self._is_open):
-            return
+        if is_same and not (self._holds_places and self._is_open):
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+            if now == self._trainable or now == self._trainable * 2:
+                return
         known = self._trainable if is_same else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
@@ -265,6 +270,9 @@ class GradGroup:
         if self.collector.count == 0:
             self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
+        self._unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
+        self._both = [p.sharded for p in self.group.params]
+        self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
         for p in self.params:
             if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
@@ -361,6 +369,18 @@ class GradGroup:
             raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
         self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
         scheduler.arrived(self)
+
+    def collect_written(self, comm_ctx: CommContext) -> None:
+        """Takes the gradients that the program itself has put on unsharded parameters.
+
+        Zero-bubble schedules do that with what `autograd.grad` returns, for which no hook runs.
+
+        Streams: they are taken to be written on the current one.
+        """
+        if any(map(is_not, map(_GRAD, self._unsharded), repeat(None))):
+            for unsharded in self._unsharded:
+                if unsharded.grad is not None:
+                    self.collector.take(unsharded, unsharded.grad, comm_ctx.streams)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""

@@ -354,8 +354,8 @@ class GradShard:
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN is
-        not zero.
+        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN
+        is not zero.
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]

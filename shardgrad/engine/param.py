@@ -156,7 +156,7 @@ def managed_by(param: torch.Tensor) -> FSDPParam | None:
 
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
-    """Returns what manages a parameter, in whichever of its states a module shows it; None if not one of ours."""
+    """Returns what manages a parameter, in whichever state modules show it; None if it is not one of ours."""
     managed = managed_by(param)
     if managed is None:
         shown = _shown.get(id(param))

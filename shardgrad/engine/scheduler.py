@@ -128,6 +128,7 @@ class ReductionScheduler:
         return grads.requires_sync and (self.is_last_backward or not grads.group.stage.sums_unsharded)
 
     def _reduce(self, grads: GradGroup) -> None:
+        grads.collect_written(self.comm_ctx)
         if self._reduces_now(grads):
             self._launched.append((grads, grads.launch(self.comm_ctx)))
             grads.move_to(GradState.REDUCED)
@@ -146,7 +147,8 @@ class ReductionScheduler:
             self._reduce(self._queue.pop())
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # and sums that earlier backwards have left.
+            # that the program has written, and sums that earlier backwards have left.
+            grads.collect_written(self.comm_ctx)
             if grads.collector.count or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads)):
                 self._reduce(grads)
             if grads.state is not GradState.IDLE:
