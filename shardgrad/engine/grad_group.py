@@ -14,9 +14,10 @@ from operator import attrgetter, or_
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
-from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_packer import GradPacker
 from shardgrad.engine.grad_shard import GradShard
@@ -32,7 +33,7 @@ from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+__all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 _OVERFLOWING = (torch.float16,)
@@ -57,7 +58,8 @@ class GradState(Enum):
     REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
 
 
-_LEGAL = {
+# What may follow each state; `ReductionScheduler` makes all transitions.
+TRANSITIONS = {
     GradState.IDLE: set(GradState) - {GradState.IDLE},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
     GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
@@ -110,6 +112,7 @@ class _Packed(NamedTuple):
 _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _WAITING = attrgetter("waiting", "_partial.is_live")
 
 
@@ -125,7 +128,8 @@ class GradGroup:
         requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
         divide_factor: what the sum over ranks is divided by; None for their number.
         params: those with a place among the gradients, in order; see `refresh_trainable`.
-        state: how far a backward has come; changed by `move_to`.
+        state: how far a backward has come; the scheduler changes it.
+        unsharded: the unsharded parameters of `params`, once they exist.
         waiting: what completed backwards have left for a later reduction.
         collector: where autograd's gradients are until they are packed.
         scheduler: of the root; None before that is known.
@@ -151,7 +155,10 @@ class GradGroup:
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
+        self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
+        self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
+        self._route: tuple[tuple[CommContext, CollectiveConfig], Route] | None = None
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
 
@@ -168,11 +175,10 @@ class GradGroup:
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
-        sharded = tuple([p.sharded.requires_grad for p in params])
-        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
-        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
-        if is_unchanged and not (self._holds_places and self._is_open):
-            return
+        if is_same and not (self._holds_places and self._is_open):
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+            if now == self._trainable or now == self._trainable * 2:
+                return
         known = self._trainable if is_same else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
@@ -265,6 +271,9 @@ class GradGroup:
         if self.collector.count == 0:
             self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
+        self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
+        self._both = [p.sharded for p in self.group.params]
+        self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
         for p in self.params:
             if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
@@ -296,18 +305,6 @@ class GradGroup:
         return shard
 
     # -- states -----------------------------------------------------------------------------------------
-
-    def move_to(self, state: GradState) -> None:
-        """Goes on to a state; see [Note: States of a group's gradients].
-
-        Raises:
-            RuntimeError: there is no such transition.
-        """
-        if state not in _LEGAL[self.state]:
-            raise RuntimeError(
-                f"gradients of unit {self.group.name} cannot go from {self.state.name} to {state.name}"
-            )
-        self.state = state
 
     @property
     def switches(self) -> tuple[Any, ...]:
@@ -362,8 +359,20 @@ class GradGroup:
         self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
         scheduler.arrived(self)
 
+    def _collect_written(self, streams: Streams) -> None:
+        """Takes the gradients that the program itself has put on unsharded parameters.
+
+        Zero-bubble schedules do that with what `autograd.grad` returns, for which no hook runs.
+
+        Streams: they are taken to be written on the current one.
+        """
+        for unsharded in self.unsharded:
+            if unsharded.grad is not None:
+                self.collector.take(unsharded, unsharded.grad, streams)
+
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
+        self._collect_written(comm_ctx.streams)
         if self.waiting is Waiting.NOTHING:
             self.waiting = Waiting.TURN
         if self.collector.count == 0:
@@ -436,8 +445,9 @@ class GradGroup:
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, streams = self.group, comm_ctx.streams
+        self._collect_written(streams)
         before, after = self._divisors
-        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
+        transport, ring = self._route_of(comm_ctx)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
@@ -482,6 +492,13 @@ class GradGroup:
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
         return reduction
+
+    def _route_of(self, comm_ctx: CommContext) -> Route:
+        """Returns what the group's reductions go through."""
+        made_for = comm_ctx, self.group.collectives
+        if self._route is None or self._route[0] != made_for:
+            self._route = made_for, made_for[1].for_reduce(comm_ctx, self.group.mesh.gather_group)
+        return self._route[1]
 
     def _all_reduce_hook(self) -> AllReduceHook:
         collectives = self.group.collectives
@@ -572,8 +589,6 @@ class GradGroup:
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
-        if state is not GradState.IDLE:
-            self.move_to(GradState.IDLE)
         return is_mixed
 
 

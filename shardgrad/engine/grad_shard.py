@@ -352,10 +352,22 @@ class GradShard:
                 setattr(param, self._attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
-        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does."""
-        for i, live in zip(places, self.settle(places), strict=True):
-            if live:
-                self._views[i].zero_()
+        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does.
+
+        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN
+        is not zero.
+        """
+        live = self.settle(range(self.count))
+        chosen = [place for place in places if live[place]]
+        if len(chosen) < sum(live):
+            self.pay()  # the others are still to be multiplied
+        else:
+            self.nonfinite = None
+            if self.owed is not None:
+                self.owed = None
+                self._rebind(self._owing, self._faces)
+        for place in chosen:
+            self._views[place].zero_()
 
     def owe(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients by `factor`, later. See [Note: Owed factor] in `pending_scale.py`.
