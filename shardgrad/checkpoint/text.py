@@ -15,8 +15,15 @@ def escaped(text: object) -> str:
 
 
 def printable(text: object) -> str:
-    """Returns escaped text, cut to a line's length."""
-    shown = escaped(text)
+    """Returns escaped text, cut to a line's length before it is escaped."""
+    try:
+        whole = str(text)
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an integer of more digits than Python writes; too many lists in lists
+        return f"{type(text).__name__} that is too long to show"
+    shown = escaped(whole[: _LONGEST + 1])
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 
