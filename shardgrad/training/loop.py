@@ -115,8 +115,9 @@ class Run:
         if self._record is None:
             return
         self._checkpoints.discard_unfinished()
-        known = {event["digest"] for event in self._record.events() if event["event"] == "start"}
-        self._record.begin(
+        starts = [event for event in self._record.events() if event["event"] == "start"]
+        known = {str(event["digest"]) for event in starts if "digest" in event}
+        warning = self._record.begin(
             config,
             self._place,
             step=self._state.step,
@@ -127,6 +128,8 @@ class Run:
             f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
             f"{corpus.source}; run folder {self._folder}"
         )
+        if warning is not None:
+            self._display.note(warning)
         if self._state.step:
             self._display.note(f"Resumed after step {self._state.step}.")
         if known and corpus.digest not in known:
