@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardgrad.checkpoint import Saving, Series, load, save, save_async
+from shardgrad.checkpoint.peers import Peers
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from shardgrad.training.failure import TrainingError, UsageError
 from shardgrad.training.parallel import Place
@@ -73,6 +74,24 @@ class Checkpoints:
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or the one that somebody has named."""
         return self._series.latest()
+
+    def acquire(self, place: Place) -> None:
+        """Make this run the only one that writes into the folder; all ranks call it together.
+
+        Raises:
+            UsageError: another process writes there; on every rank.
+        """
+        try:
+            Peers(place.control).together("lock", self._series.acquire if place.leads else _nothing)
+        except CheckpointSaveError as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
+                raise error.__cause__ from None
+            raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
+
+    def release(self) -> None:
+        """Let another run write into the folder, unless a save goes on until this process ends."""
+        if self._saving is None or self._saving.done():
+            self._series.release()
 
     def save(self, state: TrainState, place: Place) -> Path:
         """Write and publish the state, or begin to; all ranks call it together.
@@ -132,6 +151,10 @@ class Checkpoints:
         if self._group is None and place.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one works."""
 
 
 @contextmanager

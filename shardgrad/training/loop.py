@@ -39,6 +39,28 @@ def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *,
         Interrupted: `stop` was requested; the state is saved.
         TrainingError: the run cannot go on.
     """
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        is_async=config.checkpoint_async,
+        timeout_s=config.timeout,
+    )
+    checkpoints.acquire(place)
+    try:
+        _train(config, place, folder, stop, checkpoints, resume=resume)
+    finally:
+        checkpoints.release()
+
+
+def _train(
+    config: TrainConfig,
+    place: Place,
+    folder: Path,
+    stop: StopRequest,
+    checkpoints: Checkpoints,
+    *,
+    resume: bool,
+) -> None:
     corpus = load_corpus(
         config.data,
         limit_nbytes=config.data_limit_mib * 2**20,
@@ -51,12 +73,6 @@ def train(config: TrainConfig, place: Place, folder: Path, stop: StopRequest, *,
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
     # Weights are the same everywhere; what is drawn from here on (dropout) must differ between ranks.
     torch.manual_seed(config.seed + place.rank)
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        keep=config.keep,
-        is_async=config.checkpoint_async,
-        timeout_s=config.timeout,
-    )
     if resume:
         checkpoints.load(state, place)
     if state.step >= config.steps:
