@@ -33,7 +33,7 @@ _MOST_NBYTES = 4096
 
 # By path, of this process: closing any descriptor of a file would unlock it, so it is opened once.
 _held: dict[str, FileLock] = {}
-_held_lock = threading.Lock()
+_held_lock = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ class FileLock:
             OSError: the file cannot be written.
         """
         key = os.path.abspath(path)
+        make_folder(Path(key).parent)
         with _held_lock:
             held = _held.get(key)
             if held is None or held._process != os.getpid():  # a forked process does not inherit it
@@ -94,7 +95,6 @@ class FileLock:
             os.close(self._descriptor)
 
     def _acquire(self) -> None:
-        make_folder(self._path.parent)
         while True:
             self._descriptor = os.open(
                 self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644
