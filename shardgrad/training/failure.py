@@ -24,6 +24,10 @@ class UsageError(TrainingError):
     exit_status = 2
 
 
+class CheckpointUnusable(TrainingError):
+    """The checkpoint to go on from is damaged or does not fit; the text says what to do instead."""
+
+
 class Interrupted(TrainingError):
     """A person or a scheduler asked the run to stop; the state is saved."""
 

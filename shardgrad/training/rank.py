@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardgrad.training.config import TrainConfig
-from shardgrad.training.failure import PeerLost, TrainingError, UsageError, explain
+from shardgrad.training.failure import CheckpointUnusable, PeerLost, TrainingError, UsageError, explain
 from shardgrad.training.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def resume_hint(folder: Path) -> str:
 
 def _failed(error: BaseException, rank: int, folder: Path, lookout: Lookout | None) -> Report:
     failure = explain(error)
-    hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
+    hint = "" if isinstance(failure, UsageError | CheckpointUnusable) else resume_hint(folder)
     if isinstance(error, TrainingError) or lookout is None:
         blame = Blame.CONSEQUENCE if isinstance(failure, PeerLost) else Blame.SHARED
         return Report(rank, failure.exit_status, str(failure), hint=hint, blame=blame, speaks=rank == 0)

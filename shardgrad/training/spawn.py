@@ -15,7 +15,7 @@ from types import FrameType
 
 from shardgrad.training.failure import Interrupted
 from shardgrad.training.rank import Blame, Order, Report, resume_hint, run_rank
-from shardgrad.training.stop import ECHO_S, STOP_SIGNALS
+from shardgrad.training.stop import ECHO_S, leave_terminal, stop_signals
 
 _GRACE_S = 10.0  # for the other ranks to notice that one has failed, and to speak
 _WHY: dict[int, str] = {
@@ -35,12 +35,12 @@ def spawn(order: Order, ranks: int) -> Report:
         The report that is nearest to the cause of a failure, or rank 0's where all went well.
     """
     with tempfile.TemporaryDirectory(prefix="shardgrad-") as meeting:
-        former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        former = {number: signal.getsignal(number) for number in stop_signals()}
         # Children inherit that Ctrl-C is ignored, until they can answer it: no tracebacks while they import.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         children = [_start(order, rank, ranks, f"file://{meeting}/store") for rank in range(ranks)]
         watch = _Watch(order, children)
-        for number in STOP_SIGNALS:
+        for number in former:
             signal.signal(number, watch.on_signal)
         try:
             reports = watch.until_all_ended()
@@ -127,6 +127,7 @@ class _Watch:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Pass on the first request; on a later one, end the ranks."""
+        leave_terminal(number)
         now_s = time.monotonic()
         if self._asked_s is None:
             self._asked_s = now_s
