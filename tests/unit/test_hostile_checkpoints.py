@@ -90,7 +90,7 @@ def exploding_key() -> bytes:
     return content + b"K\x01s."
 
 
-# -- pickles --------------------------------------------------------------------
+# -- pickles --------------------------------------------------------------------------------------------
 
 
 def test_a_key_that_takes_for_ever_to_hash_is_refused_before_it_is_unpickled(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_torch_writes_for_a_large_model_passes(tmp_path: Path) -> None:
         assert len(source.values) == 1_000
 
 
-# -- archives --------------------------------------------------------------------
+# -- archives -------------------------------------------------------------------------------------------
 
 
 def with_archive(folder: Path, key: str, content: bytes) -> Path:
@@ -266,7 +266,7 @@ def test_no_flipped_bit_of_an_archive_raises_an_untyped_error(tmp_path: Path) ->
     assert "refused" in outcomes
 
 
-# -- sizes --------------------------------------------------------------------
+# -- sizes ----------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -348,7 +348,7 @@ def test_a_pointer_that_claims_40_gib_or_never_ends_is_no_pointer(tmp_path: Path
     assert series.latest() == series.path_of(7)
 
 
-# -- text --------------------------------------------------------------------
+# -- text -----------------------------------------------------------------------------------------------
 
 
 def test_text_is_cut_before_it_is_escaped_and_what_cannot_be_written_is_named() -> None:
@@ -364,3 +364,21 @@ def test_text_is_cut_before_it_is_escaped_and_what_cannot_be_written_is_named() 
 
 def test_the_tests_own_pickles_are_what_they_claim() -> None:
     assert sum(code.name == "BINGET" for code, _, _ in pickletools.genops(exploding_key())) == 120
+
+
+def test_a_flipped_bit_in_any_block_of_a_tensor_is_found_the_last_and_partial_one_too(tmp_path: Path) -> None:
+    nbytes, block = 2 * 2**22 + 100, 2**22
+    checkpoint.save({"a": torch.ones(nbytes, dtype=torch.uint8), "b": torch.ones(1000)}, tmp_path / "c")
+    data = tmp_path / "c" / "rank_00000.bin"
+    right = data.read_bytes()
+    for begin, end in ((0, block), (block, 2 * block), (2 * block, nbytes)):
+        for at in (begin, end - 1):
+            damaged = bytearray(right)
+            damaged[at] ^= 16
+            data.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match="a in the checkpoint is damaged"):
+                checkpoint.load(
+                    {"a": torch.zeros(nbytes, dtype=torch.uint8), "b": torch.zeros(1000)}, data.parent
+                )
+    data.write_bytes(right)
+    read_all(data.parent)

@@ -62,7 +62,7 @@ def elsewhere(work: Callable[[], None]) -> Iterator[int]:
         os.close(told)
 
 
-# -- the lock --------------------------------------------------------------------
+# -- the lock -------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> None:
@@ -219,11 +219,11 @@ def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
     assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
 
 
-# -- latest --------------------------------------------------------------------
+# -- latest ---------------------------------------------------------------------------------------------
 
 
 def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_path: Path) -> None:
-    """One of them is refused, however often it tries; at every instant there is a whole checkpoint to read."""
+    """One of them is refused, however often it tries; there is always a whole checkpoint to read."""
 
     first = Series(tmp_path)
     save(first, 0)
