@@ -236,11 +236,12 @@ class PowerCut:
 
 
 def _site() -> str:
-    """Returns which functions of the library lead to the caller's caller."""
+    """Returns the lines of the library that led to a call of `fsync`; nothing if another library made it."""
     frame, names = sys._getframe(2), []
-    while frame is not None:
-        path = Path(frame.f_code.co_filename)
-        if "shardgrad" in path.parts and "tests" not in path.parts[path.parts.index("shardgrad") :]:
-            names.append(f"{path.stem}.{frame.f_code.co_name}:{frame.f_lineno}")
+    while frame is not None and len(names) < 2:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith("shardgrad."):
+            break
+        names.append(f"{module}, {frame.f_code.co_name}, line {frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
-    return " < ".join(names[:3])
+    return " from ".join(names)
