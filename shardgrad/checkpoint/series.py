@@ -9,8 +9,9 @@ from shardgrad.checkpoint.files import content_of, replace_synced
 from shardgrad.checkpoint.lock import FileLock
 from shardgrad.checkpoint.publish import LOCK, REPLACED, discard, recover
 from shardgrad.checkpoint.source import is_complete
+from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.torch_format import METADATA
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import CheckpointError, OptionError
 
 __all__ = ["Series"]
 
@@ -92,10 +93,13 @@ class Series:
 
         Raises:
             CheckpointSaveError: another process writes there.
+            OptionError: the name is not one of a step.
             OSError: `latest` could not be written, and is what it was.
         """
+        path = self._folder / path.name
+        step = _step_of(path)
         self.acquire()
-        step, newest = _step_of(path), self.latest()
+        newest = self.latest()
         newest_step = step if newest is None else _step_of(newest)
         known = self._known_steps()
         if step < newest_step and newest_step in self._published:
@@ -155,7 +159,12 @@ def _name_of(step: int) -> str:
 def _step_of(path: Path) -> int:
     found = _STEP.fullmatch(path.name.removesuffix(REPLACED))
     if found is None:
-        raise ValueError(f"{path.name} is not the name of a step")
+        raise OptionError(
+            "only checkpoints of steps can be published",
+            expected="a path from `path_of`",
+            got=printable(path.name),
+            fix="series.publish(series.path_of(step))",
+        )
     return int(found[1])
 
 
