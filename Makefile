@@ -1,12 +1,12 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make lint types bench clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make drills lint types docs bench clean
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test lint types bench clean
+.PHONY: train test drills lint types docs bench clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
@@ -26,6 +26,9 @@ train: .venv/installed
 test: .venv/installed
 	.venv/bin/python -m pytest $(ARGS)
 
+drills: .venv/installed
+	.venv/bin/python -m tests.drills $(ARGS)
+
 lint: .venv/installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -34,8 +37,14 @@ lint: .venv/installed
 types: .venv/installed
 	.venv/bin/python -m mypy
 
+# Warnings are errors: a link or a reference that leads nowhere, a docstring that does not parse.
+docs: .venv/installed
+	rm -rf build/docs
+	.venv/bin/python -m sphinx --fail-on-warning --keep-going --quiet -c docs . build/docs
+	@echo "build/docs/index.html"
+
 bench: .venv/installed
-	.venv/bin/shardgrad bench $(ARGS)
+	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -50,5 +59,5 @@ clean:
 	touch .venv/torch
 
 .venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[plots,test,lint,clients]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[cli,bench,plots,test,lint,docs,clients]' '$(TORCH)'
 	touch .venv/installed

@@ -20,7 +20,7 @@ INK, WAIT, MISSING = "#1b1f24", "#4d6480", "#d1242f"
 
 @dataclass(frozen=True)
 class Box:
-    """Work on a stream: it begins at `begin` and lasts `length`, in the picture's own time."""
+    """Work on a stream: it begins at `begin` and lasts `length`, in units of the picture."""
 
     lane: int
     begin: float
@@ -40,7 +40,7 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Frame:
-    """What belongs together: a stretch of time on neighbouring lanes."""
+    """A stretch of time on neighboring lanes."""
 
     first_lane: int
     last_lane: int
@@ -51,7 +51,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Picture:
-    """One timeline; boxes are named by keys. `wrong` says what the wait that is missing leads to."""
+    """One timeline; boxes are named by keys. `wrong` says what the missing wait leads to."""
 
     name: str
     title: str
@@ -65,7 +65,7 @@ class Picture:
 PICTURES = [
     Picture(
         "hook_on_a_side_stream",
-        "The reduction waits for the default stream; the hook runs on the stream its node was born on",
+        "The reduction waits for the default stream; the hook runs on the stream its node was created on",
         ("default stream", "reduce stream", "side stream"),
         {
             "backward": Box(0, 0, 2, "backward", "plain"),
@@ -75,7 +75,7 @@ PICTURES = [
             "reduce": Box(1, 4.9, 2.6, "reduce bucket", "read"),
         },
         (Arrow("backward", "late"), Arrow("rest", "reduce"), Arrow("hook", "reduce", missing=True)),
-        "the bucket of the step before is sent",
+        "the bucket of the previous step is sent",
     ),
     Picture(
         "only_the_current_stream",
@@ -88,11 +88,11 @@ PICTURES = [
             "reduce": Box(1, 5.5, 2.6, "reduce both halves", "read"),
         },
         (Arrow("second", "reduce"), Arrow("first", "reduce", missing=True)),
-        "half of what is sent is old",
+        "half of the message is old",
     ),
     Picture(
         "refill_after_the_flush",
-        "Reading waits for both producers; before the refill only the producer that flushed waits",
+        "The reader waits for both producers; before the refill only the producer that flushed waits",
         ("flusher", "other producer", "reduce stream"),
         {
             "fill a": Box(0, 0, 1.7, "fill bucket 0", "write"),
@@ -108,11 +108,11 @@ PICTURES = [
             Arrow("reduce", "again a"),
             Arrow("reduce", "again b", missing=True),
         ),
-        "half of what is sent is of a later round",
+        "half of the message is of a later round",
     ),
     Picture(
         "freed_early",
-        "A buffer is dropped while the reduction still reads it, and the next tensor gets its memory",
+        "A buffer is freed while the reduction still reads it, and the next tensor gets its memory",
         ("default stream", "reduce stream"),
         {
             "fill": Box(0, 0, 1.9, "fill buffer", "write"),
@@ -122,12 +122,12 @@ PICTURES = [
             "reduce": Box(1, 4.6, 2.3, "reduce buffer", "read"),
         },
         (Arrow("fill", "late"), Arrow("reduce", "next", missing=True)),
-        "another tensor's numbers are sent",
+        "another tensor's values are sent",
     ),
     Picture(
         "one_captured_step",
-        "One replay: forks and joins lie inside of the graph, and only one stream reaches out of it",
-        ("caller", "compute", "gather", "reduce"),
+        "One replay: forks and joins are inside the graph, and only one stream leaves it",
+        ("caller", "compute", "all-gather", "reduce"),
         {
             "before": Box(0, 0, 1.1, "(before)", "late"),
             "copy": Box(1, 1.0, 1.1, "copy in"),
@@ -156,7 +156,7 @@ PICTURES = [
             Arrow("reduce a", "update"),
             Arrow("update", "after"),
         ),
-        frame=Frame(1, 3, 2.3, 15.7, "what the graph holds"),
+        frame=Frame(1, 3, 2.3, 15.7, "the graph"),
     ),
 ]
 

@@ -1,25 +1,32 @@
 """shardgrad: a fully-sharded data-parallel engine for PyTorch, with FSDP2's interface."""
 
-from shardgrad import optim
-from shardgrad.checks.gradient_report import gradient_report
-from shardgrad.checks.replica_report import replica_report
-from shardgrad.checks.untrained_params import UntrainedParameterWarning
-from shardgrad.errors import ShardgradError
-from shardgrad.features.participation import participate
-from shardgrad.fully_shard import fully_shard
-from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
-from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-from shardgrad.optim.clip import clip_grad_norm_
-from shardgrad.optim.grad_scaler import GradScaler
-from shardgrad.patch import patch
-from shardgrad.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    GradientPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    UnshardHandle,
-)
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardgrad import optim
+    from shardgrad.checks.gradient_report import gradient_report
+    from shardgrad.checks.replica_report import replica_report
+    from shardgrad.checks.untrained_params import UntrainedParameterWarning
+    from shardgrad.errors import ShardgradError
+    from shardgrad.features.participation import participate
+    from shardgrad.fully_shard import fully_shard
+    from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
+    from shardgrad.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+    from shardgrad.optim.clip import clip_grad_norm_
+    from shardgrad.optim.grad_scaler import GradScaler
+    from shardgrad.patch import patch
+    from shardgrad.policies import (
+        CPUOffloadPolicy,
+        DataParallelMeshDims,
+        GradientPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        UnshardHandle,
+    )
 
 __version__ = "0.1.0"
 
@@ -48,3 +55,57 @@ __all__ = [
     "replica_report",
     "share_comm_ctx",
 ]
+
+# The module that defines each public name. It is imported when the name is first used, so that the command
+# line answers `--help` and usage errors without importing PyTorch.
+_DEFINED_IN = {
+    "CPUOffloadPolicy": "policies",
+    "DataParallelMeshDims": "policies",
+    "FSDPModule": "module",
+    "GradScaler": "optim.grad_scaler",
+    "GradientPolicy": "policies",
+    "GraphPool": "graphs",
+    "MixedPrecisionPolicy": "policies",
+    "OffloadPolicy": "policies",
+    "ShardgradError": "errors",
+    "UncapturableStepWarning": "graphs",
+    "UnshardHandle": "policies",
+    "UntrainedParameterWarning": "checks.untrained_params",
+    "clip_grad_norm_": "optim.clip",
+    "fully_shard": "fully_shard",
+    "gradient_report": "checks.gradient_report",
+    "graphed_step": "graphs",
+    "participate": "features.participation",
+    "patch": "patch",
+    "register_fsdp_forward_method": "module",
+    "replica_report": "checks.replica_report",
+    "share_comm_ctx": "module",
+}
+
+if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
+
+    def __getattr__(name: str) -> Any:
+        if name in _DEFINED_IN:
+            value = getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)
+            globals()[name] = value
+            return value
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps `shardgrad.fully_shard` and `shardgrad.patch` functions.
+
+    Importing the submodule of the same name would replace them by the module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (isinstance(value, ModuleType) and name in _DEFINED_IN):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -11,23 +11,28 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from shardgrad.checks.capturable_optimizers import refuse_uncapturable_steps
 from shardgrad.checks.misuse import guard_owner
-from shardgrad.checks.optimizer_hooks import notice_optimizer_steps
-from shardgrad.checks.untrained_params import watch_first_steps
+from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
-from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
-from shardgrad.engine.param import CLAIM, is_extension, mark_sharded
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import attach_unit, unit_of
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.all_gather import AllGatherInput
+from shardgrad.engine.comm_context import SecondStep
+from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
+from shardgrad.engine.param_group import GroupSpec, ParamGroup
+from shardgrad.engine.reduction import ReplicaAllReduce
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import lazy_init
+from shardgrad.engine.unit import Unit, attach_unit, unit_of
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
-from shardgrad.features.tensor_extensions import ExtensionGroup, require_extension
+from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
+from shardgrad.features.offload import OffloadedInput
+from shardgrad.features.post_forward import PostForwardGroup
+from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.byte_params import is_float8
+from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
 from shardgrad.sharding.zero_stage import Stage
 
@@ -54,17 +59,17 @@ def fully_shard(
 
     Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
     below it that no inner call owns, and they travel in one collective for each dtype and mesh. Parameters
-    that tensor or expert parallelism has made DTensors of are cut further, along the axes of `mesh`.
+    that tensor or expert parallelism has made DTensors of are sharded further, along the axes of `mesh`.
 
     Args:
         module: the module, or a list of modules that form one unit.
         mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard over
             axis 1 (HSDP). None means 1-D over all ranks.
-        reshard_after_forward: True frees whole parameters after forward and gathers them again in backward;
-            False keeps them; an int keeps them cut over that many neighbouring ranks. None means True,
-            except for the root and for the unit that ran last, which backward needs at once.
-        shard_placement_fn: per parameter, the dim it is cut along, as `Shard(dim)`, or None for `Shard(0)`;
-            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be cut unevenly.
+        reshard_after_forward: True frees unsharded parameters after forward and gathers them again in
+            backward; False keeps them; an int keeps them sharded over that many neighbouring ranks. None
+            means True, except for the root and for the unit that ran last, which backward needs at once.
+        shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for `Shard(0)`;
+            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in host
             memory; the base class does not.
@@ -72,9 +77,9 @@ def fully_shard(
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
             and the parameters are DTensors on all of it.
         gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
-        zero_stage: 3 cuts parameters, gradients and optimizer states; 2 keeps parameters whole from one
-            optimizer step to the next; 1 also sums gradients whole until the last backward
-            (`set_is_last_backward`); "hfsdp" cuts everything over both axes of an HSDP mesh. Not in FSDP2.
+        zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters unsharded from one
+            optimizer step to the next; 1 also sums unsharded gradients until the last backward
+            (`set_is_last_backward`); "hfsdp" shards everything over both axes of an HSDP mesh. Not in FSDP2.
 
     Returns:
         The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
@@ -82,7 +87,7 @@ def fully_shard(
     Raises:
         ShardgradError: a subclass for each kind of bad input; the module is left as it was.
 
-    Streams: none of its own; shards are filled on the current stream.
+    Streams: none are made; shards are filled on the current stream.
     Capture: not safe; it allocates.
     """
     arg: Any = module
@@ -95,32 +100,74 @@ def fully_shard(
         if dp_mesh_dims is not None:
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
-    home = Home.of(data_mesh.device, offload_policy)
+    memory = ShardMemory.of(data_mesh.device, offload_policy)
     ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
-    _refuse_combinations(names, places, reshard_after_forward, stage, home, mp_policy)
+    _refuse_combinations(names, places, reshard_after_forward, stage, memory, mp_policy)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, is_extension)
-    smaller = {place.mesh: _reshard_plan(reshard_after_forward, place.mesh)[1] for place in places.values()}
-    groups = [
-        (ExtensionGroup if is_extension(params[0]) else ParamGroup)(
-            [(names[p], p, collected.params[p][1], places[p].cut) for p in params],
-            places[params[0]].mesh,
-            smaller[places[params[0]].mesh],
+    groups = []
+    for originals in grouped:
+        group_mesh = places[originals[0]].mesh
+        params = [
+            FSDPParam(names[p], collected.params[p][1], tuple(p.shape), p, places[p].sharding)
+            for p in originals
+        ]
+        spec = GroupSpec(
+            group_mesh,
             mp_policy,
             gradient_policy,
-            home,
+            memory,
             stage,
+            all_gather_input=_all_gather_input(stage, memory),
+            second_step=_second_step(group_mesh),
+            regroup=regroup,
         )
-        for params in grouped
-    ]
-    unit = Unit(modules, groups, data_mesh, mp_policy, flag)
+        groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
+    unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     _commit(unit, collected, grouped)
     return module
+
+
+# -- where strategies are chosen ----------------------------------------------------------------------------
+
+
+def _second_step(mesh: DataParallelMesh) -> Callable[[], SecondStep] | None:
+    """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce over."""
+    if mesh.levels is not None:
+        return partial(OuterReduceScatter, mesh.levels)
+    replicas = mesh.replicate_group
+    return None if replicas is None else partial(ReplicaAllReduce, replicas)
+
+
+def _group(
+    params: list[FSDPParam], spec: GroupSpec, mesh_after_forward: DataParallelMesh | None
+) -> ParamGroup:
+    """Returns the kind of group that parameters need, with their values in its shard."""
+    original = params[0].sharded
+    group: ParamGroup
+    if is_extension(original):
+        group = ExtensionGroup(params, spec)
+    elif mesh_after_forward is not None and not travels_as_bytes(original.dtype):
+        group = PostForwardGroup(params, spec, mesh_after_forward)
+    else:
+        group = ParamGroup(params, spec)
+    group.shard_params()
+    return group
+
+
+def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
+    """Returns what makes the input of all-gathers: from the device or the host, over one axis or two."""
+    if stage.over_both_axes:
+        return OffloadedHfsdpInput if memory.is_offloaded else HfsdpInput
+    return OffloadedInput if memory.is_offloaded else AllGatherInput
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
@@ -156,30 +203,30 @@ def _refuse_combinations(
     places: Mapping[nn.Parameter, Place],
     reshard_after_forward: bool | int | None,
     stage: Stage,
-    home: Home,
+    memory: ShardMemory,
     mp_policy: MixedPrecisionPolicy,
 ) -> None:
     """Refuses parameters that some other argument of the call does not go together with."""
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
     for param, place in places.items():
         name = names[param]
-        if stage.over_both_axes and (place.cut.dim or place.mesh.levels is None):
-            what = f"dim {place.cut.dim}" if place.cut.dim else "a mesh of its own"
+        if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
-        if is_int and place.cut.came_as_dtensor:
+        if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
                 f"reshard_after_forward as an int for {name}, which is a DTensor already",
                 instead="reshard_after_forward=True or False",
             )
         if is_extension(param):
-            require_extension(param, name, reshard_after_forward, home)
+            require_extension(param, name, reshard_after_forward, memory)
         elif is_float8(param.dtype) and mp_policy.param_dtype not in (None, param.dtype):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
                 got=f"param_dtype={mp_policy.param_dtype}",
                 where=f"parameter {name}",
-                fix="a unit of its own without mp_policy, or pass it in ignored_params",
+                fix="a separate unit without mp_policy, or pass it in ignored_params",
             )
 
 
@@ -214,15 +261,13 @@ def _reshard_plan(
 
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
-    notice_optimizer_steps()
-    watch_first_steps()
-    refuse_uncapturable_steps()
+    watch_optimizers(unit.modules)
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
-        for managed, original in zip(group.params, originals, strict=True):
-            original.__dict__[CLAIM] = Claim(unit, managed)
-            mark_sharded(managed)
-            managed.register(managed.sharded)
+        for p, original in zip(group.params, originals, strict=True):
+            original.__dict__[CLAIM] = Claim(unit, p)
+            mark_sharded(p)
+            p.register(p.sharded)
     for module, name in collected.buffers:
         buffer = module._buffers[name]
         if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
@@ -253,14 +298,14 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
-    """Guards inner modules, and keeps state dicts and loading on the sharded faces."""
+    """Guards inner modules, and keeps state dicts and loading on the sharded parameters."""
 
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
 
-    def adopt(*_: Any, **__: Any) -> None:
+    def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:
-            group.adopt()
+            adopt(group)
 
     for module in managed_modules:
         # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
@@ -272,7 +317,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
             if module not in unit.modules:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:
-        module.register_load_state_dict_post_hook(adopt)
+        module.register_load_state_dict_post_hook(take_over)
 
 
 # As torch's `contract` does for its own: the view of a sharded module's unit, None for another.

@@ -17,10 +17,10 @@ from torch.distributed.fsdp import UnshardHandle
 
 from shardgrad.checks.misuse import guarded_methods
 from shardgrad.compat.torch_views import StateView, state_of
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root import establish_context, unit_of
-from shardgrad.engine.root_context import RootContext
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import RootContext, context_of, lazy_init
+from shardgrad.engine.unit import Unit, unit_of
 from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
@@ -30,7 +30,13 @@ from shardgrad.errors import (
     RootError,
     UnsupportedError,
 )
-from shardgrad.features.custom_comms import Memory, new_reduce_group, start_symmetric_memory
+from shardgrad.features.custom_comms import (
+    Memory,
+    collectives_of,
+    new_reduce_group,
+    set_collectives,
+    start_symmetric_memory,
+)
 
 __all__ = [
     "FSDPModule",
@@ -84,7 +90,7 @@ class _UnshardHandle(UnshardHandle):
         self._context = context
 
     def wait(self) -> None:
-        """Makes the parameters whole for the current stream; once is enough."""
+        """Makes the parameters unsharded for the current stream; once is enough."""
         self._unit.wait_for_unshard(self._context)
 
 
@@ -108,9 +114,9 @@ class FSDPModule:
     # -- placing parameters -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
-        """Frees this unit's whole parameters and shows the shards. Not recursive."""
-        self._unit.reshard(for_good=True)
-        self._unit.let_host_write()
+        """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
+        self._unit.reshard(drop_kept=True)
+        self._unit.wait_until_read()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.
@@ -121,7 +127,7 @@ class FSDPModule:
         Streams: the gather starts after what the current stream has been given.
         """
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = lazy_init(unit)
         unit.refresh()
         context.parameters_written()
         unit.unshard(context)
@@ -152,7 +158,7 @@ class FSDPModule:
             unit.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False keeps parameters whole from one micro-batch's backward to the next forward."""
+        """False keeps parameters unsharded from one micro-batch's backward to the next forward."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -169,21 +175,21 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = lazy_init(unit)
         context.is_last_backward = is_last_backward
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False accumulates gradients on each rank, in the reduce dtype, without communication."""
         for unit in self._units(recurse):
-            for reducer in unit.reducers:
-                reducer.requires_sync = requires_gradient_sync
-                reducer.requires_all_reduce = requires_gradient_sync
+            for grads in unit.grad_groups:
+                grads.requires_sync = requires_gradient_sync
+                grads.requires_all_reduce = requires_gradient_sync
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """False (HSDP) reduces inside the shard group only and keeps the partial sum."""
         for unit in self._units(recurse):
-            for reducer in unit.reducers:
-                reducer.requires_all_reduce = requires_all_reduce
+            for grads in unit.grad_groups:
+                grads.requires_all_reduce = requires_all_reduce
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divides this unit's summed gradients by `factor` instead of the number of ranks.
@@ -198,8 +204,8 @@ class FSDPModule:
                 got=repr(factor),
                 fix="set_gradient_divide_factor(1.0) to sum instead of averaging",
             )
-        for reducer in self._unit.reducers:
-            reducer.divide_factor = float(factor)
+        for grads in self._unit.grad_groups:
+            grads.divide_factor = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of `set_gradient_divide_factor`."""
@@ -207,8 +213,7 @@ class FSDPModule:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides last."""
-        for group in self._unit.groups:
-            group.comms.only_sums = enable
+        set_collectives(self._unit.groups, only_sums=enable)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -222,16 +227,17 @@ class FSDPModule:
             RootError: not called on the root.
         """
         unit = self._unit
-        if unit.context is None:
+        context = context_of(unit)
+        if context is None:
             return
         if not unit.is_root:
             raise RootError(
                 "reset_iter_state must be called on the root FSDP module",
-                expected=f"the root, {type(unit.context.root.modules[0]).__name__}",
+                expected=f"the root, {type(context.root.modules[0]).__name__}",
                 got=f"unit {unit.name!r}",
                 fix="root.reset_iter_state()",
             )
-        unit.context.recover()
+        context.recover()
 
     # -- collectives ------------------------------------------------------------------------------------
 
@@ -239,11 +245,10 @@ class FSDPModule:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
         Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the call gets
-        an input that lies in the output, and labels (`engine/message_tag.py`) travel along as part of both.
+        an input that lies in the output.
         Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
-        for group in self._unit.groups:
-            group.comms.all_gather = comm
+        set_collectives(self._unit.groups, all_gather=comm)
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
         """Reduces this unit's gradients through an object with torch's `ReduceScatter` protocol.
@@ -251,8 +256,7 @@ class FSDPModule:
         It is always asked for a sum; the engine divides where it writes the gradients. See
         `set_custom_all_gather` for memory and labels.
         """
-        for group in self._unit.groups:
-            group.comms.reduce_scatter = comm
+        set_collectives(self._unit.groups, reduce_scatter=comm)
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
@@ -278,8 +282,7 @@ class FSDPModule:
                 got=repr(stream),
                 fix="set_all_reduce_hook(hook): it runs where reductions do",
             )
-        for group in self._unit.groups:
-            group.comms.hook, group.comms.hook_stream = hook, stream
+        set_collectives(self._unit.groups, hook=hook, hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Makes the next forward's all-gathers wait for `event` only, not for the whole current stream.
@@ -291,7 +294,7 @@ class FSDPModule:
                 by themselves.
         """
         unit = self._unit
-        context = unit.context or establish_context(unit)
+        context = lazy_init(unit)
         context.post_optim_event = event
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -319,11 +322,13 @@ class FSDPModule:
             )
         for unit in self._units(recurse):
             unit.max_reductions = max_input_buffers
-            if unit.context is not None:
-                unit.context.size_reduce_ring()
+            context = context_of(unit)
+            if context is not None:
+                context.size_reduce_ring()
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Gives reductions a process group of their own, so that a backend may run them beside all-gathers.
+        """Gives reductions a separate process group, so that a backend may run them at the same time as
+        all-gathers.
 
         Creates one process group for each set of ranks. A collective: every rank of the mesh must call it.
         """
@@ -331,14 +336,14 @@ class FSDPModule:
         for unit in self._units(recurse):
             for group in unit.groups:
                 ranks = tuple(dist.get_process_group_ranks(group.mesh.gather_group))
+                reduce_group = collectives_of(group).reduce_group
                 if not enable:
-                    group.comms.reduce_group = None
-                    continue
-                if group.comms.reduce_group is None:
-                    if ranks not in separate:
-                        separate[ranks] = new_reduce_group(ranks)
-                    group.comms.reduce_group = separate[ranks]
-                separate[ranks] = group.comms.reduce_group
+                    reduce_group = None
+                elif reduce_group is None:
+                    reduce_group = separate.get(ranks) or new_reduce_group(ranks)
+                if reduce_group is not None:
+                    separate[ranks] = reduce_group
+                set_collectives([group], reduce_group=reduce_group)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stages this unit's messages in memory that the process group allocates, if its backend can.
@@ -346,11 +351,11 @@ class FSDPModule:
         Otherwise, as over gloo, in the usual memory.
 
         Raises:
-            CustomCommError: the unit has collectives of its own.
+            CustomCommError: the unit has custom collectives.
         """
         self._require_default_comms("set_allocate_memory_from_process_group")
-        for group in self._unit.groups:
-            group.comms.memory = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
+        staging = Memory.PROCESS_GROUP if enable else Memory.DEFAULT
+        set_collectives(self._unit.groups, staging=staging)
 
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stages all-gathers in symmetric memory, and reductions too where they only sum.
@@ -358,17 +363,18 @@ class FSDPModule:
         Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A collective.
 
         Raises:
-            CustomCommError: the unit has collectives of its own.
+            CustomCommError: the unit has custom collectives.
             RuntimeError: torch's own, if it was built without this backend of symmetric memory.
         """
         self._require_default_comms("set_symm_mem")
         for group in self._unit.groups:
             start_symmetric_memory(group.mesh.gather_group, backend)
-            group.comms.memory = Memory.SYMMETRIC
+            set_collectives([group], staging=Memory.SYMMETRIC)
 
     def _require_default_comms(self, name: str) -> None:
         for group in self._unit.groups:
-            for comm in (group.comms.all_gather, group.comms.reduce_scatter):
+            collectives = collectives_of(group)
+            for comm in (collectives.all_gather, collectives.reduce_scatter):
                 if comm is not None:
                     raise CustomCommError(
                         f"cannot call {name}() when a collective is custom: {type(comm).__name__}",
@@ -403,7 +409,7 @@ class FSDPModule:
         self.reshard()
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self._unit.groups:
-            group.adopt()
+            adopt(group)
         return result
 
 
@@ -472,9 +478,9 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     units = [module._unit for module in modules]
     if not units:
         return
-    contexts = [unit.context for unit in units if unit.context is not None]
-    lead = contexts[0].runtime if contexts else Runtime(units[0].mesh.device)
+    contexts = [context for unit in units if (context := context_of(unit)) is not None]
+    lead = contexts[0].comm_ctx if contexts else CommContext(units[0].mesh.device)
     for unit in units:
         unit.partner = lead
-        if unit.context is not None:
-            unit.context.use(lead)
+    for context in contexts:
+        context.use(lead)

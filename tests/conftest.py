@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+
+torch.set_num_threads(1)  # tensors here are small, and ranks and another pytest want the other cores
 
 
 @pytest.fixture(scope="session")

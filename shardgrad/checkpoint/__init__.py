@@ -1,6 +1,6 @@
-"""Checkpoints that are whole or absent, that are data and nothing else, and that load on any ranks.
+"""Checkpoints that are complete or absent, contain only data, and load on any number of ranks.
 
-For any training loop; the training program uses it too.
+Needs `pip install 'shardgrad[checkpoint]'`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Boxes: where a piece of a tensor lies in the whole. Integers only."""
+"""Boxes: rectangular regions of a tensor, with integer arithmetic only."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Box", "row_runs", "tile"]
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a tensor.
+    """A rectangular region of a tensor.
 
     Attributes:
-        offset: its first element, in the whole tensor.
-        shape: its size in each dimension.
+        offset: index of the first element in the tensor.
+        shape: size in each dimension.
     """
 
     offset: tuple[int, ...]
@@ -24,46 +24,46 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Returns the box that is a whole tensor."""
+        """Returns the box of an entire tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def numel(self) -> int:
-        """Elements in it."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     def meets(self, other: Box) -> Box | None:
-        """Returns what both have, in the coordinates of the whole; None if that is nothing."""
+        """Returns the intersection with another box of the same tensor; None if it is empty."""
         begins = tuple(map(max, self.offset, other.offset))
         ends = tuple(map(min, self.ends(), other.ends()))
         shape = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
         return Box(begins, shape) if all(size > 0 for size in shape) else None
 
     def ends(self) -> tuple[int, ...]:
-        """Returns one past its last element, in each dimension."""
+        """Returns the end index in each dimension, exclusive."""
         return tuple(begin + size for begin, size in zip(self.offset, self.shape, strict=True))
 
     def seen_from(self, outer: Box) -> Box:
-        """Returns the same box in the coordinates of another that contains it."""
+        """Returns the box relative to another box that contains it."""
         return Box(
             tuple(mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)), self.shape
         )
 
     def slices(self) -> tuple[slice, ...]:
-        """Returns the index that cuts it out of the whole."""
+        """Returns the index of the region in the tensor."""
         return tuple(slice(begin, end) for begin, end in zip(self.offset, self.ends(), strict=True))
 
 
 def row_runs(box: Box, outer: Sequence[int], most: int) -> Iterator[tuple[Box, int, int]]:
-    """Cuts a box into runs of whole rows of a tensor stored row by row.
+    """Splits a box into parts that span runs of rows of a row-major tensor.
 
     Args:
-        box: in the coordinates of that tensor.
+        box: a box of the tensor.
         outer: shape of the tensor.
-        most: elements a run may span, unless a single row has more.
+        most: number of elements that a run may span, unless a single row has more.
 
     Yields:
-        The part of the box; the first element of the rows it is in, and one past their last.
+        A part of the box, and the first and the end element of the rows that it is in.
     """
     if not box.shape:
         yield box, 0, 1
@@ -78,9 +78,10 @@ def row_runs(box: Box, outer: Sequence[int], most: int) -> Iterator[tuple[Box, i
 
 
 def tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
-    """Returns whether boxes cover a tensor once: in bands along the first dimension, each tiled in the next.
+    """Returns whether boxes cover a tensor exactly once.
 
-    What a mesh of any number of dimensions cuts is of this kind.
+    The boxes must be bands along the first dimension, each tiled in the next one, as shards over a mesh of
+    any number of dimensions are. Other tilings return False.
     """
     return _tile([(box.offset, box.shape) for box in boxes], tuple(shape))
 

@@ -1,4 +1,4 @@
-"""From one format of checkpoints to another, a block or a tensor at a time."""
+"""Converts checkpoints between formats, a block or a tensor at a time."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import split
 from shardgrad.errors import CheckpointError, OptionError
+from shardgrad.extras import require
 
 __all__ = ["FORMATS", "convert"]
 
 
 def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") -> None:
-    """Writes a checkpoint again in another format, on one process.
+    """Verifies a checkpoint and writes it in another format, on one process.
 
     Args:
-        source: a checkpoint of ours or of `torch.distributed.checkpoint`.
-        target: the new folder.
-        to: one of `FORMATS`.
-        only: the first parts of the names to take, without which they are written; "model" for example.
-            `safetensors` holds no values, only tensors.
+        source: a checkpoint of shardgrad or of `torch.distributed.checkpoint`.
+        target: path of the new checkpoint.
+        to: one of `FORMATS`. `safetensors` has only the tensors, not the other values.
+        only: convert only the entries below this name, such as "model", and remove it from their names.
 
     Raises:
         OptionError: there is no such format.
-        CheckpointError: the source is damaged, or there is nothing of that name in it.
-        CheckpointSaveError, OSError: the target could not be written, or is something else already.
-        PartnerUnavailableError: `safetensors` is asked for, and not installed.
+        CheckpointError: the source is damaged, or has no entry below `only`.
+        CheckpointSaveError, OSError: the target cannot be written, or is not a checkpoint.
+        PartnerUnavailableError: the format is `safetensors`, which is not installed.
 
     Host memory: a few blocks of 4 MiB (`shardgrad`), one tensor (`torch`), one file (`safetensors`).
     """
@@ -52,6 +52,8 @@ def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") 
             got=printable(to),
             fix=f"to={next(iter(FORMATS))!r}",
         )
+    if to == "safetensors":
+        require("safetensors", feature="a safetensors file")
     with open_checkpoint(source) as opened:
         part = _Part(opened, only)
         for name in part.tensors:
@@ -88,7 +90,7 @@ class _Part:
 
 
 def _flat_names(part: _Part) -> dict[str, str]:
-    """Returns the name of every tensor by the one that formats with dots in their names have for it.
+    """Returns the name of every tensor by its name with dots, which the other formats use.
 
     Raises:
         CheckpointError: two tensors would have one name.
@@ -103,7 +105,7 @@ def _flat_names(part: _Part) -> dict[str, str]:
 
 
 def _refuse_nesting(part: _Part) -> None:
-    """Refuses an entry in the place of a table of others, which no state has."""
+    """Checks that no entry's name is a prefix of another's, which no nested state has."""
     entries = {*part.tensors, *part.values}
     for name in entries:
         path = name.split("/")
@@ -165,7 +167,7 @@ def _reblocked(parts: Iterable[memoryview]) -> Iterator[memoryview]:
 
 
 class _LazyPlanner(DefaultSavePlanner):
-    """Reads a tensor when torch writes it; before that there is only its shape."""
+    """Reads a tensor when torch writes it; before that it is on the meta device."""
 
     def __init__(self, part: _Part, names: Mapping[str, str]) -> None:
         super().__init__()
@@ -173,7 +175,7 @@ class _LazyPlanner(DefaultSavePlanner):
         self._names = names
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """Returns what torch asks for."""
+        """Returns the object to write, read from the source if it is a tensor."""
         found = super().lookup_object(index)
         return self._part.read(self._names[index.fqn]) if isinstance(found, torch.Tensor) else found
 
@@ -212,7 +214,7 @@ def _put(state: dict[str, Any], name: str, leaf: Any) -> None:
 
 
 def _with_lists(node: Any) -> Any:
-    """Returns the state with lists where keys count from 0, as torch's functions write them."""
+    """Returns the state with lists instead of dictionaries whose keys count from 0."""
     if not isinstance(node, dict):
         return node
     values = [_with_lists(value) for value in node.values()]

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: written in blocks with a checksum of each, and opened only where they may be."""
+"""Files of a checkpoint: written in blocks with checksums, and opened only if they are regular files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from shardgrad.checkpoint.index import BLOCK_NBYTES
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointError
+from shardgrad.extras import require
 
 __all__ = [
     "DataFile",
@@ -32,20 +33,23 @@ __all__ = [
 
 _ALIGNMENT = 64
 
+# At import: views of tensors' bytes, and torch's object collectives in `peers.py`, need numpy.
+require("numpy", feature="shardgrad.checkpoint")
+
 
 class DataFile:
-    """A new file of tensors' bytes; a context manager, after which everything in it is on the disk.
+    """A new file of tensors' bytes; a context manager, which syncs the file to the disk at its end.
 
-    While one block is written, its checksum is computed by a second thread: both let go of the interpreter.
+    While a block is written, a second thread computes its checksum; both release the interpreter lock.
 
     Args:
-        path: must not exist.
+        path: path of the file, which must not exist.
 
     Attributes:
-        nbytes: written so far.
+        nbytes: number of bytes written so far.
 
     Raises:
-        OSError: from every method, for want of space for instance.
+        OSError: from every method, for example if the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -54,13 +58,13 @@ class DataFile:
         self.nbytes = 0
 
     def append(self, blocks: Iterable[memoryview]) -> tuple[int, tuple[int, ...]]:
-        """Writes a piece.
+        """Writes a part of a tensor.
 
         Args:
             blocks: its bytes; all but the last block have `BLOCK_NBYTES`.
 
         Returns:
-            Where it begins, and the CRC-32 of each block.
+            The offset in the file, and the CRC-32 of each block.
         """
         self._write(memoryview(bytes(-self.nbytes % _ALIGNMENT)))
         start, checksums = self.nbytes, []
@@ -90,9 +94,10 @@ class DataFile:
 
 
 def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yields a tensor's bytes, row by row, in blocks of `BLOCK_NBYTES`; never more of them on the host.
+    """Yields a tensor's bytes in row-major order, in blocks of `BLOCK_NBYTES`.
 
-    A tensor that is not contiguous is made so first.
+    A device tensor is copied to the host one block at a time. A tensor that is not contiguous is copied
+    first.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), BLOCK_NBYTES):
@@ -100,13 +105,13 @@ def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the bytes of a contiguous tensor on the host, to be read or written."""
+    """Returns a writable view of the bytes of a contiguous tensor on the host."""
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Writes a new text file that is on the disk when this returns."""
+    """Writes a new text file and syncs it to the disk."""
     with path.open("x", encoding="utf-8") as stream:
         stream.write(text)
         stream.flush()
@@ -134,7 +139,7 @@ def make_folder(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, survive a power failure."""
+    """Syncs a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -143,18 +148,18 @@ def sync(path: Path) -> None:
 
 
 def open_plain(path: Path, nbytes: int | None = None) -> int:
-    """Returns a descriptor, to be closed, of a regular file that is no link.
+    """Opens a regular file, not a link, and returns the descriptor, which the caller closes.
 
     Args:
-        path: of the file; its last part has been checked to be a name.
-        nbytes: the size it must have; None is any.
+        path: path of the file; its last part has been checked to be a name.
+        nbytes: size that the file must have; None allows any.
 
     Raises:
-        CheckpointError: it is not there, something else, or of another size.
+        CheckpointError: the file is missing, not a regular file, or of another size.
     """
     expected = "a regular file" if nbytes is None else f"a file of {nbytes} bytes"
     try:
-        # Non-blocking, so that a pipe of that name cannot keep us waiting.
+        # Non-blocking, so that opening a named pipe does not wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise _unreadable(path, expected, error.strerror or "nothing") from error
@@ -190,7 +195,7 @@ def read_range(descriptor: int, begin: int, nbytes: int, path: Path) -> bytearra
     """Returns bytes of an open file.
 
     Raises:
-        CheckpointError: the file ends before, or cannot be read.
+        CheckpointError: the file is too short, or cannot be read.
     """
     buffer = bytearray(nbytes)
     read_into(descriptor, begin, memoryview(buffer), path)
@@ -216,5 +221,5 @@ def _unreadable(path: Path, expected: str, got: str) -> CheckpointError:
         expected=expected,
         got=got,
         where=printable(path),
-        fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+        fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
     )

@@ -1,15 +1,17 @@
-"""What a checkpoint says about itself: `index.json`, checked before anybody relies on it.
+"""The index of a checkpoint, `index.json`, which is validated completely when it is read.
 
 [Note: Format] A checkpoint is a folder with three kinds of files.
 
-- `rank_00000.bin`, ...: the bytes of tensors, little-endian, each piece row by row, one after the other, each
-  beginning at a multiple of 64 bytes. A rank writes one; which one holds what is in the index.
-- `index.json`: names, dtypes, shapes, pieces with a CRC-32 of every 4 MiB of each, values that are no
-  tensors, and the size of every file.
+- `rank_00000.bin`, ...: the bytes of tensors, little-endian and row-major, one part after the other, each at
+a
+  multiple of 64 bytes. Each rank writes one file; the index has the location of every part.
+- `index.json`: names, dtypes, shapes, parts with a CRC-32 of every 4 MiB of each, values that are not
+tensors,
+  and the size of every file.
 - `complete`: the SHA-256 of `index.json` in hexadecimal. It is written last, after everything else is on the
-  disk: a folder without it is no checkpoint.
+  disk: a folder without it is not a checkpoint.
 
-Nothing in it is code, and nothing in it names a file outside the folder.
+A checkpoint contains no code, and no path outside of its folder.
 """
 
 from __future__ import annotations
@@ -43,11 +45,11 @@ __all__ = [
 BLOCK_NBYTES = 4 * 2**20
 _FORMAT, _VERSION = "shardgrad-checkpoint", 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-LARGEST = 2**62  # of any number of bytes or elements
-MOST_NBYTES = 2**30  # of a list of contents: ours has a hundred bytes a piece
-MOST_DIMENSIONS = 64  # torch has no more
+LARGEST = 2**62  # limit of numbers of bytes and elements
+MOST_NBYTES = 2**30  # limit of a list of contents; ours has about a hundred bytes per piece
+MOST_DIMENSIONS = 64  # the limit of torch
 
-# By the name that is in the file. What is not here (quantised, complex32) is not saved either.
+# By the name in the file. Other dtypes (quantized, complex32) are not supported.
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -62,13 +64,13 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor in a file.
+    """A part of a tensor in a file.
 
     Attributes:
-        file: its name.
-        start: first byte.
-        box: where it lies in the tensor.
-        checksums: CRC-32 of each `BLOCK_NBYTES` of it.
+        file: name of the file.
+        start: offset of the first byte in the file.
+        box: region of the tensor.
+        checksums: CRC-32 of each block of `BLOCK_NBYTES`.
     """
 
     file: str
@@ -79,12 +81,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor.
+    """A tensor in a checkpoint.
 
     Attributes:
-        dtype: of its elements.
-        shape: of the whole.
-        pieces: which together are the whole, none twice.
+        dtype: dtype of the elements.
+        shape: global shape.
+        pieces: parts that cover the tensor exactly once.
     """
 
     dtype: torch.dtype
@@ -92,18 +94,18 @@ class Entry:
     pieces: tuple[Piece, ...]
 
     def nbytes(self, box: Box) -> int:
-        """Returns the bytes of a box of it."""
+        """Returns the number of bytes of a box of the tensor."""
         return box.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Index:
-    """Everything but the bytes.
+    """The contents of a checkpoint without the bytes of tensors.
 
     Attributes:
-        tensors: by name.
-        values: what is no tensor, by name.
-        files: sizes in bytes, by name.
+        tensors: tensors by name.
+        values: values that are not tensors, by name.
+        files: sizes of the data files in bytes, by name.
     """
 
     tensors: Mapping[str, Entry]
@@ -128,10 +130,10 @@ class Index:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Index:
-        """Returns what a text says.
+        """Parses and validates the text of `index.json`.
 
         Raises:
-            CheckpointError: it is not the text of an index, or contradicts itself.
+            CheckpointError: the text is malformed or inconsistent.
         """
         try:
             raw = json.loads(text)

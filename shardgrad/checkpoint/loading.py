@@ -1,4 +1,4 @@
-"""Filling a state that exists from a checkpoint, whichever ranks and engine wrote it."""
+"""Loads a checkpoint into an existing state, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _State = TypeVar("_State", bound=Mapping[Any, Any])
 
 
 def open_checkpoint(folder: Path | str) -> Source:
-    """Opens a checkpoint of ours, or of `torch.distributed.checkpoint`, for reading.
+    """Opens a checkpoint of shardgrad or of `torch.distributed.checkpoint` for reading.
 
     Args:
-        folder: where it is.
+        folder: folder of the checkpoint.
 
     Returns:
         A context manager with `tensors`, `values`, and `read(name)`.
 
     Raises:
-        CheckpointError: there is none, or it is incomplete, damaged, or holds more than data.
+        CheckpointError: there is no checkpoint, or it is incomplete, damaged, or contains more than data.
     """
     folder = Path(folder)
     if (folder / METADATA).exists() and not (folder / COMPLETE).exists():
@@ -43,7 +43,7 @@ def open_checkpoint(folder: Path | str) -> Source:
     if not folder.is_dir() or not (folder / COMPLETE).exists():
         raise CheckpointError(
             "there is no complete checkpoint",
-            expected=f"a folder with a file {COMPLETE} (ours) or {METADATA} (torch's)",
+            expected=f"a folder with a file {COMPLETE} (of shardgrad) or {METADATA} (of torch)",
             got="another folder, or one whose writing was interrupted" if folder.is_dir() else "no folder",
             where=printable(folder),
             fix="correct the path, or take an older checkpoint",
@@ -59,27 +59,26 @@ def load(
     verify: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> _State:
-    """Fills the tensors of a state from a checkpoint; all ranks of a group call it together. A collective.
+    """Loads a checkpoint into the tensors of a state. A collective of all ranks of a group.
 
-    Everything is looked at before anything is changed: the names on both sides, the shapes, the sizes of the
-    files, and, with `verify`, every byte that will be read. The ranks that load may be others than those that
-    saved, and cut the tensors otherwise.
+    Everything is checked before anything is changed: names, shapes, sizes of files, and with `verify` every
+    byte that will be read. The number of ranks and the sharding may differ from those of the save.
 
     Args:
-        state: of the structure that was saved. Its tensors are filled in place, with their own dtypes, so
-            captured graphs stay valid.
-        folder: a checkpoint of ours, or of `torch.distributed.checkpoint`.
-        optional: patterns, as a shell has them, of names that may be missing on either side; `("*",)` loads
-            what both have.
-        verify: read everything twice, to compare checksums before the first tensor is changed.
-        group: of the ranks that load; None is the default group, or this process alone.
+        state: a state of the structure that was saved. Its tensors are filled in place and keep their dtypes,
+            so captured graphs stay valid.
+        folder: a checkpoint of shardgrad or of `torch.distributed.checkpoint`.
+        optional: shell patterns of names that may be missing on either side; `("*",)` loads the names that
+            both sides have.
+        verify: read everything twice, to verify checksums before the first tensor is changed.
+        group: the ranks that load; None is the default group, or this process alone.
 
     Returns:
-        The state with the same tensors, and the checkpoint's other values.
+        The state with the same tensors and the checkpoint's other values.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or does not fit, naming what is missing, left
-            over or of another shape. The same on every rank; nothing was changed.
+        CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries that are
+            missing, unexpected or of another shape. The same on every rank; nothing was changed.
 
     Streams: writes on the current stream. Host memory: see `Source.fill`.
     """
@@ -109,7 +108,7 @@ class _Fit:
 def _fit(
     source: Source, wanted: Mapping[str, Holding], values: Mapping[str, Value], optional: Sequence[str]
 ) -> _Fit:
-    """Returns what will be loaded on this rank, after comparing all of it."""
+    """Returns what will be loaded on this rank, after comparing names, shapes and kinds of dtypes."""
     required = [name for name in (*wanted, *values) if not _matches(name, optional)]
     missing = [name for name in required if name not in source.tensors and name not in source.values]
     if missing:
@@ -125,7 +124,7 @@ def _fit(
 
 
 def _oddity(source: Source, name: str, held: Holding) -> str | None:
-    """Returns what is wrong with a tensor of the checkpoint, if there is anything."""
+    """Returns why a tensor of the checkpoint does not fit; None if it does."""
     entry = source.tensors.get(name)
     if entry is None:
         return f"{printable(name)} is a value, not a tensor" if name in source.values else None
@@ -137,7 +136,7 @@ def _oddity(source: Source, name: str, held: Holding) -> str | None:
 
 
 def _refuse_different(peers: Peers, source: Source) -> None:
-    """Refuses to put a state together from several checkpoints: a machine may see an older file or folder."""
+    """Checks that all ranks have opened the same checkpoint: a machine may see an older folder."""
     opened = peers.all_gather("identity", (source.identity, printable(source.folder)))
     others = [(rank, where) for rank, (identity, where) in enumerate(opened) if identity != opened[0][0]]
     if others:
@@ -154,21 +153,21 @@ def _refuse_different(peers: Peers, source: Source) -> None:
 def _fill(source: Source, tensors: Mapping[str, Holding]) -> None:
     for name, held in tensors.items():
         source.fill(name, held.box, held.local)
-        # Whoever keeps a copy of it must notice; a DTensor counts its versions apart from its local tensor.
+        # So that autograd and the engine notice the change: a DTensor and its local tensor count separately.
         increment_version(held.tensor)
 
 
 def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Sequence[str]) -> None:
-    """Refuses entries of the checkpoint that no rank has a place for."""
+    """Checks that every entry of the checkpoint is in the state of some rank."""
     names = sorted({*source.tensors, *source.values})
     # One bit for each name: every rank has read the same list.
     asked = sum(1 << i for i, name in enumerate(names) if name in mine)
-    by_anybody = 0
+    by_any_rank = 0
     for bits in peers.all_gather("names", asked):
-        by_anybody |= bits
-    left = [name for i, name in enumerate(names) if not by_anybody >> i & 1 and not _matches(name, optional)]
+        by_any_rank |= bits
+    left = [name for i, name in enumerate(names) if not by_any_rank >> i & 1 and not _matches(name, optional)]
     if left:
-        raise _misfit(source, "the checkpoint has entries too many", "none", f"also {listed(left)}")
+        raise _misfit(source, "the checkpoint has unexpected entries", "none", f"also {listed(left)}")
 
 
 def _kind(dtype: torch.dtype) -> str:

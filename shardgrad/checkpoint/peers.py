@@ -1,4 +1,4 @@
-"""The processes that share a checkpoint, and how they agree."""
+"""The ranks that share a checkpoint, and the collectives among them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Line, journal
+from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
 from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
 
 __all__ = ["Peers"]
@@ -21,13 +21,13 @@ _ERRORS: dict[str, type[ShardgradError]] = {
 
 
 class Peers:
-    """The ranks of a group; one process where there is none. What takes a `what` is a collective.
+    """The ranks of a process group, or one process. Methods with an argument `what` are collectives.
 
-    Each is noted in the journal as "the `what` of the checkpoint", which is how it is called when it hangs.
+    Each collective is recorded in the flight recorder as "`what` of the checkpoint".
 
     Args:
-        group: a process group; None is the default group.
-        aside: a thread of their own does the rest, while training goes on.
+        group: a process group; None is the default group, or this process alone.
+        aside: the collectives are launched by a background thread.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, aside: bool = False) -> None:
@@ -36,18 +36,18 @@ class Peers:
         is_joined = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if is_joined else 0
         self.count = dist.get_world_size(group) if is_joined else 1
-        self._line: Line | None = None
+        self._log: GroupLog | None = None
         if self.count > 1:
-            self._line = journal.line(group or dist.distributed_c10d._get_default_group())
-            self._line.is_aside = aside
+            self._log = recorder.group_log(group or dist.distributed_c10d._get_default_group())
+            self._log.is_background = aside
 
     @property
     def leads(self) -> bool:
-        """Whether this process writes what there is only one of."""
+        """Whether this process is the first rank, which writes the index."""
         return self.rank == 0
 
     def gather(self, what: str, thing: Any) -> list[Any]:
-        """Returns every rank's thing, in order, on the first rank; nothing on the others."""
+        """Returns every rank's object, in order, on the first rank, and an empty list on the others."""
         if self.count == 1:
             return [thing]
         things: list[Any] | None = [None] * self.count if self.leads else None
@@ -56,7 +56,7 @@ class Peers:
         return things or []
 
     def scatter(self, what: str, things: list[Any]) -> Any:
-        """Returns this rank's of the things that the first rank has."""
+        """Returns this rank's entry of the first rank's list."""
         if self.count == 1:
             return things[0]
         box: list[Any] = [None]
@@ -65,7 +65,7 @@ class Peers:
         return box[0]
 
     def all_gather(self, what: str, thing: Any) -> list[Any]:
-        """Returns every rank's thing, in order, on every rank."""
+        """Returns every rank's object, in order, on every rank."""
         if self.count == 1:
             return [thing]
         things: list[Any] = [None] * self.count
@@ -74,59 +74,59 @@ class Peers:
         return things
 
     def together(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Returns what `work` does on this rank; if it fails on any rank, all fail alike.
+        """Returns the result of `work` on this rank; if it fails on any rank, all ranks raise the same error.
 
         Args:
-            what: of the checkpoint it is.
-            work: no collective.
+            what: name of the collective.
+            work: a function without collectives.
 
         Raises:
-            CheckpointError, CheckpointSaveError: what the lowest rank that failed had to say, and its number
-                in the whole world; with a cause only where that is this rank's own.
+            CheckpointError, CheckpointSaveError: the error of the lowest rank that failed, with its global
+                rank. It has a cause only on the rank whose error it is.
         """
         cause: Exception | None = None
         try:
             result = work()
-        except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        except Exception as error:  # any error: the other ranks must not wait for this one
             cause = error
         told = None if cause is None else _words(cause)
         found = [(rank, words) for rank, words in enumerate(self.all_gather(what, told)) if words is not None]
         if not found:
             return result
         rank, (kind, said, expected, got, where, fix) = found[0]
-        if self._line is not None:
-            whose = f"rank {self._line.ranks[rank]}"
+        if self._log is not None:
+            whose = f"rank {self._log.ranks[rank]}"
             where = whose if where is None else f"{where}; {whose}"
         raise _ERRORS[kind](said, expected=expected, got=got, where=where, fix=fix) from cause
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
-        """Says in the journal that training waits in the block for what another thread has begun here."""
-        if self._line is not None:
-            journal.waits_in = self._line, None
+        """Records in the flight recorder that this thread waits for a collective of the background thread."""
+        if self._log is not None:
+            recorder.waits_in = self._log, None
         try:
             yield
-        except TimeoutError:  # the caller's patience, not the collective's
-            journal.waits_in = None
+        except TimeoutError:  # of `wait`, not of a collective
+            recorder.waits_in = None
             raise
-        journal.waits_in = None  # not if it raised: then it is what is asked for
+        recorder.waits_in = None  # kept after other errors, for the report
 
     @contextmanager
     def _noted(self, what: str) -> Iterator[None]:
-        """Notes a collective: one for which training waits, unless it is begun by another thread."""
-        line, words = self._line, f"{what} of the checkpoint"
+        """Records a collective; training waits for it unless the background thread launches it."""
+        line, words = self._log, f"{what} of the checkpoint"
         if line is None:
             yield
         elif threading.get_ident() == self._trains:
-            with line.awaited(words):
+            with line.waiting(words):
                 yield
         else:
-            line.begin(words, None)
+            line.record(words, None)
             yield
 
 
 def _words(error: Exception) -> tuple[str | None, ...]:
-    """Returns an error in parts that another rank can raise again."""
+    """Returns the attributes of an error, from which other ranks raise it."""
     if isinstance(error, CheckpointError | CheckpointSaveError):
         told: ShardgradError = error
     else:

@@ -1,4 +1,4 @@
-"""Who writes what: every piece of a state once, whichever ranks hold it."""
+"""Which rank writes which part of a state, so that every part is written once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["Holding", "Part", "holdings", "my_part"]
 
 @dataclass(frozen=True)
 class Holding:
-    """This rank's piece of a tensor.
+    """The part of a tensor that this rank holds.
 
     Attributes:
-        shape: of the whole.
-        box: where the piece lies in it.
-        local: the piece; memory of the model or optimizer, not a copy.
-        tensor: the one that the state holds.
+        shape: global shape of the tensor.
+        box: region of the local part.
+        local: the local part; memory of the model or optimizer, not a copy.
+        tensor: the tensor in the state, a DTensor or `local`.
     """
 
     shape: tuple[int, ...]
@@ -43,15 +43,15 @@ class Part:
     """What one rank writes.
 
     Attributes:
-        tensors: by name; pieces without elements included.
-        values: by name.
+        tensors: local parts by name, including those without elements.
+        values: values that are not tensors, by name.
     """
 
     tensors: Mapping[str, Holding]
     values: Mapping[str, Value]
 
     def copied(self) -> Part:
-        """Returns the same with copies on the host, which later steps do not change."""
+        """Returns the same with copies of the tensors on the host."""
         copies = {}
         for name, held in self.tensors.items():
             copy = torch.empty(held.local.shape, dtype=held.local.dtype)
@@ -60,10 +60,10 @@ class Part:
 
 
 def holdings(state: Mapping[Any, Any]) -> tuple[dict[str, Holding], dict[str, Value]]:
-    """Returns what this rank holds of a nested state: its pieces of tensors, and values.
+    """Returns the local parts of tensors, and the other values, in a nested state.
 
     Raises:
-        CheckpointError: something in it cannot be saved or loaded.
+        CheckpointError: the state has an entry that cannot be saved or loaded.
     """
     tensors, values = {}, {}
     for name, leaf in flatten(state).items():
@@ -77,16 +77,16 @@ def holdings(state: Mapping[Any, Any]) -> tuple[dict[str, Holding], dict[str, Va
 def my_part(leaves: Mapping[str, torch.Tensor | Value], plain: Mapping[str, int], rank: int) -> Part:
     """Returns what this rank writes.
 
-    Of the replicas of a DTensor's piece one writes, which one depends on the name, so that the work is shared
-    without a word.
+    One of the replicas of a DTensor's shard writes it. Which one depends on the name, so that the replicas
+    share the work without communication.
 
     Args:
-        leaves: of the state on this rank, by name.
-        plain: which rank writes each of them that is no DTensor.
-        rank: this one.
+        leaves: leaves of the state on this rank, by name.
+        plain: which rank writes each leaf that is not a DTensor.
+        rank: this rank.
 
     Raises:
-        CheckpointError: something in it cannot be saved, whoever would have written it.
+        CheckpointError: the state has an entry that cannot be saved, also if another rank would write it.
     """
     tensors, values = {}, {}
     for name, leaf in leaves.items():
@@ -123,7 +123,7 @@ def _holding(name: str, tensor: torch.Tensor) -> Holding:
 
 
 def _refuse_unusual(name: str, local: torch.Tensor) -> None:
-    """Refuses tensors that are not simply so many elements in memory."""
+    """Checks that a tensor is dense, has memory and a supported dtype."""
     if local.layout is not torch.strided or local.dtype not in DTYPES.values():
         raise _unusual(name, f"a {local.layout} tensor of {local.dtype}")
     if local.is_meta:

@@ -1,6 +1,6 @@
-"""A folder that appears whole: written under another name, marked complete, then renamed.
+"""Atomic creation of a folder: written under a temporary name, marked complete, then renamed.
 
-At every instant, whatever is interrupted, there is the old folder, or the new one, or both.
+At every moment, also after an interruption, the old folder exists, or the new one, or both.
 """
 
 from __future__ import annotations
@@ -19,47 +19,47 @@ from shardgrad.errors import CheckpointSaveError
 __all__ = ["LOCK", "REPLACED", "Publication", "discard", "recover"]
 
 _ASIDE = ".tmp"
-_under_way: set[Path] = set()  # asides of this process; those of one that died are left over
-LOCK = ".lock"  # behind a checkpoint's name while it is saved; by itself, of a folder of checkpoints
-REPLACED = ".replaced"  # what the old folder is called while the new one takes its name
+_under_way: set[Path] = set()  # temporary folders in use by this process; others are left over
+LOCK = ".lock"  # suffix of the lock of a checkpoint that is saved; the name of the lock of a series
+REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
 
 
 class Publication:
-    """One folder on its way. Rank 0 calls the methods, the others write into `aside`.
+    """The atomic creation of one folder. Rank 0 calls the methods, other ranks write into `aside`.
 
     Args:
-        final: the name it will have.
+        final: the final path.
 
     Attributes:
-        aside: where it is written.
+        aside: temporary path, next to the final one.
     """
 
     def __init__(self, final: Path) -> None:
-        # "." has no name to put another beside, and `resolve` would follow links.
+        # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
         self._final = Path(os.path.abspath(final))
         self.aside = self._final.with_name(self._final.name + _ASIDE)
         self._has_begun = False
         self._lock: FileLock | None = None
 
     def begin(self) -> None:
-        """Makes an empty folder aside.
+        """Creates the temporary folder.
 
         Raises:
-            CheckpointSaveError: something that is no checkpoint has the final name, a save into it is under
-                way, or another process writes the folder that it is in.
-            OSError: it cannot be made.
+            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is running, or
+                another process writes the folder that it is in.
+            OSError: the folder cannot be created.
         """
         final = self._final
         if self.aside in _under_way:
             raise CheckpointSaveError(
-                f"a save into {printable(final)} is still under way",
+                f"a save into {printable(final)} is still running",
                 expected="one save into a folder at a time",
                 got="another, which would write over what the first one completes",
                 fix="wait() for the asynchronous save first, or choose another name",
             )
         if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
             raise CheckpointSaveError(
-                f"{printable(final)} is no checkpoint, and would be replaced by one",
+                f"{printable(final)} is not a checkpoint, and would be replaced by one",
                 expected="a new name, or that of a checkpoint",
                 got="a folder with other files" if final.is_dir() else "a file",
                 fix="choose another name, or remove what is there",
@@ -76,17 +76,17 @@ class Publication:
         _under_way.add(self.aside)
 
     def finish(self, index: str) -> None:
-        """Writes the index and the marker, and gives the folder its name. The parts are on the disk already.
+        """Writes the index and the marker, and renames the folder. The data files are on the disk already.
 
         Raises:
-            OSError: the old folder, if there was one, still has the name.
+            OSError: the old folder, if there was one, still has the final name.
         """
         write_synced(self.aside / INDEX, index)
         write_synced(self.aside / COMPLETE, marker_of(index.encode()))
         self._take_name()
 
     def rename(self) -> None:
-        """Gives the folder its name, whatever is in it.
+        """Renames the folder to its final name.
 
         Raises:
             OSError: as for `finish`.
@@ -113,7 +113,7 @@ class Publication:
         self._end()
 
     def abandon(self) -> None:
-        """Removes what was written aside since `begin`; nothing after `rename`."""
+        """Removes the temporary folder; no effect before `begin` and after `rename`."""
         if self._has_begun:
             shutil.rmtree(self.aside, ignore_errors=True)
             self._end()
@@ -126,12 +126,12 @@ class Publication:
 
 
 def recover(folder: Path) -> None:
-    """Puts right what an interruption left behind in a folder of checkpoints, and removes unfinished ones."""
+    """Completes or removes what an interrupted save left in a folder of checkpoints."""
     for replaced in folder.glob("*" + REPLACED):
         final = replaced.with_name(replaced.name.removesuffix(REPLACED))
         if not final.exists():
             replaced.rename(final)
-        elif is_complete(final) or not is_complete(replaced):  # else it is the only one that is whole
+        elif is_complete(final) or not is_complete(replaced):  # else it is the only complete one
             shutil.rmtree(replaced, ignore_errors=True)
     for leftover in folder.glob("*" + _ASIDE):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -142,7 +142,7 @@ def recover(folder: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint so that no instant shows half of it."""
+    """Removes a checkpoint; it is renamed first, so that an interruption leaves no incomplete checkpoint."""
     aside = checkpoint.with_name(checkpoint.name + _ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)

@@ -1,4 +1,4 @@
-"""Whole models as `safetensors` files, named as the Hugging Face hub names them. Needs that package."""
+"""Exports unsharded models as `safetensors` files with the Hugging Face hub's file names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardgrad.checkpoint.files import write_synced
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.publish import Publication
 from shardgrad.checkpoint.text import printable
-from shardgrad.errors import PartnerUnavailableError
+from shardgrad.extras import require
 
 __all__ = ["FILE_NBYTES", "export_safetensors", "write_safetensors"]
 
@@ -30,19 +30,19 @@ def export_safetensors(
     file_nbytes: int = FILE_NBYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes a model whole, as `model.safetensors`; all ranks of a group call it together. A collective.
+    """Writes an unsharded model as `model.safetensors`. A collective of all ranks of a group.
 
-    More than one file has `model.safetensors.index.json` beside it, as `transformers` expects.
+    With more than one file there is also `model.safetensors.index.json`, as `transformers` expects.
 
     Args:
-        state: of the model: `model.state_dict()`. DTensors are gathered one after the other.
-        folder: a new one, on the first rank's disk. It appears when everything is in it.
-        file_nbytes: a file is ended before it would be larger.
-        group: of the ranks; None is the default group, or this process alone.
+        state: `model.state_dict()`. DTensors are gathered one after the other.
+        folder: a new folder on the first rank's disk. It is created when all files are complete.
+        file_nbytes: largest size of a file, unless a single tensor is larger.
+        group: the ranks; None is the default group, or this process alone.
 
     Raises:
-        PartnerUnavailableError: the package is not installed.
-        CheckpointSaveError: the first rank could not write, or a rank has no room for a tensor; on every
+        PartnerUnavailableError: safetensors is not installed.
+        CheckpointSaveError: the first rank could not write, or a rank has no memory for a tensor; on every
             rank.
 
     Host memory: one file on the first rank, one tensor on the others.
@@ -68,13 +68,14 @@ def write_safetensors(
     """Writes tensors one file after the other; see `export_safetensors`.
 
     Args:
-        sizes: bytes of each tensor, by name, in the order of the files.
-        read: returns a whole tensor; every rank calls it for every name in the same order.
-        folder: a new one.
-        file_nbytes: a file is ended before it would be larger.
-        peers: those who share the work. The first one writes.
+        sizes: number of bytes of each tensor by name, in the order of the files.
+        read: returns an unsharded tensor; every rank calls it for every name in the same order.
+        folder: a new folder.
+        file_nbytes: largest size of a file, unless a single tensor is larger.
+        peers: the ranks. The first one writes.
     """
-    save_file = _load_package()
+    require("safetensors", feature="a safetensors file")
+    package = import_module("safetensors.torch")
     publication = Publication(folder)
     peers.together("new folder", publication.begin if peers.leads else _nothing)
     files = _named(_filled(sizes, file_nbytes))
@@ -87,8 +88,10 @@ def write_safetensors(
                 if copied is not None:
                     content[member] = copied
             path = publication.aside / name
-            # Agreed upon for each file: a rank that stopped alone would leave the others in a gather.
-            peers.together("writing", partial(save_file, content, path) if content else _nothing)
+            # For each file all ranks continue or fail: a rank that stopped alone would leave others in a
+            # gather.
+            write = partial(package.save_file, content, path, metadata={"format": "pt"})
+            peers.together("writing", write if content else _nothing)
         peers.together("publication", lambda: _finish(publication, files, sizes) if peers.leads else None)
     except BaseException:
         if peers.leads:
@@ -143,17 +146,4 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _nothing() -> None:
-    """What the other ranks do while the first one works."""
-
-
-def _load_package() -> Callable[[Mapping[str, torch.Tensor], Path], None]:
-    try:
-        package = import_module("safetensors.torch")
-    except ImportError as error:
-        raise PartnerUnavailableError(
-            "safetensors files cannot be written without the package safetensors",
-            expected="safetensors",
-            got=" ".join(str(error).split()),
-            fix="pip install safetensors; or another format, which needs no other package",
-        ) from error
-    return lambda tensors, path: package.save_file(dict(tensors), path, metadata={"format": "pt"})
+    """The work of the other ranks while the first rank works."""

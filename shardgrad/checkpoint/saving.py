@@ -1,4 +1,4 @@
-"""Writing a checkpoint: at once, or from a copy while training goes on."""
+"""Saves a checkpoint, synchronously or in the background from a copy."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def save(
     group: dist.ProcessGroup | None = None,
     then: Callable[[], None] | None = None,
 ) -> None:
-    """Writes a state; all ranks of a group call it together. A collective.
+    """Saves a state. A collective of all ranks of a group.
 
-    The folder appears when everything in it is on the disk, and replaces a checkpoint of that name only then.
+    The folder is created, or replaces an existing checkpoint, when all its data is on the disk.
     See [Note: Format].
 
     Args:
-        state: nested dictionaries, lists and tuples of tensors, numbers, texts, booleans and None. DTensors
-            are saved as they are sharded; of anything else that several ranks have under one name, the
+        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Of a
+            DTensor each rank saves its shard; of other entries that several ranks have under one name, the
             lowest rank's is saved.
-        folder: on a disk that all ranks see.
-        group: of the ranks that share the checkpoint; None is the default group, or this process alone.
-        then: called on the first rank when the folder is there; if it raises, all ranks do.
+        folder: path of the checkpoint, on a disk visible to all ranks.
+        group: the ranks that share the checkpoint; None is the default group, or this process alone.
+        then: called on the first rank after the folder is complete; if it raises, all ranks raise.
 
     Raises:
-        CheckpointError: the state holds something that is no data; on every rank.
-        CheckpointSaveError: a rank could not write, or the ranks do not have all of a tensor between them; on
-            every rank. What was there before is untouched.
+        CheckpointError: the state has an entry that is not data; on every rank.
+        CheckpointSaveError: a rank could not write, or the ranks together do not hold an entire tensor; on
+            every rank. An existing checkpoint is unchanged.
 
     Streams: reads tensors on the current stream, and waits for it.
     """
@@ -64,38 +64,38 @@ def save_async(
     group: dist.ProcessGroup | None = None,
     then: Callable[[], None] | None = None,
 ) -> Saving:
-    """Like :func:`save`, but returns when the state has been copied to the host; the rest is a thread's work.
+    """Like :func:`save`, but returns when the state is copied to the host; a thread writes the copy.
 
-    What is written is the state at the time of the call, whatever training does meanwhile.
+    The checkpoint has the state at the time of the call.
 
     Args:
-        state: as for `save`; needs host memory for what this rank writes.
-        folder: on a disk that all ranks see.
-        group: of ranks; nothing else may use it before the save has ended, so make one for it:
-            `dist.new_group(backend="gloo")`. It may only be None where there is one process.
-        then: as for `save`, on the thread.
+        state: as for `save`; the copy takes host memory for the part that this rank writes.
+        folder: path of the checkpoint, on a disk visible to all ranks.
+        group: a group that nothing else uses before the save has ended, such as
+            `dist.new_group(backend="gloo")`. None only for one process.
+        then: as for `save`, called on the thread.
 
     Returns:
-        The save under way.
+        The running save.
 
     Raises:
-        CheckpointError, CheckpointSaveError: until the copy is made, on every rank; what happens after it is
-            raised by `wait`.
+        CheckpointError, CheckpointSaveError: an error before the copy is complete, on every rank. `wait`
+            raises later errors.
     """
     peers = Peers(group, aside=group is not None)
     if group is None and peers.count > 1:
         raise CheckpointSaveError(
-            "an asynchronous save needs a process group of its own",
+            "an asynchronous save needs a separate process group",
             expected='group=dist.new_group(backend="gloo")',
             got="None, which training uses at the same time",
-            fix="make a group once, and pass it to every save_async",
+            fix="create a group once, and pass it to every save_async",
         )
     write = _Write(Path(folder), peers, then)
     return Saving(write, write.copied(write.plan(state)))
 
 
 class Saving:
-    """An asynchronous save. The process does not end before it has, unless it is killed."""
+    """A running asynchronous save. The process does not exit before it has ended, unless killed."""
 
     def __init__(self, write: _Write, part: Part) -> None:
         self._future: Future[None] = Future()
@@ -105,28 +105,31 @@ class Saving:
     def _run(self, write: _Write, part: Part) -> None:
         try:
             write(part)
-        except BaseException as error:  # whatever it is, it belongs to whoever waits
+        except BaseException as error:  # raised by `wait`
             self._future.set_exception(error)
         else:
             self._future.set_result(None)
 
     def done(self) -> bool:
-        """Returns whether it has ended, well or not."""
+        """Returns whether the save has ended, with or without an error."""
         return self._future.done()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Returns when the checkpoint is there.
+        """Waits for the checkpoint.
+
+        Args:
+            timeout_s: largest number of seconds to wait; None waits without limit.
 
         Raises:
-            CheckpointSaveError: it could not be written.
-            TimeoutError: it is not there after `timeout_s`.
+            CheckpointSaveError: the checkpoint could not be written.
+            TimeoutError: the checkpoint is not complete after `timeout_s`.
         """
         with self._peers.thread_awaited():
             self._future.result(timeout_s)
 
 
 class _Write:
-    """One save on this rank: a plan, a file, and a publication, each agreed upon by all ranks."""
+    """One save on this rank: planning, writing and publication. Each fails on all ranks or on none."""
 
     def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
         self._publication = Publication(folder)
@@ -206,7 +209,7 @@ class _Write:
 
 @dataclass(frozen=True)
 class _Written:
-    """What one rank has written: its file and the file's size, its pieces of tensors, and its values."""
+    """What one rank wrote: its file and the file's size, parts of tensors, and values."""
 
     file: str
     nbytes: int
@@ -215,11 +218,11 @@ class _Written:
 
 
 def _nothing() -> None:
-    """What the other ranks do while the first one works."""
+    """The work of the other ranks while the first rank works."""
 
 
 def _require_file(path: Path, nbytes: int) -> None:
-    """Refuses to complete what the first rank does not see as the others have written it."""
+    """Checks that the first rank sees another rank's file with its size."""
     found = path.stat().st_size if path.is_file() else None
     if found != nbytes:
         raise CheckpointSaveError(
@@ -232,7 +235,7 @@ def _require_file(path: Path, nbytes: int) -> None:
 
 
 def _merge(parts: Sequence[_Written]) -> Index:
-    """Returns the index of what all ranks have written."""
+    """Returns the index of the parts that all ranks wrote."""
     tensors: dict[str, Entry] = {}
     values: dict[str, Value] = {}
     for part in parts:
@@ -251,7 +254,7 @@ def _merge(parts: Sequence[_Written]) -> Index:
     for name, entry in tensors.items():
         if not tile([piece.box for piece in entry.pieces], entry.shape):
             raise CheckpointSaveError(
-                "what the ranks that save hold of a tensor does not make up the whole",
+                "the parts of a tensor on the saving ranks do not cover the tensor",
                 expected=f"every element of {entry.shape} once",
                 got=listed([f"{piece.box.shape} at {piece.box.offset}" for piece in entry.pieces])
                 or "nothing",

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one folder for each step, which is the newest, and how many are kept."""
+"""The checkpoints of a run: one folder per step, the newest one, and how many are kept."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
 class Series:
-    """Checkpoints `step_000200/` and so on in one folder, and `latest`, which names the one to go on from.
+    """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of them.
 
-    `latest` may be edited to go back to an older one. The checkpoints of later steps are abandoned by that:
-    the next one that is published renames them to `step_000400.abandoned`, and retention removes them first.
+    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one. The
+    checkpoints of later steps are abandoned by that: the next one that is published renames them to
+    `step_000400.abandoned`, and retention removes them first.
 
     One process writes: the first that calls `acquire` or `publish`, until it calls `release` or ends.
 
     Args:
-        folder: of the checkpoints.
-        keep: how many are kept.
+        folder: folder of the checkpoints.
+        keep: number of checkpoints to keep.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
@@ -59,34 +60,34 @@ class Series:
             lock.release()
 
     def path_of(self, step: int) -> Path:
-        """Returns where the checkpoint of a step is, or will be."""
+        """Returns the path of the checkpoint of a step."""
         self._known_steps()
         return self._folder / _name_of(step)
 
     def complete(self) -> list[Path]:
-        """Returns every checkpoint whose writing was finished, oldest step first; none that is abandoned."""
+        """Returns every complete checkpoint that is not abandoned, oldest step first."""
         names = {path.name.removesuffix(REPLACED) for path in self._folder.glob("step_*")}
         steps = sorted(int(name[1]) for text in names if (name := _STEP.fullmatch(text)))
-        return [whole for step in steps if (whole := _whole(self._folder / _name_of(step))) is not None]
+        return [found for step in steps if (found := _complete(self._folder / _name_of(step))) is not None]
 
     def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names, or the newest step's if that is not there.
+        """Returns the checkpoint that `latest` names, else that of the newest step; None if there is none.
 
-        It is not there if an interruption came between the publication of a checkpoint and its naming. Other
-        processes may save meanwhile: there is always an answer, and a later one is no older.
+        The named checkpoint may be missing if a save was interrupted before it updated `latest`. Other
+        processes may save during the call: it finds a checkpoint, and a later call no older one.
         """
         name = self._named()
         while True:
-            named = _whole(self._folder / name) if name else None
+            named = _complete(self._folder / name) if name else None
             if named is not None:
                 return named
             newest = next(reversed(self.complete()), None)
             before, name = name, self._named()
-            if name == before:  # else what it named was removed because there is a newer one
+            if name == before:  # else the named one was removed because there is a newer one
                 return newest
 
     def publish(self, path: Path) -> None:
-        """Names a checkpoint the newest, and removes those there is no room for.
+        """Writes a checkpoint's name into `latest`, and removes the oldest ones beyond `keep`.
 
         A checkpoint of an earlier step than one that was published before by this object, as asynchronous
         saves may end in another order, does not become the newest.
@@ -94,7 +95,7 @@ class Series:
         Raises:
             CheckpointSaveError: another process writes there.
             OptionError: the name is not one of a step.
-            OSError: `latest` could not be written, and is what it was.
+            OSError: `latest` could not be written and is unchanged.
         """
         path = self._folder / path.name
         step = _step_of(path)
@@ -118,7 +119,7 @@ class Series:
         self._remove_oldest(kept)
 
     def recover(self) -> None:
-        """Puts right what an interruption left behind, before the first save.
+        """Completes or removes what an interrupted save left; call it before the first save.
 
         Raises:
             CheckpointSaveError: another process writes there.
@@ -175,9 +176,9 @@ def _abandon(path: Path) -> None:
     path.rename(aside)
 
 
-def _whole(path: Path) -> Path | None:
-    """Returns where the checkpoint of that name is: there, or beside it while, or because, it is replaced."""
-    for place in (path, path.with_name(path.name + REPLACED), path):
-        if is_complete(place) or (place / METADATA).is_file():
-            return place
+def _complete(path: Path) -> Path | None:
+    """Returns the path of a complete checkpoint: the given one, or its backup while it is replaced."""
+    for candidate in (path, path.with_name(path.name + REPLACED), path):
+        if is_complete(candidate) or (candidate / METADATA).is_file():
+            return candidate
     return None

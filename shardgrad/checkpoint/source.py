@@ -1,4 +1,4 @@
-"""Reading a checkpoint: what it holds, whether its bytes are the ones that were written, and the bytes."""
+"""Reads a checkpoint: its contents, the verification of its checksums, and its bytes."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from shardgrad.errors import CheckpointError
 __all__ = ["COMPLETE", "INDEX", "NativeSource", "Source", "is_complete", "marker_of"]
 
 INDEX, COMPLETE = "index.json", "complete"
-MARKER_NBYTES = 65  # a SHA-256 in hexadecimal, and the end of the line
-_MOST_OPEN = 100  # files; a checkpoint of many ranks has more than a process may open
+MARKER_NBYTES = 65  # a SHA-256 in hexadecimal and a newline
+_MOST_OPEN = 100  # a checkpoint of many ranks has more files than a process may open
 
 
 class Source(ABC):
     """A checkpoint open for reading; a context manager.
 
     Attributes:
-        folder: where it is.
-        tensors: by name.
-        values: what is no tensor, by name.
-        origin: who wrote checkpoints of this kind.
-        identity: differs between any two checkpoints.
+        folder: folder of the checkpoint.
+        tensors: tensors by name.
+        values: values that are not tensors, by name.
+        origin: library that writes checkpoints of this format.
+        identity: text that differs between any two checkpoints.
     """
 
     origin: ClassVar[str]
@@ -50,33 +50,33 @@ class Source(ABC):
 
     @abstractmethod
     def check(self, name: str, box: Box) -> None:
-        """Reads what :meth:`fill` would read, and compares it with its checksums.
+        """Reads the bytes that :meth:`fill` would read, and verifies their checksums.
 
         Args:
-            name: of a tensor.
-            box: the part of it.
+            name: name of a tensor.
+            box: region of the tensor.
 
         Raises:
-            CheckpointError: the bytes are not those that were written.
+            CheckpointError: the bytes are damaged.
         """
 
     @abstractmethod
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies a part of a tensor, converting it as `copy_` does.
+        """Copies a region of a tensor, with the conversion of dtypes of `copy_`.
 
         Args:
-            name: of the tensor.
-            box: the part.
-            into: of the box's shape, on any device.
+            name: name of the tensor.
+            box: region of the tensor.
+            into: destination of the box's shape, on any device.
 
         Host memory: a few blocks of 4 MiB, or the largest row of a tensor if that is larger.
         """
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns a whole tensor on the host.
+        """Returns an entire tensor on the host.
 
         Raises:
-            CheckpointError: there is no room for it. Its size is that of its bytes in the files.
+            CheckpointError: there is not enough memory. The tensor is as large as its bytes in the files.
         """
         entry = self.tensors[name]
         try:
@@ -102,13 +102,14 @@ class Source(ABC):
 
 
 class NativeSource(Source):
-    """A checkpoint in our own format. See [Note: Format].
+    """A checkpoint in shardgrad's format. See [Note: Format].
 
     Args:
-        folder: where it is.
+        folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: it is not complete, or its index or the size of a file is wrong. No tensor is read.
+        CheckpointError: the checkpoint is incomplete, or its index or the size of a file is wrong. No tensor
+            is read.
     """
 
     origin = "shardgrad.checkpoint"
@@ -127,7 +128,7 @@ class NativeSource(Source):
         self._close_files()
 
     def check(self, name: str, box: Box) -> None:
-        """Compares every block that holds a part of the box with its checksum."""
+        """Verifies the checksum of every block that overlaps the box."""
         entry = self.tensors[name]
         for piece in entry.pieces:
             common = box.meets(piece.box)
@@ -143,7 +144,7 @@ class NativeSource(Source):
                     raise _corrupt(name, self.folder / piece.file, piece.start + begin, len(block))
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies runs of rows, or reads straight into memory that is as the file is."""
+        """Copies runs of rows; reads directly into a contiguous destination of the same dtype on the host."""
         entry = self.tensors[name]
         for piece in entry.pieces:
             common = box.meets(piece.box)
@@ -168,7 +169,7 @@ class NativeSource(Source):
             rows.copy_(found.reshape(rows.shape))
 
     def _staging(self, nbytes: int) -> memoryview:
-        """Returns memory that the next call returns again: new memory costs more than reading does."""
+        """Returns a buffer that the next call reuses, since allocation would cost more than the read."""
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
@@ -189,12 +190,12 @@ class NativeSource(Source):
 
 
 def marker_of(index: bytes) -> str:
-    """Returns what `complete` says of an index."""
+    """Returns the contents of the file `complete` for an index."""
     return hashlib.sha256(index).hexdigest() + "\n"
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether a folder is a checkpoint of ours whose writing was finished. Reads no index."""
+    """Returns whether a folder is a complete checkpoint in shardgrad's format. Does not read the index."""
     return (folder / COMPLETE).is_file() and (folder / INDEX).is_file()
 
 
@@ -207,7 +208,7 @@ def _read_index(folder: Path) -> tuple[str, Index]:
             expected=f"an {INDEX} with the SHA-256 in {COMPLETE}",
             got=printable(marker_of(text).strip()),
             where=printable(folder),
-            fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+            fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
         )
     return marker_of(text).strip(), Index.from_json(text)
 
@@ -218,5 +219,5 @@ def _corrupt(name: str, path: Path, start: int, nbytes: int) -> CheckpointError:
         expected="the bytes that were written, by their CRC-32",
         got=f"others, among {nbytes} at {start} of {printable(path.name)}",
         where=printable(path),
-        fix="an older checkpoint; `shardgrad checkpoint verify` says which are whole",
+        fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
     )

@@ -1,4 +1,4 @@
-"""Showing what others wrote: names from a file cannot steer a terminal."""
+"""Escapes text from files, so that it cannot control a terminal."""
 
 from __future__ import annotations
 
@@ -10,25 +10,22 @@ _LONGEST = 200
 
 
 def escaped(text: object) -> str:
-    """Returns text with everything that is no printable character written out."""
+    """Returns text with non-printable characters escaped."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
 
 
 def printable(text: object) -> str:
-    """Returns escaped text, cut to a line's length before it is escaped."""
+    """Returns escaped text, truncated to 200 characters."""
     try:
         whole = str(text)
-    except (
-        ValueError,
-        RecursionError,
-    ):  # an integer of more digits than Python writes; too many lists in lists
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists nested too deeply
         return f"{type(text).__name__} that is too long to show"
     shown = escaped(whole[: _LONGEST + 1])
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 
 def listed(names: Collection[object], most: int = 8) -> str:
-    """Returns the first names, and how many more there are."""
+    """Returns the first names in sorted order, and the number of the others."""
     shown = [printable(name) for name in sorted(names, key=str)[:most]]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")

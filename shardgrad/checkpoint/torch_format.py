@@ -1,7 +1,7 @@
-"""Reading checkpoints of `torch.distributed.checkpoint` as data: nothing in them is run.
+"""Reads checkpoints of `torch.distributed.checkpoint` without executing code in them.
 
-torch keeps the list of contents in `.metadata`, a pickle, and each piece as a small `torch.save` archive.
-Here the pickle may name only the classes such a list is made of, and archives are opened with `weights_only`.
+torch stores the metadata in `.metadata`, a pickle, and each part of a tensor as a `torch.save` archive. Here
+the pickle may name only the classes that metadata consists of, and archives are loaded with `weights_only`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardgrad.errors import CheckpointError
 __all__ = ["METADATA", "TorchSource"]
 
 METADATA = ".metadata"
-_SCRIPT_OVERHEAD_NBYTES = 2**20  # what an archive may have beside its tensor
+_SCRIPT_OVERHEAD_NBYTES = 2**20  # largest size of an archive without its tensor
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     *((_METADATA_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
@@ -40,7 +40,7 @@ _RECORDS = {
 
 
 class _Record:
-    """What stands for an object of torch's: its attributes, and nothing that acts."""
+    """Replaces an object of torch's classes: attributes without methods."""
 
     def __init__(self, *arguments: Any) -> None:
         self._facts: dict[str, Any] = {}
@@ -57,14 +57,14 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records, tuples and dictionaries, and nothing else: no class of torch's is even touched."""
+    """Creates records, tuples and dictionaries only, and no instance of torch's classes."""
 
     def __init__(self, text: bytes) -> None:
         super().__init__(io.BytesIO(text))
         self._kinds: dict[str, type[_Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """Returns what stands for a global."""
+        """Returns the replacement of a global."""
         if (module, name) in _RECORDS:
             return self._kinds.setdefault(name, type(name, (_Record,), {}))
         if module == "torch" and name in DTYPES:
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _nothing(*parts: Any) -> None:
-    """What a layout, and the path that torch wrote to, are replaced by: nobody asks for them."""
+    """Replaces layouts and the path that torch wrote to, which are not used."""
 
 
 _HARMLESS = {
@@ -104,17 +104,17 @@ _ARCHIVE_NAMES = {
 
 
 class TorchSource(Source):
-    """A checkpoint that `torch.distributed.checkpoint.save` wrote into a folder.
+    """A checkpoint written by `torch.distributed.checkpoint.save` into a folder.
 
-    Its archives carry a CRC-32 each. A piece of a tensor is read whole, so on the host there is room for the
-    largest piece.
+    Each archive has a CRC-32. A part of a tensor is read as a whole, so host memory for the largest part is
+    needed.
 
     Args:
-        folder: where it is.
+        folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: the list of contents is missing, holds more than data, or contradicts itself or the
-            files. No tensor is read.
+        CheckpointError: the metadata is missing, contains more than data, or is inconsistent with itself or
+            the files. No tensor is read.
     """
 
     origin = "torch.distributed.checkpoint"
@@ -132,14 +132,14 @@ class TorchSource(Source):
             raise _refused(folder, "a list of contents", f"{type(error).__name__}: {error}") from error
 
     def check(self, name: str, box: Box) -> None:
-        """Compares the archives that hold a part of the box with their checksums, and reads them."""
+        """Verifies the checksums of the archives that overlap the box, and loads them."""
         entry = self.tensors[name]
         for piece in entry.pieces:
             if box.meets(piece.box) is not None:
                 self._tensor(name, entry, piece, tests=True)  # torch's reader is stricter than checksums
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies from whole pieces."""
+        """Loads the archives that overlap the box and copies from them."""
         entry = self.tensors[name]
         for piece in entry.pieces:
             common = box.meets(piece.box)
@@ -180,7 +180,7 @@ class TorchSource(Source):
         found: dict[str, Value] = {}
         for leaf, kept in flatten({"v": value}).items():
             if isinstance(kept, torch.Tensor):
-                raise _refused(self.folder, "tensors in entries of their own", "a tensor in a value", name)
+                raise _refused(self.folder, "tensors in separate entries", "a tensor in a value", name)
             found[name + leaf[1:]] = kept
         return found
 
@@ -195,13 +195,13 @@ class TorchSource(Source):
     def _load(self, name: str, archive: io.BytesIO) -> Any:
         try:
             return torch.load(archive, map_location="cpu", weights_only=True)
-        except Exception as error:  # whatever a damaged or hostile archive makes torch raise
+        except Exception as error:  # torch raises many types for damaged or hostile archives
             raise _refused(
                 self.folder, "an archive that holds only data", printable(error), where=name
             ) from error
 
     def _archive(self, name: str, piece: Piece, *, tests: bool) -> io.BytesIO:
-        """Returns the archive of a piece, which is no larger than the piece needs."""
+        """Returns the archive of a part, after a check of its size."""
         file, start, nbytes = self._pieces[name, piece.box.offset]
         entry = self.tensors[name]
         limit = entry.nbytes(piece.box) + _SCRIPT_OVERHEAD_NBYTES
@@ -210,7 +210,7 @@ class TorchSource(Source):
         return self._opened(name, self._read(file, start, nbytes), tests=tests)
 
     def _opened(self, name: str, text: bytearray, *, tests: bool) -> io.BytesIO:
-        """Returns an archive after a look at its own list, and a comparison of checksums if it `tests`."""
+        """Returns an archive after a check of its directory, and of its checksums if `tests` is set."""
         stream = io.BytesIO(text)
         damaged = "another"
         try:

@@ -16,12 +16,12 @@ Value = bool | int | float | str | None
 
 
 def join(path: tuple[Any, ...]) -> str:
-    """Returns the name of a place in a nested state."""
+    """Returns the name of a path in a nested state."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
 def split(name: str) -> tuple[str, ...]:
-    """Returns the keys that lead to a place."""
+    """Returns the keys of a name."""
     return tuple(key.replace("~1", "/").replace("~0", "~") for key in name.split("/"))
 
 
@@ -29,10 +29,10 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, torch.Tensor | Value]:
     """Returns every leaf of a nested state by its name.
 
     Args:
-        state: dictionaries, lists and tuples of tensors, numbers, texts, booleans and None.
+        state: dictionaries, lists and tuples of tensors, numbers, strings, booleans and None.
 
     Raises:
-        CheckpointError: it holds something else, or two places have one name.
+        CheckpointError: the state has another type in it, or two leaves have one name.
     """
     leaves: dict[str, torch.Tensor | Value] = {}
     for path, leaf in _walk(state, ()):
@@ -46,7 +46,7 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, torch.Tensor | Value]:
 
 
 def rebuild(state: Any, leaves: Mapping[str, Any], path: tuple[Any, ...] = ()) -> Any:
-    """Returns a state of the same structure with other leaves; those not named stay."""
+    """Returns a state of the same structure with some leaves replaced."""
     if isinstance(state, Mapping):
         return {key: rebuild(value, leaves, (*path, key)) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -72,9 +72,9 @@ def _walk(state: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], 
 
 def _refused(name: str, got: str, expected: str) -> CheckpointError:
     return CheckpointError(
-        "a state that is no plain data cannot be a checkpoint",
+        "a state that is not plain data cannot be saved",
         expected=expected,
         got=got,
         where=printable(name),
-        fix="take it out of the state, or put what it stands for into tensors and numbers",
+        fix="remove it from the state, or represent it by tensors and numbers",
     )

@@ -1,1 +1,1 @@
-"""Misuse that would train wrong numbers, refused or reported."""
+"""Refusing or reporting misuse that would train wrong numbers."""

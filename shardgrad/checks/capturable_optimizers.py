@@ -1,37 +1,34 @@
-"""Refusing optimizers whose step cannot be part of a CUDA graph.
+"""Which optimizers have a step that a CUDA graph can repeat.
 
-A graph repeats kernels, not Python. An optimizer that reads the device to decide what to do next fails
-during a capture, sometimes with a message that names neither optimizer nor reason; one that counts steps or
-makes its state on the host is captured without a word, and every replay then takes the first step again. So
-before each step of an optimizer over sharded parameters that a graph would record, one of three things is
-said:
+A graph repeats kernels, not Python. An optimizer that reads from the device to decide what to do next fails
+during a capture, sometimes with a message that names neither the optimizer nor the reason. One that counts
+steps or makes its state on the host is captured without an error, and every replay repeats that one step. Of
+an optimizer over sharded parameters, one of three things is known:
 
 * it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon once their
   momentum exists;
-* torch says no itself: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
-  `capturable=True`. The reason given here is the same and names a parameter;
-* it cannot be: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`; a partner's FusedAdam
-  without it; and SGD with momentum before its first step.
+* torch refuses it: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
+  `capturable=True`. The error raised here names a parameter as well;
+* it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`; another
+  library's FusedAdam without it; and SGD with momentum before its first step.
 
-Hyperparameters that are numbers are frozen by a capture, whatever the optimizer; a learning rate can be a
-tensor. Other optimizers are let through: nothing is known about them.
+Hyperparameters that are numbers are constants of a graph, whatever the optimizer; a learning rate can be a
+tensor. Other optimizers are captured: nothing is known about them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-from typing import Any
 
 import torch
 from torch import optim
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
 
-__all__ = ["refuse_uncapturable_steps", "why_not_capturable"]
+__all__ = ["refuse_uncapturable_step", "why_not_capturable"]
 
 _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
     (optim.LBFGS, "it reads losses and directions on the host to decide how far to go"),
@@ -52,7 +49,7 @@ def why_not_capturable(optimizer: Optimizer) -> str | None:
         if group.get("capturable") is False:
             return "a group of it has capturable=False, so its step counts would be frozen"
     if isinstance(optimizer, optim.SGD) and _makes_momentum(optimizer):
-        return "its first step makes the momentum, and every replay would make it anew"
+        return "its first step makes the momentum, and every replay would make it again"
     return None
 
 
@@ -70,8 +67,11 @@ def _params(optimizer: Optimizer) -> Iterable[torch.Tensor]:
         yield from group["params"]
 
 
-def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Runs before every optimizer step in the process; outside a capture it asks for one flag.
+def refuse_uncapturable_step(optimizer: Optimizer) -> None:
+    """Refuses a step inside a capture that no graph can repeat; does nothing outside of a capture.
+
+    Args:
+        optimizer: over some parameter of a sharded model, about to step.
 
     Raises:
         CaptureError: the step cannot be part of the graph.
@@ -91,9 +91,3 @@ def _refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         fix="one eager step before the capture, if that makes its momentum; else another optimizer, or a "
         "step outside the graph",
     )
-
-
-@cache
-def refuse_uncapturable_steps() -> None:
-    """Begins to look at the steps of every optimizer; once is enough."""
-    register_optimizer_step_pre_hook(_refuse)

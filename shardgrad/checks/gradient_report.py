@@ -1,13 +1,14 @@
-"""Asking a model what happened in its last backward."""
+"""Which ranks had a gradient for which parameter in the last backward."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.root import unit_of
+from shardgrad.diagnosis.all_gather_object import all_gather_object
+from shardgrad.engine.root import context_of
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import RootError
 
 __all__ = ["GradientReport", "gradient_report"]
@@ -50,7 +51,8 @@ def gradient_report(model: nn.Module) -> GradientReport:
         RootError: `model` is not a root that has run.
     """
     unit = unit_of(model)
-    if unit is None or unit.context is None or not unit.is_root:
+    context = None if unit is None else context_of(unit)
+    if unit is None or context is None or not unit.is_root:
         raise RootError(
             "gradient_report() needs a root that has run",
             expected="the outermost module that fully_shard was called on, after a backward",
@@ -59,13 +61,12 @@ def gradient_report(model: nn.Module) -> GradientReport:
         )
     own = {
         p.name: touched
-        for reducer in unit.context.reducers
-        for p, touched in zip(reducer.group.trainable(), reducer.last_touched, strict=False)
+        for grads in context.grad_groups
+        if grads.shard is not None
+        for p, touched in zip(grads.params, grads.shard.touched, strict=False)
     }
     group = unit.mesh.shard_group
-    everyone: list[dict[str, bool]] = [own] * group.size()
-    if group.size() > 1:
-        dist.all_gather_object(everyone, own, group=group)
+    everyone: list[dict[str, bool]] = all_gather_object(own, group) if group.size() > 1 else [own]
     names = list(dict.fromkeys(name for answers in everyone for name in answers))
     return GradientReport(
         ranks=group.size(),

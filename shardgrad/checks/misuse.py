@@ -1,8 +1,8 @@
-"""Refusing what would silently compute with shards: parameters used outside their unit's forward.
+"""Refusing computation with sharded parameters outside of their unit's forward.
 
-A DTensor that meets a plain tensor raises in torch already, but the message names neither the module nor
-the way out. Two nets catch the ways a program gets there: a check before the forward of every inner module
-that owns sharded parameters, and a translation of torch's error in the unit's own methods.
+torch raises when a DTensor meets a plain tensor, but its message names neither the module nor a fix. So there
+is a check before the forward of every inner module that owns sharded parameters, and torch's error is
+translated in the methods of units.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.param_group import ParamGroup, ShardState
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import UnitBypassedError
 
 __all__ = ["guard_owner", "guarded_methods"]
@@ -33,7 +33,7 @@ def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> No
         if torch.compiler.is_compiling():
             return
         owner = group()
-        if owner is not None and owner.state is not ShardState.UNSHARDED:
+        if owner is not None and owner.state is not ParamState.UNSHARDED:
             raise _bypassed(called, owner.name)
 
     module.register_forward_pre_hook(check)
@@ -76,7 +76,7 @@ def _bypassed(module: nn.Module, unit_name: str, method: str | None = None) -> U
     caller = method or _method_on_stack()
     if caller is None:
         how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
-        fix = "call the unit itself, or give this module a unit of its own: shardgrad.fully_shard(module)"
+        fix = "call the unit itself, or make this module a unit as well: shardgrad.fully_shard(module)"
     else:
         how = (
             f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"

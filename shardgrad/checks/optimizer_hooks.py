@@ -1,45 +1,141 @@
-"""Noticing that an optimizer has moved sharded parameters.
+"""The package's hooks on the steps of optimizers: the only place that registers any.
 
-Version counters do not tell: fused and foreach optimizers reach the local tensors of a DTensor below the
-place where autograd counts. torch runs a hook after every optimizer's step, which does.
+An engine has to know when an optimizer steps, and version counters do not tell: fused and foreach optimizers
+write the local tensors of DTensors below the level at which autograd counts versions. torch has hooks for the
+steps of one optimizer, whose instance a model never sees, and for the steps of all optimizers of the process.
+So one hook of the second kind before steps and one after them are registered while a sharded model is alive,
+and removed with the last one. Both return at once for an optimizer without parameters of a sharded model.
+
+What they do:
+
+* after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
+* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
+* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`).
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
-from functools import cache
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
+from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
+from shardgrad.checks.untrained_params import FirstStepCheck, concerns_unit
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param_group import ParamGroup, group_of
 
-__all__ = ["notice_optimizer_steps"]
-
-# Which groups an optimizer moves, for the number of parameters it had when that was found out.
-_moved: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[weakref.ref[ParamGroup]]]]
-_moved = weakref.WeakKeyDictionary()
+__all__ = ["watch_optimizers"]
 
 
-def _groups(optimizer: Optimizer) -> list[weakref.ref[ParamGroup]]:
-    count = sum(len(optim_group["params"]) for optim_group in optimizer.param_groups)
-    known = _moved.get(optimizer)
-    if known is None or known[0] != count:
+@dataclass
+class _Watched:
+    """What is known of one optimizer.
+
+    Attributes:
+        version: of the optimizer and the models when this was found out; see `_OptimizerHooks._version`.
+        groups: parameter groups that its steps write; empty if it has no parameter of a sharded model.
+        first_step: checks its first step; None if there is nothing to check.
+        is_checked: True once that is done.
+    """
+
+    version: tuple[int, int]
+    groups: list[weakref.ref[ParamGroup]]
+    first_step: FirstStepCheck | None
+    is_checked: bool = False
+
+
+class _OptimizerHooks:
+    """One hook before and one after the steps of all optimizers, while a sharded model is alive."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._models_ever = 0
+        self._handles: list[RemovableHandle] = []
+        self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
+
+    def add(self, model: nn.Module) -> None:
+        """Keeps the hooks registered for as long as `model` is alive."""
+        self._models.add(model)
+        self._models_ever += 1
+        weakref.finalize(model, self._remove_if_unused).atexit = False
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def _remove_if_unused(self) -> None:
+        # torch iterates over its hooks during a step, and a model may be garbage collected there. Then the
+        # hooks stay, without anything to do, until another model dies.
+        if next(iter(self._models), None) is None and not _is_any_step_running():
+            while self._handles:
+                self._handles.pop().remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        watched = self._look_up(optimizer)
+        if watched.groups:
+            refuse_uncapturable_step(optimizer)
+        if watched.first_step is not None and not watched.is_checked:
+            watched.first_step.before(optimizer)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        watched = self._look_up(optimizer)
+        for reference in watched.groups:
+            group = reference()
+            if group is not None:
+                group.steps_taken += 1
+        if watched.first_step is not None and not watched.is_checked:
+            watched.is_checked = watched.first_step.after(optimizer)
+
+    def _look_up(self, optimizer: Optimizer) -> _Watched:
+        version = self._version(optimizer)
+        watched = self._watched.get(optimizer)
+        if watched is None or watched.version != version:
+            watched = self._watched[optimizer] = self._examine(optimizer, version, watched)
+        return watched
+
+    def _examine(self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None) -> _Watched:
         params = [param for optim_group in optimizer.param_groups for param in optim_group["params"]]
-        groups = {managed.group: None for param in params if (managed := managed_by(param)) is not None}
-        known = _moved[optimizer] = count, [weakref.ref(group) for group in groups]
-    return known[1]
+        groups = {group_of(managed): None for param in params if (managed := managed_by(param)) is not None}
+        first_step = None if before is None else before.first_step
+        if first_step is None and any(map(concerns_unit, params)):
+            first_step = FirstStepCheck()
+        is_checked = before is not None and before.is_checked
+        return _Watched(version, list(map(weakref.ref, groups)), first_step, is_checked)
+
+    def _version(self, optimizer: Optimizer) -> tuple[int, int]:
+        """Returns numbers that change when the optimizer gets parameters, or a model is sharded."""
+        return sum(len(group["params"]) for group in optimizer.param_groups), self._models_ever
 
 
-def _count(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for reference in _groups(optimizer):
-        group = reference()
-        if group is not None:
-            group.steps_taken += 1
+def _is_any_step_running() -> bool:
+    """Returns whether a thread is inside torch's wrapper of `Optimizer.step`."""
+    for frame in sys._current_frames().values():
+        inner = frame
+        while True:
+            if inner.f_code.co_filename == torch_optimizer.__file__:
+                return True
+            if inner.f_back is None:
+                break
+            inner = inner.f_back
+    return False
 
 
-@cache
-def notice_optimizer_steps() -> None:
-    """Begins to count the steps of every optimizer in `ParamGroup.steps_taken`; once is enough."""
-    register_optimizer_step_post_hook(_count)
+_hooks = _OptimizerHooks()
+
+
+def watch_optimizers(models: Iterable[nn.Module]) -> None:
+    """Watches the steps of optimizers for as long as one of these sharded modules is alive."""
+    for model in models:
+        _hooks.add(model)

@@ -1,4 +1,4 @@
-"""Do replicas still hold the same bits? Checksums of parameters, gradients and optimizer state, by name."""
+"""Comparing replicas (HSDP): checksums of parameters, gradients and optimizer state, by name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import managed_by
-from shardgrad.engine.pending_scale import OwedGradient
-from shardgrad.engine.root import unit_of
+from shardgrad.engine.param_group import group_of
+from shardgrad.engine.pending_scale import ScaledGradient
+from shardgrad.engine.unit import unit_of
 
 __all__ = ["ReplicaReport", "checksum", "replica_report"]
 
@@ -59,7 +60,7 @@ def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> Repl
     contents = _contents(model, optimizer, group)
     own = torch.stack([checksum(tensor) for tensor in contents.values()])
     rows = [torch.empty_like(own) for _ in range(group.size())]
-    with journal.line(group).awaited("checksums of the replicas", own):
+    with recorder.group_log(group).waiting("checksums of the replicas", own):
         dist.all_gather(rows, own, group=group)
     ranks = tuple(dist.get_process_group_ranks(group))
     differing: dict[str, tuple[tuple[int, ...], ...]] = {}
@@ -85,7 +86,7 @@ def _contents(
     found: dict[str, torch.Tensor] = {}
     for name, param in model.named_parameters():
         managed = managed_by(param)
-        if managed is not None and not _same_ranks(managed.group.mesh.replicate_group, group):
+        if managed is not None and not _same_ranks(group_of(managed).mesh.replicate_group, group):
             continue
         found[f"parameter {name}"] = _local(param)
         if param.grad is not None:
@@ -104,7 +105,7 @@ def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bo
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, OwedGradient):
+    if isinstance(tensor, ScaledGradient):
         return tensor.unpaid()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 

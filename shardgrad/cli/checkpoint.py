@@ -1,14 +1,15 @@
-"""`shardgrad checkpoint`: looking at checkpoints, checking them, and writing them in other formats."""
+"""`shardgrad checkpoint`: verify, inspect and convert checkpoints."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from shardgrad.cli.reporting import reported
 
 if TYPE_CHECKING:
     from shardgrad.checkpoint.index import Entry
@@ -18,19 +19,19 @@ _FORMATS = ("shardgrad", "torch", "safetensors")
 _PATH = click.argument("path", type=click.Path(path_type=Path))
 
 
-@click.group(short_help="Verify, inspect and convert checkpoints.")
+@click.group()
 def checkpoint() -> None:
-    """Verify, inspect and convert checkpoints: shardgrad's own, and torch.distributed.checkpoint's.
+    """Verify, inspect and convert checkpoints of shardgrad and of torch.distributed.checkpoint.
 
-    PATH is a checkpoint, or a run folder, whose newest checkpoint is meant. Nothing in a checkpoint is run.
-    The exit status is 1 if a checkpoint is damaged or cannot be written.
+    PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a checkpoint is
+    executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
     """
 
 
 @checkpoint.command()
 @_PATH
 def verify(path: Path) -> None:
-    """Read every byte of a checkpoint and compare it with the checksums written with it."""
+    """Read every byte of a checkpoint and compare it with its checksums."""
     from shardgrad.checkpoint.boxes import Box
 
     with _opened(path) as source:
@@ -38,14 +39,14 @@ def verify(path: Path) -> None:
             source.check(name, Box.whole(entry.shape))
         count = _counted(len(source.tensors), "tensor")
         size = _size(sum(map(_nbytes, source.tensors.values())))
-        click.echo(f"{_shown(source.folder)} is whole: {count}, {size}.")
+        click.echo(f"{_shown(source.folder)} is complete and undamaged: {count}, {size}.")
 
 
 @checkpoint.command()
 @_PATH
 @click.option("--all", "everything", is_flag=True, help="List every tensor and every value.")
 def inspect(path: Path, everything: bool) -> None:
-    """Say what is in a checkpoint, without reading a tensor."""
+    """Print a summary of a checkpoint's contents, without reading a tensor."""
     with _opened(path) as source:
         groups: dict[str, list[Entry]] = {}
         for name, entry in source.tensors.items():
@@ -55,7 +56,7 @@ def inspect(path: Path, everything: bool) -> None:
             numel = sum(_numel(entry) for entry in entries)
             size = _size(sum(map(_nbytes, entries)))
             click.echo(f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}")
-        click.echo(f"  {_counted(len(source.values), 'value')} beside the tensors")
+        click.echo(f"  {_counted(len(source.values), 'value')} that are not tensors")
         if everything:
             for name, entry in source.tensors.items():
                 shape = "x".join(map(str, entry.shape)) or "scalar"
@@ -73,16 +74,19 @@ def inspect(path: Path, everything: bool) -> None:
     type=click.Choice(_FORMATS),
     required=True,
     metavar="|".join(_FORMATS),
-    help="Format of the new checkpoint; torch is torch.distributed.checkpoint's.",
+    help="Format of the new checkpoint; torch is the format of torch.distributed.checkpoint.",
 )
 @click.option(
-    "--only", default="", metavar="NAME", help="Take what is below this name, without it; for example model."
+    "--only",
+    default="",
+    metavar="NAME",
+    help="Convert only the entries below this name, such as model, and remove the name from theirs.",
 )
 def convert(path: Path, target: Path, to: str, only: str) -> None:
-    """Write a checkpoint again in another format, as TARGET, after verifying it."""
-    from shardgrad.checkpoint import convert as write
+    """Verify a checkpoint and write it to TARGET in another format."""
+    with reported("shardgrad checkpoint"):
+        from shardgrad.checkpoint import convert as write
 
-    with _reported():
         write(_checkpoint_in(path), target, to=to, only=only)
     click.echo(f"{_shown(target)} is written.")
 
@@ -91,27 +95,12 @@ def convert(path: Path, target: Path, to: str, only: str) -> None:
 def _opened(path: Path) -> Iterator[Source]:
     from shardgrad.checkpoint import open_checkpoint
 
-    with _reported(), open_checkpoint(_checkpoint_in(path)) as source:
+    with reported("shardgrad checkpoint"), open_checkpoint(_checkpoint_in(path)) as source:
         yield source
 
 
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Turns errors into their text and exit status 1."""
-    from shardgrad.errors import ShardgradError
-
-    try:
-        yield
-    except ShardgradError as error:
-        click.echo(f"shardgrad checkpoint: {error}", err=True)
-        sys.exit(1)
-    except OSError as error:
-        click.echo(f"shardgrad checkpoint: {_shown(error)}: free space, or correct the path.", err=True)
-        sys.exit(1)
-
-
 def _checkpoint_in(path: Path) -> Path:
-    """Returns the checkpoint that a path means: itself, or the newest in it or in its `checkpoints`."""
+    """Returns the checkpoint at a path: the newest in it or in its `checkpoints`, else the path itself."""
     from shardgrad.checkpoint import Series
 
     for folder in (path, path / "checkpoints"):

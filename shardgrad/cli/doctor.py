@@ -1,6 +1,4 @@
-"""`shardgrad doctor`: what is installed here, whether a training step could be one graph, what a script would
-have to change.
-"""
+"""`shardgrad doctor`: versions and devices of this machine, and whether a training step can be one graph."""
 
 from __future__ import annotations
 
@@ -8,46 +6,39 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from shardgrad.training.presets import PRESETS
+from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.optim.optimizer import Optimizer
 
-    from shardgrad.graphs.obstacles import Obstacle
+    from shardgrad.graphs.preflight.issues import Issue
 
-_SHAPE = (2, 32)  # sequences and bytes in each: enough for every operation to be issued
+_SHAPE = (2, 32)  # sequences, and bytes of each: enough for every operation to be launched
 _NONE = "none"
 
 
-@click.command(short_help="Say what is installed, whether a step can be captured, what a script must change.")
-@click.argument("script", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.command()
 @click.option(
     "--preset",
     type=click.Choice([*PRESETS, _NONE]),
     default="tiny",
     metavar="|".join([*PRESETS, _NONE]),
-    help="Model whose training step is tried; none: only look around.  [default: tiny]",
+    help="Built-in model whose training step is checked; none checks the environment only.  [default: tiny]",
 )
-@click.option("--cpu", is_flag=True, help="Try the step on the CPU, whatever accelerators there are.")
-def doctor(script: Path | None, preset: str, cpu: bool) -> None:
-    """Print versions and devices, and what would keep a training step from being captured as a graph.
+@click.option("--cpu", is_flag=True, help="Run the step on the CPU even if there is an accelerator.")
+def doctor(preset: str, cpu: bool) -> None:
+    """Print versions and devices, and what prevents a training step from being captured as one graph.
 
-    A few steps of a built-in model run on one rank, two of them watched; nothing is written.
-    The exit status is 1 if there are obstacles. For the step of your own program, see
-    docs/how_to/why_did_my_capture_fail.md.
-
-    With SCRIPT, a program for FSDP2, FSDP1, DDP, DeepSpeed or Megatron-FSDP: print instead what it would have
-    to change, line by line. It is read and not run. The exit status is 1 if it has to change something.
+    Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
+    issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
+    program.
     """
-    if script is not None:
-        sys.exit(_say_what_would_change(script))
     from rich.console import Console
     from rich.table import Table
 
@@ -57,29 +48,14 @@ def doctor(script: Path | None, preset: str, cpu: bool) -> None:
     for name, value in _facts(device):
         table.add_row(f"[bold]{name}[/bold]", value)
     console.print(table)
-    obstacles = _obstacles(preset, device)
-    for obstacle in obstacles:
-        console.print(f"\n[red]obstacle[/red] ({obstacle.kind}): ", end="")
-        console.print(str(obstacle), markup=False)
+    issues = _issues(preset, device)
+    for issue in issues:
+        console.print(f"\n[red]issue[/red] ({issue.kind}): ", end="")
+        console.print(str(issue), markup=False)
     tried = "" if preset == _NONE else f", and in a training step of preset {preset} on {device}"
-    count = f"{len(obstacles) or 'No'} obstacle{'' if len(obstacles) == 1 else 's'}"
-    console.print(f"\n{count} to a graph in these surroundings{tried}.")
-    sys.exit(1 if obstacles else 0)
-
-
-def _say_what_would_change(script: Path) -> int:
-    """Prints advice for a script; returns the exit status."""
-    from shardgrad.migration import read_script
-
-    try:
-        advice = read_script(script)
-    except (SyntaxError, UnicodeDecodeError) as error:
-        raise click.ClickException(f"{script} is not Python {platform.python_version()}: {error}") from error
-    for each in advice:
-        click.echo(each)
-    changes = sum(each.weight == "change" for each in advice)
-    click.echo(f"{changes} thing{'' if changes == 1 else 's'} to change, {len(advice) - changes} to look at.")
-    return 1 if changes else 0
+    count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
+    console.print(f"\n{count} for a graph in this environment{tried}.")
+    sys.exit(1 if issues else 0)
 
 
 def _device(cpu: bool) -> torch.device:
@@ -106,11 +82,11 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "devices", ", ".join(f"{device.type}:{index} {names(index)}" for index in range(count))
 
 
-def _obstacles(preset: str, device: torch.device) -> list[Obstacle]:
-    from shardgrad.graphs.surroundings import surroundings
+def _issues(preset: str, device: torch.device) -> list[Issue]:
+    from shardgrad.graphs.preflight.environment import environment_issues
 
     if preset == _NONE:
-        return surroundings(device, [])
+        return environment_issues(device, [])
     with _one_rank(device):
         from shardgrad.graphs.preflight import differences, watch
 
@@ -118,7 +94,7 @@ def _obstacles(preset: str, device: torch.device) -> list[Obstacle]:
         for _ in range(2):  # in the first, state is made
             step()
         first, second = (watch(step, {"": model}, device)[1] for _ in range(2))
-        met = [*surroundings(device, [optimizer]), *second.obstacles, *differences(first, second)]
+        met = [*environment_issues(device, [optimizer]), *second.issues, *differences(first, second)]
     return list(dict.fromkeys(met))
 
 
@@ -139,14 +115,14 @@ def _one_rank(device: torch.device) -> Iterator[None]:
 
 
 def _program(preset: str, device: torch.device) -> tuple[nn.Module, Optimizer, Callable[[], None]]:
-    """Returns a model, its optimizer, and a training step on one batch that stays where it is."""
+    """Returns a model, its optimizer, and a training step on one batch with fixed addresses."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
 
     import shardgrad
-    from shardgrad.training.config import TrainConfig
-    from shardgrad.training.optimizer import build_optimizer
-    from shardgrad.training.sharding import build_model
+    from shardgrad.train.config import TrainConfig
+    from shardgrad.train.optimizer import build_optimizer
+    from shardgrad.train.sharding import build_model
 
     config = TrainConfig(preset=preset)
     model = build_model(config, init_device_mesh(device.type, (1,)), device)

@@ -1,4 +1,4 @@
-"""`shardgrad train`: options, generated from the fields of `TrainConfig`, and the last sentence."""
+"""`shardgrad train`: options generated from the fields of `TrainConfig`, and the final report."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 
 import click
 
-from shardgrad.training.config import TrainConfig, read_settings
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.presets import Scalar
+from shardgrad.cli.reporting import escaped, reported
+from shardgrad.train.config import TrainConfig, read_settings
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import Scalar
 
-_NEWEST = ""  # what a bare --resume stands for
+_NEWEST = ""  # the value of --resume without a folder
 
 
 def _options_of_a_run(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command one option for each field of `TrainConfig`; None means that it was not given."""
+    """Adds one option to a command for each field of `TrainConfig`; None means that it was not given."""
     kinds = typing.get_type_hints(TrainConfig)
     for one in reversed(dataclasses.fields(TrainConfig)):
         command = _option(one, kinds[one.name])(command)
@@ -44,12 +45,12 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
         return click.option(flag, one.name, multiple=True, metavar="KEY=VALUE", help=words)
     choices = one.metadata["choices"]
     plain = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
-    # Words, not click.Choice: TrainConfig refuses others, wherever they come from, in one way.
+    # Not click.Choice: TrainConfig checks values from the command line and from files in one place.
     metavar = "|".join(choices) if choices else None
     return click.option(flag, one.name, type=plain, default=None, metavar=metavar, help=words)
 
 
-@click.command(short_help="Train a language model on bytes.")
+@click.command()
 @_options_of_a_run
 @click.option(
     "--resume",
@@ -57,39 +58,39 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
     flag_value=_NEWEST,
     default=None,
     metavar="[RUN_DIR]",
-    help="Go on with a run, exactly, also on another number of ranks.  [RUN_DIR: the newest in runs/]",
+    help="Resume the run in this folder from its newest checkpoint; the number of ranks may differ.  "
+    "[without RUN_DIR: the newest run in runs/]",
 )
 @click.option(
-    "--config", "file", type=click.Path(path_type=Path), help="Read settings from TOML or JSON; flags win."
+    "--config",
+    "file",
+    type=click.Path(path_type=Path),
+    help="Read settings from a TOML or JSON file; options on the command line take precedence.",
 )
-@click.option("--debug", is_flag=True, help="Show the traceback of a failure.")
+@click.option("--debug", is_flag=True, help="Print the traceback of a failure.")
 def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
 
-    Starts its own ranks (--ranks, --mesh), or is started by torchrun:
-    torchrun --nproc-per-node 2 -m shardgrad.cli train.
-    Ctrl-C finishes the step and saves; once more stops at once.
+    Starts its own ranks (--ranks, --mesh), or runs as one of the ranks that torchrun started:
+    torchrun --nproc-per-node 2 -m shardgrad train.
+    Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
-    from shardgrad.checkpoint.text import escaped
-    from shardgrad.training.launch import newest_run, start, torchrun_world_size
+    from shardgrad.train.launch import newest_run, start, torchrun_world_size
 
-    try:
+    with reported("shardgrad train"):
         given = read_settings(file) if file is not None else {}
         given |= {name: value for name, value in flags.items() if value not in (None, ())}
         if flags["override"]:
             given["override"] = dict(key_and_value(text) for text in flags["override"])
         folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
         report = start(given, resume=folder, debug=debug)
-    except TrainingError as error:
-        click.echo(f"shardgrad train: {escaped(error)}", err=True)
-        sys.exit(error.exit_status)
     if report.exit_status and report.speaks:
         click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:
             click.echo(f"  {escaped(frame)}", err=True)
     if torchrun_world_size() is not None:
-        # Not sys.exit: after a failure, the backends' threads may wait for ranks that are gone; and a thread
-        # that comes back from a store while the interpreter ends aborts the process.
+        # Not sys.exit: after a failure the backends' threads may wait for ranks that have ended, and a thread
+        # that returns from a store while the interpreter shuts down aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_status)
@@ -97,7 +98,7 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
 
 
 def key_and_value(text: str) -> tuple[str, Scalar]:
-    """`layers=2` to ("layers", 2); what is not a number or true/false is text."""
+    """Parses `layers=2` into ("layers", 2); a value that is not a number or true/false is text."""
     key, sign, value = text.partition("=")
     if not (key and sign and value):
         raise UsageError(f"--override {text} is not KEY=VALUE: write, for example, --override layers=2.")

@@ -1,1 +1,1 @@
-"""What torch's own tools expect to see."""
+"""Private names of FSDP2 that torch's own tools use."""

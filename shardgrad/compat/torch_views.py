@@ -1,10 +1,10 @@
-"""The names inside FSDP2 that other parts of torch reach for, as thin views of ours.
+"""FSDP2's private names that other parts of torch use, as thin views of this engine.
 
 Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
 its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
 `post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
-under `fsdp_params`, and puts functions of its own around what runs before and after a unit's forward and
-backward. Views hold no state and change nothing but what these calls ask for.
+under `fsdp_params`, and wraps the functions that run before and after a unit's forward and backward. Views
+hold no state.
 
 Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
 torch/distributed/_tools/fsdp2_mem_tracker.py.
@@ -21,10 +21,9 @@ from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
-from shardgrad.engine.param import ManagedParam
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import establish_context
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import Unit
 from shardgrad.errors import unsupported
 
@@ -34,22 +33,22 @@ __all__ = ["StateView", "show_to_torch", "state_of"]
 class _ParamView:
     """What torch calls an `FSDPParam`."""
 
-    def __init__(self, managed: ManagedParam) -> None:
+    def __init__(self, managed: FSDPParam) -> None:
         self._managed = managed
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """The sharded face."""
+        """The sharded parameter."""
         return self._managed.sharded
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """The unsharded face, once there is one."""
-        return self._managed.whole
+        """The unsharded parameter, which exists after the first unshard."""
+        return self._managed.require_unsharded()
 
     @property
     def _unsharded_param(self) -> nn.Parameter:
-        return self._managed.whole
+        return self._managed.require_unsharded()
 
     @property
     def _param_fqn(self) -> str:
@@ -70,12 +69,12 @@ class _GroupView:
 
     @property
     def is_unsharded(self) -> bool:
-        """True if the parameters are whole."""
+        """True if the parameters are unsharded."""
         return self._unit.is_unsharded
 
     @property
     def pre_backward(self) -> Callable[..., None]:
-        """What runs before the unit's backward; another function may be set in its place, around it."""
+        """The function that runs before the unit's backward; a wrapper of it may be assigned."""
         return self._unit.pre_backward
 
     @pre_backward.setter
@@ -84,10 +83,10 @@ class _GroupView:
 
     @property
     def post_backward(self) -> Callable[..., None]:
-        """What runs after the unit's backward; another function may be set in its place, around it.
+        """The function that runs after the unit's backward; a wrapper of it may be assigned.
 
-        Called after a backward, it reduces nothing more: what waits is reduced, in one order for all ranks,
-        by the final callback.
+        Called after a backward, it reduces nothing: pending gradients are reduced, in one order for all
+        ranks, by the final callback.
         """
         return self._unit.post_backward
 
@@ -96,14 +95,14 @@ class _GroupView:
         self._unit.post_backward = function
 
     def unshard(self, async_op: bool = False) -> None:
-        """Gathers the group."""
-        context = _context(self._unit)
-        self._group.unshard(context.runtime)
+        """Starts the group's all-gather, and waits for it unless `async_op`."""
+        context = lazy_init(self._unit)
+        self._group.unshard(context.comm_ctx)
         if not async_op:
             self._group.wait_for_unshard()
 
     def reshard(self) -> None:
-        """Shows the shards."""
+        """Registers the sharded parameters."""
         self._group.reshard()
 
 
@@ -136,7 +135,7 @@ class StateView:
 
     @property
     def _state_ctx(self) -> _ContextView:
-        return _ContextView(_context(self._unit))
+        return _ContextView(lazy_init(self._unit))
 
     @property
     def _fsdp_param_groups(self) -> list[_GroupView]:
@@ -188,18 +187,14 @@ class StateView:
         return self._unit.hooks[0]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces what micro-batches have left, and waits for the gradients. A collective."""
-        context = _context(self._unit)
+        """Reduces the pending gradients of earlier micro-batches and waits for them. A collective."""
+        context = lazy_init(self._unit)
         with torch.no_grad():
             context.scheduler.begin_backward(in_autograd=False)
             context.end_backward()
 
 
-def _context(unit: Unit) -> RootContext:
-    return unit.context or establish_context(unit)
-
-
-# What torch files its own states under.
+# The key of torch's own states.
 _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shard)
 
 

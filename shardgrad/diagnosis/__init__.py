@@ -1,1 +1,1 @@
-"""What ranks say of themselves when something hangs or differs."""
+"""What each rank is doing, for the moment when a collective hangs or ranks differ."""

@@ -1,15 +1,17 @@
-"""What this rank is doing: the step, the part of it, the unit, and which collective of which group of ranks.
+"""The flight recorder: what this rank is doing, and the collectives it has started in each process group.
 
-[Note: Journal]
-When a collective hangs, every rank knows only its own side. So each keeps, for every group of ranks that it
-communicates in, the number of collectives so far, the last few of them, and a fingerprint of them all: what
-each moved, how many elements, of which dtype. Two ranks of one group have to have the same fingerprint after
-the same number. Whoever has counted less is late; whoever has another fingerprint has left the common order.
-Keeping it costs about a microsecond a collective and no memory that grows; nothing is sent until somebody
-asks (`inquest.py`, `engine/same_model.py`).
+[Note: Flight recorder]
+When a collective hangs, every rank knows its own side only. So each rank records, for every process group,
+how many collectives it has started, the last few of them, and a fingerprint of all of them: what each moved,
+how many elements, of which dtype. Two ranks of a group have equal fingerprints after equal counts. A rank
+with a lower count is late; a rank with another fingerprint has called other collectives. Recording takes
+about a microsecond for each collective and a fixed amount of memory; nothing is sent until a rank asks
+(`hang_watchdog.py`, `engine/same_model.py`).
 
-A graph's replay runs no Python: under `graphed_step` the journal holds the collectives of the capture once,
-and the step goes on counting.
+A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded once, when it
+is captured, and the step goes on counting.
+
+The idea and the words are those of c10d's flight recorder; this one works with every backend.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # programs that read what ranks recorded need no torch
     import torch
     import torch.distributed as dist
 
-__all__ = ["Entry", "Journal", "Line", "journal"]
+__all__ = ["Entry", "FlightRecorder", "GroupLog", "recorder"]
 
-_KEPT = 64  # more than two ranks of one group can be apart by prefetching
+_ENTRIES = 64  # more than two ranks of one group can be apart by prefetching
 _MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: odd, and mixes all 64 bits
 _MASK = 2**64 - 1
 
@@ -37,117 +39,121 @@ class Entry(NamedTuple):
     """One collective.
 
     Attributes:
-        number: its place in the order of its group, from 1.
-        what: for example "all-gather of layers.3".
-        numel: elements that this rank put in; 0 for Python's objects, each rank's of a size of its own.
-        dtype: of them.
+        seq_id: its number in the process group, from 1.
+        name: for example "all-gather of layers.3".
+        numel: elements that this rank contributed; 0 for Python objects, whose size differs between ranks.
+        dtype: of the elements.
         fingerprint: of all collectives of the group up to and including this one.
     """
 
-    number: int
-    what: str
+    seq_id: int
+    name: str
     numel: int
     dtype: str
     fingerprint: int
 
 
-class Line:
-    """The collectives of one group of ranks, in the order in which this rank began them.
+class GroupLog:
+    """The collectives of one process group, in the order in which this rank started them.
 
     Attributes:
         name: of the process group, the same on all its ranks.
-        ranks: of the group, as numbered in the whole world.
-        count: collectives begun.
+        ranks: global ranks of the group.
+        count: number of collectives started.
         fingerprint: of all of them, in their order.
         recent: the last ones.
-        is_aside: whether a thread that does not train begins them, at times of its own.
+        is_background: True if another thread than the training thread starts them, at its own pace.
     """
 
-    def __init__(self, of: Journal, name: str, ranks: tuple[int, ...]) -> None:
+    def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
         self.name = name
         self.ranks = ranks
         self.count = 0
         self.fingerprint = 0
-        self.recent: deque[Entry] = deque(maxlen=_KEPT)
-        self.is_aside = False
-        self._journal = of
-        self._known: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
+        self.recent: deque[Entry] = deque(maxlen=_ENTRIES)
+        self.is_background = False
+        self._recorder = recorder
+        self._keys: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
 
-    def begin(self, what: str, chunk: torch.Tensor | None) -> Entry:
-        """Notes a collective that this rank is about to begin with `chunk`, or with objects if there is none.
+    def record(self, name: str, chunk: torch.Tensor | None) -> Entry:
+        """Records a collective that this rank is about to start.
 
-        The host's own work only.
+        Args:
+            name: of the collective.
+            chunk: this rank's contribution; None for Python objects.
+
+        Streams: host work only. Capture: safe.
         """
-        facts = (what, 0, "objects") if chunk is None else (what, chunk.numel(), chunk.dtype)
-        known = self._known.get(facts)
-        if known is None:  # the same number on every rank and machine, unlike hash()
-            key = zlib.crc32(" ".join(map(str, facts)).encode())
-            known = self._known[facts] = str(facts[2]), key
+        what = (name, 0, "objects") if chunk is None else (name, chunk.numel(), chunk.dtype)
+        known = self._keys.get(what)
+        if known is None:  # equal on every rank and machine, unlike hash()
+            key = zlib.crc32(" ".join(map(str, what)).encode())
+            known = self._keys[what] = str(what[2]), key
         dtype, key = known
         self.count += 1
         self.fingerprint = ((self.fingerprint ^ key) * _MULTIPLIER + self.count) & _MASK
-        entry = Entry(self.count, what, facts[1], dtype, self.fingerprint)
+        entry = Entry(self.count, name, what[1], dtype, self.fingerprint)
         self.recent.append(entry)
-        self._journal.moved_s = time.monotonic()
+        self._recorder.progress_s = time.monotonic()
         return entry
 
     @contextmanager
-    def awaited(self, what: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
-        """Notes a collective for which the host waits in the block."""
-        entry = self.begin(what, chunk)
-        self._journal.waits_in = self, entry
+    def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
+        """Records a collective that the host waits for in the block."""
+        entry = self.record(name, chunk)
+        self._recorder.waits_in = self, entry
         yield
-        self._journal.waits_in = None
+        self._recorder.waits_in = None
 
 
-class Journal:
-    """One rank's. See [Note: Journal].
+class FlightRecorder:
+    """What one rank is doing. See [Note: Flight recorder].
 
     Attributes:
-        step: the one under way, or just taken, from 1; 0 where nobody counts.
-        part: of the step, such as "forward" or "checkpoint"; empty where nobody says.
+        step: number of the step under way, or just taken, from 1; 0 in a program that does not set it.
+        phase: of the step, such as "forward" or "checkpoint"; empty in a program that does not set it.
         unit: whose forward or backward ran last; empty before the first.
-        moved_s: `time.monotonic()` of the last sign of progress.
-        waits_in: the collective for which the host waits, or waited when it failed; without an entry, what
-            another thread has begun last in that group.
+        progress_s: `time.monotonic()` of the last sign of progress.
+        waits_in: the collective that the host waits for, or waited for when it failed; with None in place of
+            the entry, the collective that another thread started last in that group.
     """
 
     def __init__(self) -> None:
         self.step = 0
-        self.part = ""
+        self.phase = ""
         self.unit = ""
-        self.moved_s = time.monotonic()
-        self.waits_in: tuple[Line, Entry | None] | None = None
-        self._lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
+        self.progress_s = time.monotonic()
+        self.waits_in: tuple[GroupLog, Entry | None] | None = None
+        self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = weakref.WeakKeyDictionary()
 
-    def enter(self, part: str, *, step: int | None = None) -> None:
-        """Says which part of which step begins; the step stays if it is not given."""
-        self.part = part
+    def enter(self, phase: str, *, step: int | None = None) -> None:
+        """Sets the phase that begins, and the step if it is given."""
+        self.phase = phase
         if step is not None:
             self.step = step
-        self.moved_s = time.monotonic()
+        self.progress_s = time.monotonic()
 
-    def line(self, group: dist.ProcessGroup) -> Line:
-        """Returns the line of a group, the same object for as long as there is the group."""
-        line = self._lines.get(group)
-        if line is None:
+    def group_log(self, group: dist.ProcessGroup) -> GroupLog:
+        """Returns the log of a process group, the same object as long as the group is alive."""
+        log = self._logs.get(group)
+        if log is None:
             import torch.distributed as dist
 
             ranks = tuple(dist.get_process_group_ranks(group))
-            line = self._lines[group] = Line(self, group.group_name, ranks)
-        return line
+            log = self._logs[group] = GroupLog(self, group.group_name, ranks)
+        return log
 
-    def awaited(self) -> tuple[str | None, Entry | None]:
-        """Returns in which group this rank waits, and for which collective; None twice if it does not."""
+    def waiting_for(self) -> tuple[str | None, Entry | None]:
+        """Returns (group name, collective) that the host waits for; (None, None) if it does not wait."""
         if self.waits_in is None:
             return None, None
-        line, entry = self.waits_in
-        entry = entry or (line.recent[-1] if line.recent else None)
-        return (None, None) if entry is None else (line.name, entry)
+        log, entry = self.waits_in
+        entry = entry or (log.recent[-1] if log.recent else None)
+        return (None, None) if entry is None else (log.name, entry)
 
-    def lines(self) -> list[Line]:
-        """Returns all lines, of the groups there are now."""
-        return list(self._lines.values())
+    def group_logs(self) -> list[GroupLog]:
+        """Returns the logs of all process groups that are alive."""
+        return list(self._logs.values())
 
 
-journal = Journal()
+recorder = FlightRecorder()

@@ -1,11 +1,11 @@
-"""Asking every rank where it is, through the store, when a collective fails or nothing moves any more.
+"""The hang watchdog: asks every rank through the store where it is, when a collective fails or hangs.
 
-[Note: Inquest]
-Collectives cannot be used to ask why a collective hangs, so the question and the answers go through the store
-in which the ranks met. On every rank a thread looks now and then whether somebody has asked, and answers for
-the thread that trains, with its stack: that works while it waits for others, and while it is late. Who does
-not answer has ended, is stopped, or is cut off. Needs neither NCCL's nor torch's flight recorder, sets none
-of their switches, and leaves what they record alone.
+[Note: Hang diagnosis]
+A collective cannot be used to ask why a collective hangs, so question and answers go through the store that
+the process group was initialised with. On every rank a thread checks periodically whether a rank has asked,
+and answers for the training thread, with its stack: that works while the training thread waits, and while it
+is late. A rank that does not answer has ended, is stopped, or is cut off. NCCL's and torch's flight recorders
+are not needed, and neither their switches nor their records are changed.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.rank_status import Account, Finding, conclude, give_account
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, diagnose, rank_status
 
-__all__ = ["Lookout", "OnStall"]
+__all__ = ["HangWatchdog", "OnStall"]
 
-OnStall = Callable[[Finding, dict[int, Account]], None]
+OnStall = Callable[[Diagnosis, dict[int, RankStatus]], None]
 
-_PREFIX = "shardgrad/inquest"
+_PREFIX = "shardgrad/hang_watchdog"
 _ASKED = "asked"
-_LOOKS_PER_S = 512.0  # of all ranks together, whatever their number
-_SILENT_PERIODS = 6  # after which nobody else is expected to answer
-_LAST_LOOK_S = 10.0  # that a look under way may take on a busy machine; of a store cut off, it never ends
+_CHECKS_PER_S = 512.0  # of all ranks together, whatever their number
+_SILENT_PERIODS = 6  # after which no further answer is expected
+_LAST_CHECK_S = 10.0  # of a check under way on a busy machine; one of an unreachable store never ends
 
 
-class Lookout:
-    """Answers for this rank when another asks, and asks when something is wrong here.
+class HangWatchdog:
+    """Answers for this rank when another asks, and asks the others when this rank fails or stalls.
 
     Args:
-        store: in which the ranks met; a connection of its own is made from it.
-        rank: this one.
+        store: that the process group was initialised with; the watchdog opens further connections to it.
+        rank: of this process.
         world_size: number of ranks.
-        stall_s: if nothing has moved here for so long, everybody is asked and `on_stall` told; None: never.
-        on_stall: is called on the lookout's thread with what `ask` returns, once for each stall.
+        stall_s: seconds without progress after which all ranks are asked and `on_stall` is called; None:
+            never.
+        on_stall: called on the watchdog's thread with what `query_ranks` returns, once for each stall.
 
     Attributes:
-        period_s: between two looks.
-        closed: True after `close`.
+        period_s: seconds between two checks of the store.
+        closed: True once the thread has ended.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Lookout:
         world_size: int,
         *,
         stall_s: float | None = None,
-        on_stall: OnStall = lambda finding, answers: None,
+        on_stall: OnStall = lambda diagnosis, statuses: None,
     ) -> None:
         self._store = PrefixStore(_PREFIX, _another_connection(store))
         self._asking = PrefixStore(_PREFIX, _another_connection(store))
@@ -61,29 +62,29 @@ class Lookout:
         self._world_size = world_size
         self._stall_s = stall_s
         self._on_stall = on_stall
-        self._trains = threading.get_ident()
+        self._training_thread = threading.get_ident()
         self._error: BaseException | None = None
-        self._answered = 0  # the last round in which this rank has answered
-        self._began = 0  # the last round that this rank began
+        self._answered = 0  # the last round that this rank has answered
+        self._started = 0  # the last round that this rank started
         self._lock = threading.Lock()
-        self._is_over = threading.Event()
-        self.period_s = max(0.5, world_size / _LOOKS_PER_S)
+        self._is_closing = threading.Event()
+        self.period_s = max(0.5, world_size / _CHECKS_PER_S)
         self._silence_s = _SILENT_PERIODS * self.period_s
-        self._thread = threading.Thread(target=self._look_out, name="shardgrad lookout", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="shardgrad hang watchdog", daemon=True)
 
-    def start(self) -> Lookout:
-        """Begins to look out. The calling thread is the one that trains."""
+    def start(self) -> HangWatchdog:
+        """Starts the thread. The calling thread is the training thread."""
         self._thread.start()
         return self
 
     def close(self) -> None:
-        """Ends the thread, once a look under way is done.
+        """Ends the thread after a check under way.
 
-        A thread that came back from the store after the interpreter has begun to end would abort the process:
-        it is waited for, up to 10 seconds.
+        A thread that returns from the store after the interpreter began to shut down would abort the process,
+        so it is waited for, up to 10 seconds.
         """
-        self._is_over.set()
-        self._thread.join(self.period_s + _LAST_LOOK_S)
+        self._is_closing.set()
+        self._thread.join(self.period_s + _LAST_CHECK_S)
 
     @property
     def closed(self) -> bool:
@@ -91,12 +92,12 @@ class Lookout:
         return not self._thread.is_alive()
 
     @property
-    def place(self) -> str:
-        """Where this rank is, in words."""
-        return self._own().place
+    def location(self) -> str:
+        """Where this rank is, for example "step 3, backward of layers.1"."""
+        return self._own().location
 
-    def report(self, error: BaseException) -> None:
-        """Tells the others, without waiting, that `error` is this rank's own."""
+    def report_error(self, error: BaseException) -> None:
+        """Tells the other ranks, without waiting, that this rank failed with `error`."""
         self._error = error
 
         def tell() -> None:
@@ -104,50 +105,51 @@ class Lookout:
 
         _within(self._silence_s, tell)
 
-    def ask(self, *, patience_s: float) -> tuple[Finding, dict[int, Account]]:
-        """Asks every rank where it is and concludes.
+    def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
+        """Asks every rank for its status.
 
         Args:
-            patience_s: how long to wait at most; less once nobody has answered for six periods.
+            timeout_s: seconds to wait at most; less if no rank has answered for six periods.
 
         Returns:
-            The finding, and the accounts it rests on, by rank.
+            The diagnosis, and the statuses it follows from, by rank.
         """
-        return self._ask(self._asking, patience_s)
+        return self._query(self._asking, timeout_s)
 
-    def _ask(
-        self, store: Store, patience_s: float, *, is_stall: bool = False
-    ) -> tuple[Finding, dict[int, Account]]:
+    def _query(
+        self, store: Store, timeout_s: float, *, is_stall: bool = False
+    ) -> tuple[Diagnosis, dict[int, RankStatus]]:
         answers = {self._rank: self._own()}
 
-        def inquire() -> None:
+        def query() -> None:
             number = self._open_round(store, is_stall=is_stall)
             self._answer(store, number)
-            self._collect(store, number, answers, patience_s)
+            self._collect(store, number, answers, timeout_s)
 
-        has_answered = _within(patience_s + self._silence_s, inquire)
-        heard = dict(answers)  # the thread may still be at it
-        return (conclude(heard, self._world_size) if has_answered else self._without_store(heard)), heard
+        has_answered = _within(timeout_s + self._silence_s, query)
+        heard = dict(answers)  # the thread may still be adding to it
+        return (diagnose(heard, self._world_size) if has_answered else self._without_store(heard)), heard
 
-    def _without_store(self, answers: dict[int, Account]) -> Finding:
+    def _without_store(self, answers: dict[int, RankStatus]) -> Diagnosis:
         own = answers[self._rank]
-        here = own.place if own.awaited is None else f"the {own.awaited.what}, {own.place}"
-        gone = "The store in which the ranks met is gone: its host ended, or the way to it is cut."
-        heard = conclude(answers, self._world_size).sentence if len(answers) > 1 else ""
-        return Finding((), gone, f"Rank {self._rank} was in {here}. {heard}".strip())
+        waits = own.waiting_for
+        here = own.location if waits is None else f"the {waits.name}, {own.location}"
+        gone = "The store of the process group is gone: its host ended, or the network to it is cut."
+        heard = diagnose(answers, self._world_size).sentence if len(answers) > 1 else ""
+        return Diagnosis((), gone, f"Rank {self._rank} was in {here}. {heard}".strip())
 
     def _open_round(self, store: Store, *, is_stall: bool = False) -> int:
-        """Returns the number of the round of questions under way, having begun it if there is none.
+        """Returns the number of the round of questions under way, starting one if there is none.
 
-        A failure joins the round of another failure, and a stall that of another stall, unless it is steps
-        ago, or was this rank's own: what ranks said then is out of date.
+        A failure joins the round of another failure, and a stall that of another stall, unless that was steps
+        ago or this rank's: its answers are out of date.
         """
         number, step, was_stall = self._round(store)
-        is_old = step + 1 < journal.step or was_stall != is_stall or (is_stall and number == self._began)
+        is_old = step + 1 < recorder.step or was_stall != is_stall or (is_stall and number == self._started)
         if number == 0 or is_old:
-            number = self._began = number + 1
-            # Who does so at the same time sets the same number.
-            store.set(_ASKED, f"{number} {journal.step} {int(is_stall)}")
+            number = self._started = number + 1
+            # A rank that does so at the same time sets the same number.
+            store.set(_ASKED, f"{number} {recorder.step} {int(is_stall)}")
         return number
 
     def _round(self, store: Store) -> tuple[int, int, bool]:
@@ -157,44 +159,44 @@ class Lookout:
         number, step, was_stall = map(int, store.get(_ASKED).decode().split())
         return number, step, bool(was_stall)
 
-    def _collect(self, store: Store, number: int, answers: dict[int, Account], patience_s: float) -> None:
-        """Adds what arrives, until all have answered, or it has been silent for a while."""
+    def _collect(self, store: Store, number: int, answers: dict[int, RankStatus], timeout_s: float) -> None:
+        """Adds answers as they arrive, until all ranks have answered or none has for a while."""
         heard_s = time.monotonic()
-        end_s = heard_s + patience_s
+        end_s = heard_s + timeout_s
         while len(answers) < self._world_size and time.monotonic() < min(end_s, heard_s + self._silence_s):
             for rank in range(self._world_size):
                 if rank not in answers and store.check([f"{number}/{rank}"]):
-                    answers[rank] = Account.from_json(store.get(f"{number}/{rank}").decode())
+                    answers[rank] = RankStatus.from_json(store.get(f"{number}/{rank}").decode())
                     heard_s = time.monotonic()
             time.sleep(self.period_s / 10)
 
-    def _own(self) -> Account:
-        return give_account(journal, self._rank, thread=self._trains, error=self._error)
+    def _own(self) -> RankStatus:
+        return rank_status(recorder, self._rank, thread=self._training_thread, error=self._error)
 
     def _answer(self, store: Store, number: int) -> None:
         with self._lock:
             store.set(f"{number}/{self._rank}", self._own().to_json())
             self._answered = number
 
-    def _look_out(self) -> None:
+    def _run(self) -> None:
         stalled_at_s = -1.0
-        while not self._is_over.wait(self.period_s):
-            with suppress(Exception):  # a store that is gone: whoever waits will fail and say so
+        while not self._is_closing.wait(self.period_s):
+            with suppress(Exception):  # a store that is gone makes a rank that waits fail, and report it
                 number, _, _ = self._round(self._store)
                 if number > self._answered:
                     self._answer(self._store, number)
-            moved_s = journal.moved_s
-            is_stalled = self._stall_s is not None and time.monotonic() - moved_s > self._stall_s
-            if is_stalled and moved_s != stalled_at_s:
-                stalled_at_s = moved_s
-                patience_s = 2 * self._silence_s
-                self._on_stall(*self._ask(self._store, patience_s, is_stall=True))
+            progress_s = recorder.progress_s
+            is_stalled = self._stall_s is not None and time.monotonic() - progress_s > self._stall_s
+            if is_stalled and progress_s != stalled_at_s:
+                stalled_at_s = progress_s
+                timeout_s = 2 * self._silence_s
+                self._on_stall(*self._query(self._store, timeout_s, is_stall=True))
 
 
 def _within(seconds: float, work: Callable[[], None]) -> bool:
-    """Does something with the store; returns whether that ended well in time.
+    """Runs `work`, which uses the store, on another thread; returns whether it succeeded in time.
 
-    On a thread of its own: a store whose host is cut off answers neither yes nor no, and has no time limit.
+    Calls to a store whose host cannot be reached neither return nor fail, and have no time limit.
     """
     done = threading.Event()
 
@@ -203,13 +205,13 @@ def _within(seconds: float, work: Callable[[], None]) -> bool:
             work()
             done.set()
 
-    thread = threading.Thread(target=run, name="shardgrad inquest", daemon=True)
+    thread = threading.Thread(target=run, name="shardgrad hang diagnosis", daemon=True)
     thread.start()
     thread.join(seconds)
     return done.is_set()
 
 
 def _another_connection(store: Store) -> Store:
-    """Returns a store of the same contents: a thread that waits inside the original holds it."""
+    """Returns a store with the same contents: a thread that waits in the original holds its lock."""
     clone: Callable[[], Store] | None = getattr(store, "clone", None)
     return store if clone is None else clone()

@@ -1,6 +1,6 @@
-"""What each rank says of itself when something hangs or fails, and what follows from it all.
+"""The status of each rank when a collective hangs or a rank fails, and the diagnosis that follows from all.
 
-Pure: nothing here communicates. `hang_watchdog.py` collects the accounts.
+Pure: nothing here communicates. `hang_watchdog.py` collects the statuses.
 """
 
 from __future__ import annotations
@@ -12,103 +12,109 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
 
-from shardgrad.diagnosis.flight_recorder import Entry, Journal
+from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
 
-__all__ = ["Account", "Finding", "conclude", "give_account"]
+__all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
 _FRAMES = 24
 
 
 @dataclass(frozen=True)
-class Account:
-    """One rank's own word.
+class RankStatus:
+    """The status of one rank.
 
     Attributes:
-        rank: whose.
-        step: see `Journal`.
-        part: see `Journal`.
-        unit: see `Journal`.
-        error: what went wrong on this rank itself; None if nothing did, or only because of others.
-        group: name of the group of ranks in whose collective it waits; None if it does not wait.
-        awaited: that collective.
-        waited_s: for how long nothing has moved here.
-        lines: by group, its ranks and the last collectives begun there, oldest first.
-        stack: of the thread that trains, outermost first, one `file:line in function` each.
+        rank: global rank.
+        step: see `FlightRecorder`.
+        phase: see `FlightRecorder`.
+        unit: see `FlightRecorder`.
+        error: what failed on this rank; None if nothing did, or only because another rank failed.
+        group: name of the process group whose collective the rank waits for; None if it does not wait.
+        waiting_for: that collective.
+        idle_s: seconds since the last sign of progress.
+        collectives: by process group, its ranks and the last collectives started there, oldest first.
+        stack: of the training thread, outermost frame first, one `file:line in function` each.
     """
 
     rank: int
     step: int
-    part: str
+    phase: str
     unit: str
     error: str | None
     group: str | None
-    awaited: Entry | None
-    waited_s: float
-    lines: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
+    waiting_for: Entry | None
+    idle_s: float
+    collectives: dict[str, tuple[tuple[int, ...], tuple[Entry, ...]]]
     stack: tuple[str, ...]
 
     def to_json(self) -> str:
-        """The account as text."""
+        """Returns the status as text."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Account:
-        """The inverse of `to_json`."""
-        facts = json.loads(text)
-        facts["awaited"] = None if facts["awaited"] is None else Entry(*facts["awaited"])
-        facts["lines"] = {
+    def from_json(cls, text: str) -> RankStatus:
+        """Returns the status that `to_json` wrote."""
+        fields = json.loads(text)
+        fields["waiting_for"] = None if fields["waiting_for"] is None else Entry(*fields["waiting_for"])
+        fields["collectives"] = {
             name: (tuple(ranks), tuple(Entry(*entry) for entry in entries))
-            for name, (ranks, entries) in facts["lines"].items()
+            for name, (ranks, entries) in fields["collectives"].items()
         }
-        facts["stack"] = tuple(facts["stack"])
-        return cls(**facts)
+        fields["stack"] = tuple(fields["stack"])
+        return cls(**fields)
 
     @property
-    def place(self) -> str:
-        """Where the rank is, in words: "step 3, backward of layers.1"."""
-        return place_in_words(self.step, self.part, self.unit)
+    def location(self) -> str:
+        """Where the rank is, for example "step 3, backward of layers.1"."""
+        return describe_location(self.step, self.phase, self.unit)
 
-    def begun(self, group: str) -> int:
-        """How many collectives of a group the rank has begun."""
-        entries = self.lines.get(group, ((), ()))[1]
-        return entries[-1].number if entries else 0
+    def last_seq_id(self, group: str) -> int:
+        """Returns how many collectives of a process group the rank has started."""
+        entries = self.collectives.get(group, ((), ()))[1]
+        return entries[-1].seq_id if entries else 0
 
-    def entry(self, group: str, number: int) -> Entry | None:
-        """A collective of a group by its place in the order, if it is still remembered."""
-        return next((e for e in self.lines.get(group, ((), ()))[1] if e.number == number), None)
+    def entry(self, group: str, seq_id: int) -> Entry | None:
+        """Returns a collective of a process group, if it is still recorded."""
+        return next((e for e in self.collectives.get(group, ((), ()))[1] if e.seq_id == seq_id), None)
 
 
-def place_in_words(step: int, part: str, unit: str) -> str:
+def describe_location(step: int, phase: str, unit: str) -> str:
     """Returns "step 3, backward of layers.1", or as much of it as is known."""
-    where = " of ".join(filter(None, (part, unit if part in ("", "forward", "backward") else "")))
-    return ", ".join(filter(None, (f"step {step}" if step else "", where))) or "a place it does not name"
+    where = " of ".join(filter(None, (phase, unit if phase in ("", "forward", "backward") else "")))
+    return ", ".join(filter(None, (f"step {step}" if step else "", where))) or "an unknown location"
 
 
-def give_account(journal: Journal, rank: int, *, thread: int, error: BaseException | str | None) -> Account:
-    """Returns this rank's account.
+def rank_status(
+    recorder: FlightRecorder, rank: int, *, thread: int, error: BaseException | str | None
+) -> RankStatus:
+    """Returns the status of this rank.
 
     Args:
-        journal: of this rank.
-        rank: in the whole world.
-        thread: identifier of the thread that trains.
-        error: what failed on this rank itself. Its traceback, if it has one, is the stack.
+        recorder: of this rank.
+        rank: global rank.
+        thread: identifier of the training thread.
+        error: what failed on this rank. Its traceback, if it has one, is the stack.
     """
-    group, awaited = journal.awaited()
-    frame = sys._current_frames().get(thread)
-    known = isinstance(error, BaseException)
-    return Account(
+    group, waiting_for = recorder.waiting_for()
+    if isinstance(error, BaseException):
+        text: str | None = _first_line(error)
+        stack = _format(traceback.extract_tb(error.__traceback__))
+    else:
+        text = error
+        frame = sys._current_frames().get(thread)
+        stack = () if frame is None else _format(traceback.extract_stack(frame))
+    return RankStatus(
         rank=rank,
-        step=journal.step,
-        part=journal.part,
-        unit=journal.unit,
-        error=_first_line(error) if isinstance(error, BaseException) else error,
+        step=recorder.step,
+        phase=recorder.phase,
+        unit=recorder.unit,
+        error=text,
         group=group,
-        awaited=awaited,
-        waited_s=round(time.monotonic() - journal.moved_s, 3),
-        lines={line.name: (line.ranks, tuple(line.recent)) for line in journal.lines()},
-        stack=_stack_of(error) if known else _stack(frame),  # type: ignore[arg-type]
+        waiting_for=waiting_for,
+        idle_s=round(time.monotonic() - recorder.progress_s, 3),
+        collectives={log.name: (log.ranks, tuple(log.recent)) for log in recorder.group_logs()},
+        stack=stack,
     )
 
 
@@ -117,27 +123,19 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _stack(frame: FrameType | None) -> tuple[str, ...]:
-    return _in_words(traceback.extract_stack(frame)) if frame is not None else ()
-
-
-def _stack_of(error: BaseException) -> tuple[str, ...]:
-    return _in_words(traceback.extract_tb(error.__traceback__))
-
-
-def _in_words(frames: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
+def _format(frames: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
     return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames[-_FRAMES:])
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What follows from the accounts.
+class Diagnosis:
+    """What follows from the statuses of the ranks.
 
     Attributes:
-        culprits: ranks that the others wait for, that failed by themselves, or that left the common order;
-            empty if it lies between the ranks.
-        what: a sentence on them.
-        waits: a sentence on the others: where each is, or waits.
+        culprits: ranks that the others wait for, that failed, or that called other collectives; empty if the
+            cause is the network between the ranks.
+        what: a sentence about them.
+        waits: a sentence about the others: where each is, or what it waits for.
         stack: of the first culprit, if it answered.
     """
 
@@ -148,142 +146,142 @@ class Finding:
 
     @property
     def sentence(self) -> str:
-        """Both together."""
+        """`what` and `waits`."""
         return f"{self.what} {self.waits}".rstrip()
 
 
-def conclude(accounts: Mapping[int, Account], world_size: int) -> Finding:
-    """Names who holds up the others, where they wait, and what kind of trouble it is.
+def diagnose(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis:
+    """Returns which rank holds up the others, where they wait, and why.
 
-    Ranks are suspected in this order: who failed by itself; who left the common order of collectives; who
-    does not answer; who answers and has begun fewer collectives than the others wait for. If all have joined
-    what they wait for, it is the network between them.
+    The cause is looked for in this order: a rank that failed; a rank that called other collectives; a rank
+    that does not answer; a rank that answers and has started fewer collectives than the others wait for. If
+    all ranks have started what they wait for, it is the network between them.
     """
-    for suspect in (_failed, _out_of_order):
-        finding = suspect(accounts)
-        if finding is not None:
-            return finding
-    silent = tuple(rank for rank in range(world_size) if rank not in accounts)
+    for cause in (_failed, _desynchronized):
+        diagnosis = cause(statuses)
+        if diagnosis is not None:
+            return diagnosis
+    silent = tuple(rank for rank in range(world_size) if rank not in statuses)
     if silent:
         words = "does not answer: it" if len(silent) == 1 else "do not answer: they"
         was = "was" if len(silent) == 1 else "were"
-        return Finding(
+        return Diagnosis(
             silent,
             f"{_ranks(silent)} {words} ended, or {was} stopped or cut off.",
-            _who_waits(accounts, silent),
+            _waiting_ranks(statuses, silent),
         )
-    late = _late(accounts)
+    late = _late(statuses)
     if late is not None:
         return late
-    waiting = [t for t in accounts.values() if t.awaited is not None]
+    waiting = [t for t in statuses.values() if t.waiting_for is not None]
     if not waiting:
-        return Finding((), "All ranks answer, and none waits for another.")
+        return Diagnosis((), "All ranks answer, and none waits for another.")
     first = min(waiting, key=_progress)
-    return Finding(
+    return Diagnosis(
         (),
         f"All ranks have joined {_collective(first)}, and it does not end: the network between them is slow "
         "or cut.",
     )
 
 
-def _failed(accounts: Mapping[int, Account]) -> Finding | None:
-    failed = [t for _, t in sorted(accounts.items()) if t.error is not None]
+def _failed(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
+    failed = [t for _, t in sorted(statuses.items()) if t.error is not None]
     if not failed:
         return None
     first = failed[0]
     culprits = tuple(t.rank for t in failed)
-    what = f"Rank {first.rank} failed at {first.place} ({first.error})."
-    return Finding(culprits, what, _who_waits(accounts, culprits), first.stack)
+    what = f"Rank {first.rank} failed at {first.location} ({first.error})."
+    return Diagnosis(culprits, what, _waiting_ranks(statuses, culprits), first.stack)
 
 
-def _out_of_order(accounts: Mapping[int, Account]) -> Finding | None:
-    """Looks in each group for the first collective that not all its ranks have made alike."""
-    for group in dict.fromkeys(name for t in accounts.values() for name in t.lines):
-        members = [t for _, t in sorted(accounts.items()) if group in t.lines]
-        number = _first_difference(group, members)
-        if number is None:
+def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
+    """Finds the first collective of a process group that its ranks called differently."""
+    for group in dict.fromkeys(name for t in statuses.values() for name in t.collectives):
+        members = [t for _, t in sorted(statuses.items()) if group in t.collectives]
+        seq_id = _first_difference(group, members)
+        if seq_id is None:
             continue
-        made: dict[str, list[Account]] = {}
+        made: dict[str, list[RankStatus]] = {}
         for t in members:
-            entry = t.entry(group, number)
+            entry = t.entry(group, seq_id)
             if entry is not None:
-                made.setdefault(f"{entry.what} ({entry.numel} x {entry.dtype})", []).append(t)
-        # Most are taken to be right; among equals, those with the lowest rank.
+                made.setdefault(f"{entry.name} ({entry.numel} x {entry.dtype})", []).append(t)
+        # The majority is taken to be right; of equally many, those with the lowest rank.
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
-        if len(made) == 1:  # before what is remembered
-            return Finding(
-                (), f"The ranks have left their common order some time before {right} (number {number})."
+        if len(made) == 1:  # the difference is older than the entries
+            return Diagnosis(
+                (), f"The ranks have left their common order some time before {right} (number {seq_id})."
             )
         wrong = next(what for what in made if what != right)
         odd = made[wrong][0]
         ranks = tuple(t.rank for t in made[wrong])
-        return Finding(
+        return Diagnosis(
             ranks,
             f"{_ranks(ranks)} left the common order at step {odd.step}: the {wrong} where "
             f"{_ranks(tuple(t.rank for t in made[right]), small=True)} made the {right} "
-            f"(number {number} of their group).",
+            f"(number {seq_id} of their group).",
             stack=odd.stack,
         )
     return None
 
 
-def _first_difference(group: str, members: Sequence[Account]) -> int | None:
-    """The first number at which fingerprints differ, among those that at least two members remember."""
+def _first_difference(group: str, members: Sequence[RankStatus]) -> int | None:
+    """Returns the first number at which fingerprints differ, of those that two members have recorded."""
     seen: dict[int, set[int]] = {}
     for t in members:
-        for entry in t.lines[group][1]:
-            seen.setdefault(entry.number, set()).add(entry.fingerprint)
-    different = [number for number, fingerprints in seen.items() if len(fingerprints) > 1]
+        for entry in t.collectives[group][1]:
+            seen.setdefault(entry.seq_id, set()).add(entry.fingerprint)
+    different = [seq_id for seq_id, fingerprints in seen.items() if len(fingerprints) > 1]
     return min(different, default=None)
 
 
-def _late(accounts: Mapping[int, Account]) -> Finding | None:
-    """Looks for ranks that have not begun what another waits for."""
-    late: dict[int, Account] = {}
-    for t in accounts.values():
-        if t.group is None or t.awaited is None:
+def _late(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
+    """Finds ranks that have not started the collective that another waits for."""
+    late: dict[int, RankStatus] = {}
+    for t in statuses.values():
+        if t.group is None or t.waiting_for is None:
             continue
-        for rank in t.lines[t.group][0]:
-            other = accounts.get(rank)
-            if other is not None and other.begun(t.group) < t.awaited.number:
+        for rank in t.collectives[t.group][0]:
+            other = statuses.get(rank)
+            if other is not None and other.last_seq_id(t.group) < t.waiting_for.seq_id:
                 late[rank] = other
     if not late:
         return None
-    # Who waits for somebody else is held up itself.
-    roots = {rank: t for rank, t in late.items() if t.awaited is None} or late
+    # A late rank that waits for a third one is held up by it.
+    roots = {rank: t for rank, t in late.items() if t.waiting_for is None} or late
     first = min(roots.values(), key=_progress)
     at = f", in {first.stack[-1]}" if first.stack else ""
-    return Finding(
+    return Diagnosis(
         (first.rank,),
-        f"Rank {first.rank} is late, at {first.place}{at}.",
-        _who_waits(accounts, (first.rank,)),
+        f"Rank {first.rank} is late, at {first.location}{at}.",
+        _waiting_ranks(statuses, (first.rank,)),
         first.stack,
     )
 
 
-def _progress(t: Account) -> tuple[int, int]:
-    return t.step, sum(entries[-1].number for _, entries in t.lines.values() if entries)
+def _progress(t: RankStatus) -> tuple[int, int]:
+    return t.step, sum(entries[-1].seq_id for _, entries in t.collectives.values() if entries)
 
 
-def _who_waits(accounts: Mapping[int, Account], culprits: tuple[int, ...]) -> str:
+def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]) -> str:
     """Returns "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1, step 3." or nothing."""
     at: dict[str, list[int]] = {}
-    for rank, t in sorted(accounts.items()):
+    for rank, t in sorted(statuses.items()):
         if rank not in culprits:
-            at.setdefault(_collective(t) if t.awaited is not None else t.place, []).append(rank)
-    whom = "it" if len(culprits) == 1 else "them"
+            at.setdefault(_collective(t) if t.waiting_for is not None else t.location, []).append(rank)
+    pronoun = "it" if len(culprits) == 1 else "them"
     sentences = [
         f"{_ranks(tuple(ranks))} {'was' if len(ranks) == 1 else 'were'} "
-        f"{'waiting for ' + whom + ' in' if where.startswith('the ') else 'at'} {where}."
+        f"{'waiting for ' + pronoun + ' in' if where.startswith('the ') else 'at'} {where}."
         for where, ranks in at.items()
     ]
     return " ".join(sentences)
 
 
-def _collective(t: Account) -> str:
-    entry = t.awaited
-    what = "a collective" if entry is None else f"the {entry.what}"
-    return f"{what}, {place_in_words(t.step, t.part, '')}"
+def _collective(t: RankStatus) -> str:
+    entry = t.waiting_for
+    what = "a collective" if entry is None else f"the {entry.name}"
+    return f"{what}, {describe_location(t.step, t.phase, '')}"
 
 
 def _ranks(ranks: tuple[int, ...], *, small: bool = False) -> str:

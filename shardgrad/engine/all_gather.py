@@ -1,134 +1,195 @@
-"""An all-gather under way: from a rank's chunk to everybody's, to be copied out, or in place already."""
+"""All-gathers: what this rank sends (`AllGatherInput`), and one that is under way (`AllGather`).
+
+A group's input is made once and gathered again and again. What is special about an input (a shard that lives
+on the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under
+`features/`, chosen in `fully_shard.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.buffers import Slot
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
-from shardgrad.engine.streams import Mark, Stream
-from shardgrad.engine.trace import span
-from shardgrad.engine.transports import Flight, Transport
-from shardgrad.features.custom_comms import Comms
-from shardgrad.sharding.zero_copy import DirectGather
+from shardgrad.engine.buffers import Chunks, Slot
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.streams import Stream, StreamEvent
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag, Transport, Work
+from shardgrad.engine.unsharded import ZeroCopyGather
+from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Gathering", "Source"]
+__all__ = ["AllGather", "AllGatherInput"]
 
 
-@dataclass(frozen=True)
-class Source:
-    """Where an all-gather starts from.
+class AllGatherInput:
+    """What this rank sends in the all-gathers of a group: its shard.
+
+    Args:
+        chunk: 1-D, this rank's, with room for the message's tag at its end.
+        mesh: of the group.
+        dtype: in which chunks travel.
+        tag: of the message.
+        comm_ctx: of the root.
+        collectives: what carries the message.
+        process_group: the ranks that gather; None for those of the mesh.
 
     Attributes:
-        chunk: this rank's, 1-D, ending in the label.
-        group: the ranks that gather.
-        label: of the message.
-        ready: where the chunk was last filled; None if the program or an optimizer does that.
-        departed: recorded once the chunk has been read, if it lives on the host; else None.
-        direct: gathers of their own that follow, into memory that the gather stream may write.
+        chunk, dtype, tag, comm_ctx: as given.
+        process_group: the ranks that gather.
+        transport, ring: what the message goes through, and where it is staged.
+        staging_nbytes: bytes of the slot that an all-gather needs.
+        ready: recorded where `chunk` was last filled; None if the program or an optimizer does that.
+        supports_zero_copy: True if parameters may be gathered from `chunk` by themselves.
     """
 
-    chunk: torch.Tensor
-    group: dist.ProcessGroup
-    label: Label
-    ready: Mark | None = None
-    departed: Mark | None = None
-    direct: tuple[DirectGather, ...] = ()
+    supports_zero_copy = True
 
-    def write_label(self) -> None:
-        """Puts the label at the end of the chunk, if it is not there yet."""
-        end = self.chunk.narrow(0, self.chunk.numel() - LABEL_NUMEL, LABEL_NUMEL)
-        end.copy_(torch.tensor(self.label.digits, dtype=end.dtype))
+    def __init__(
+        self,
+        chunk: torch.Tensor,
+        mesh: DataParallelMesh,
+        dtype: torch.dtype,
+        tag: MessageTag,
+        comm_ctx: CommContext,
+        collectives: CollectiveConfig,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.chunk = chunk
+        self.dtype = dtype
+        self.tag = tag
+        self.comm_ctx = comm_ctx
+        self.process_group = process_group or mesh.gather_group
+        self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
+        self.staging_nbytes = (
+            self.transport.gather_chunks * chunk.numel() * dtype.itemsize + self._extra_nbytes()
+        )
+        self.ready: StreamEvent | None = None
+
+    def _extra_nbytes(self) -> int:
+        """Returns the staging that `stage` needs besides the transport's."""
+        return self.chunk.numel() * self.dtype.itemsize if self._is_staged_apart else 0
+
+    @property
+    def _is_staged_apart(self) -> bool:
+        """True if what is sent is a copy that must not lie in the transport's staging."""
+        return self.chunk.dtype != self.dtype and not self.transport.gathers_in_place
+
+    def refresh(self, name: str, version: object) -> None:
+        """Brings the chunk up to date.
+
+        Args:
+            name: of the unit, for traces.
+            version: of the parameters.
+        """
+
+    def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
+        """Returns what is sent: the chunk, or a copy in the dtype in which chunks travel.
+
+        Args:
+            slot: with `staging_nbytes`, of which `staging` is taken.
+            staging: the transport's.
+
+        Streams: a copy is made on the current one.
+        """
+        if self.chunk.dtype == self.dtype:
+            return self.chunk
+        return self._room(slot, staging).copy_(self.chunk, non_blocking=True)
+
+    def _room(self, slot: Slot, staging: Chunks) -> torch.Tensor:
+        """Returns where a copy of the chunk goes."""
+        if not self._is_staged_apart:
+            return staging.parts[self.transport.rank]
+        return slot.take(self.dtype, 1, self.chunk.numel()).whole
+
+    def in_rank_order(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns one chunk for each rank of the group, given what the all-gather brought."""
+        return chunks
+
+    def forget(self) -> None:
+        """Forgets what is kept of the parameters between steps."""
+
+    def wait_until_read(self) -> None:
+        """Makes the host wait until its memory has been read, if the chunk lives there."""
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what is kept besides the shard, with its owner."""
+        return iter(())
 
 
-class Gathering:
+class AllGather:
     """An all-gather under way; holds its slot until the chunks have been read.
+
+    Launches the collective.
 
     Args:
         source: what this rank sends.
-        finish: reads the chunks; called when somebody else needs the slot.
+        name: of the unit, for traces.
+        finish: called when the slot is needed by another all-gather; has to `wait` and to `release`.
+        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may
+            write.
+
+    Attributes:
+        is_zero_copy: True if there are such parameters.
+        streams: of the root.
+
+    Streams: copies and collective go to the gather stream, after the parameters were last written.
+    Capture: safe once slots have grown.
     """
 
-    def __init__(self, source: Source, finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        source: AllGatherInput,
+        name: str,
+        finish: Callable[[], None],
+        zero_copy: Sequence[ZeroCopyGather] = (),
+    ) -> None:
         self._source = source
         self._finish = finish
-        self._slot: Slot
-        self._flights: list[Flight]
-
-    @property
-    def is_direct(self) -> bool:
-        """True if there are direct parameters, which are not among the chunks."""
-        return bool(self._source.direct)
+        self.streams = source.comm_ctx.streams
+        self.is_zero_copy = bool(zero_copy)
+        comm_ctx, transport = source.comm_ctx, source.transport
+        stream = comm_ctx.streams.gather
+        with span("all_gather", name), comm_ctx.streams.on(stream):
+            comm_ctx.parameters_ready.wait(stream)
+            if source.ready is not None:
+                source.ready.wait(stream)
+            slot = self._slot = source.ring.acquire(source.staging_nbytes)
+            slot.holder = self
+            slot.start_writing(stream)
+            staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
+            self._work = transport.all_gather(source.stage(slot, staging), staging, source.tag)
+            self._zero_copy_work = (
+                [_gather_in_place(each, transport) for each in zero_copy] if zero_copy else ()
+            )
+            slot.finish_writing(stream)
 
     def complete(self) -> None:
         """See `Holder`."""
         self._finish()
 
-    def launch(self, runtime: Runtime, comms: Comms, dtype: torch.dtype, name: str) -> None:
-        """Starts the collective.
-
-        Args:
-            runtime: of the root.
-            comms: what carries the messages.
-            dtype: in which chunks travel.
-            name: of the unit, for traces.
-
-        Streams: copy to the device, cast and collective go to the gather stream, after the parameters were
-            last written.
-        Capture: safe once slots have grown.
-        """
-        source, stream = self._source, runtime.streams.gather
-        transport, ring = comms.for_gather(runtime, source.group)
-        n, count = source.chunk.numel(), transport.gather_chunks
-        cast, comes = source.chunk.dtype != dtype, source.departed is not None
-        apart = (cast or comes) and not transport.gathers_in_place  # what is sent needs room of its own
-        staging_nbytes = (count + apart) * n * dtype.itemsize
-        landing_nbytes = n * source.chunk.itemsize if comes and cast else 0  # cast on the device
-        with span("all_gather", name), runtime.streams.on(stream):
-            runtime.parameters_ready.wait(stream)
-            if source.ready is not None:
-                source.ready.wait(stream)
-            slot = self._slot = ring.acquire(staging_nbytes + landing_nbytes, self)
-            slot.start_writing(stream)
-            staging = slot.chunks(dtype, count, n)
-            chunk = source.chunk
-            if landing_nbytes:
-                chunk = slot.chunks(chunk.dtype, 1, n, behind=staging_nbytes).whole
-                chunk.copy_(source.chunk, non_blocking=True)
-            if cast or comes:
-                room = slot.chunks(dtype, 1, n, skip=count * n) if apart else staging
-                sent = room.parts[0 if apart else transport.rank]
-                chunk = sent.copy_(chunk, non_blocking=True)
-            if source.departed is not None:
-                source.departed.record(stream)
-            self._flights = [transport.all_gather(chunk, staging, source.label)]
-            self._flights += [_gather_directly(each, transport) for each in source.direct]
-            slot.finish_writing(stream)
-
-    def chunks(self, stream: Stream) -> list[torch.Tensor]:
-        """Ends the collective; returns everybody's chunk, for `stream` to read until `release`.
+    def wait(self, stream: Stream) -> list[torch.Tensor]:
+        """Ends the collective; returns the chunk of each rank, for `stream` to read until `release`.
 
         Raises:
             CollectiveError: it failed.
         """
-        chunks, *_ = [flight.wait() for flight in self._flights]
+        chunks = self._work.wait()
+        for work in self._zero_copy_work:
+            work.wait()
         self._slot.start_reading(stream)
-        return chunks
+        return self._source.in_rank_order(chunks)
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
 
 
-def _gather_directly(each: DirectGather, transport: Transport) -> Flight:
-    """Starts the all-gather of a direct parameter, on the current stream."""
+def _gather_in_place(each: ZeroCopyGather, transport: Transport) -> Work:
+    """Starts the all-gather of a zero-copy parameter, on the current stream."""
     piece, places = each.piece, each.places
     own = places.parts[transport.rank]
     if piece.dtype != own.dtype or transport.gather_chunks < transport.size:
         piece = own.copy_(piece)
-    return transport.all_gather(piece, transport.missing(places), each.label)
+    return transport.all_gather(piece, transport.missing(places), each.tag)

@@ -3,11 +3,11 @@ flat buffers whose storage comes and goes.
 
 [Note: Slots]
 Staging memory is reused from group to group, and two streams touch it: one fills it, another moves it. The
-slot itself carries the order, so nobody waits for a whole stream:
+slot itself carries the order, so that no stream waits for another as a whole:
 
-* a writer waits for *that slot's* `free` mark before its first write and leaves its own `ready` mark after
+* a writer waits for *that slot's* `free` event before its first write and records its own `ready` event after
   its last;
-* the reader waits for *every* `ready` mark, whichever streams they are on, and leaves `free`.
+* the reader waits for *every* `ready` event, whichever streams they are on, and records `free`.
 
 What is read along with a slot and is not in it, such as a gradient that is sent from where it is, is lent to
 the slot: it is kept alive until the slot is free, and its streams wait for that before they use it again.
@@ -24,9 +24,9 @@ from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 
-__all__ = ["Allocate", "Chunks", "Holder", "Recurring", "RecurringBuffer", "Slot", "SlotRing"]
+__all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
 # Gives a number of bytes on a device, as a 1-D tensor of uint8.
 Allocate = Callable[[int, torch.device], torch.Tensor]
@@ -37,7 +37,7 @@ def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 class Holder(Protocol):
-    """Whoever has a slot's content in flight."""
+    """What has a slot's content in flight."""
 
     def complete(self) -> None:
         """Ends the use of the slot, waiting on the host if the transport needs it."""
@@ -64,10 +64,11 @@ class Slot:
         self._allocate = allocate
         self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
         self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
+        self._taken = 0
         self._allocated_on = streams.current()
-        self._ready: dict[Stream, Mark] = {}
+        self._ready: dict[Stream, StreamEvent] = {}
         self._writers: list[Stream] = []
-        self._free = streams.mark()
+        self._free = streams.event()
         self._lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
@@ -83,14 +84,18 @@ class Slot:
         return self._bytes.untyped_storage()
 
     def reserve(self, nbytes: int) -> None:
-        """Grows to at least `nbytes`; the content is lost. Only while nobody holds the slot."""
-        if nbytes > self.nbytes:
+        """Grows to at least `nbytes`, and starts `take` over; only while no holder has content in flight.
+
+        A slot that grows loses its content.
+        """
+        self._taken = 0
+        if nbytes > self._bytes.numel():
             self.give_back()  # first, so that growing never holds both
             self._allocated_on = self._streams.current()
             # For training, even if an evaluation in inference mode comes first; the same for views below.
             with torch.inference_mode(mode=False):
                 self._bytes = self._allocate(nbytes, self._bytes.device)
-            # Whoever had these bytes before may still use them here, and the first writer may be elsewhere.
+            # Their last user may still be at work on this stream, and the first writer on another.
             self._free.record(self._allocated_on)
 
     def give_back(self) -> None:
@@ -101,44 +106,46 @@ class Slot:
         with torch.inference_mode(mode=False):
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
 
-    def chunks(self, dtype: torch.dtype, count: int, numel: int, *, skip: int = 0, behind: int = 0) -> Chunks:
-        """Returns `count` pieces of `numel` elements; the same objects each time.
+    def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
+        """Hands out the next `count` pieces of `numel` elements; in every use the same objects.
 
         Args:
             dtype: of the elements.
             count: pieces.
-            numel: elements of each.
-            skip: elements that come before.
-            behind: bytes that come before those.
+            numel: elements of each; a multiple of 128 bytes, so that what is taken next is aligned as well.
         """
-        key = (dtype, count, numel, behind + skip * dtype.itemsize)
+        key = (dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
-            begin = key[-1]
+            begin = self._taken
             end = begin + count * numel * dtype.itemsize
+            if end > self.nbytes:
+                raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
             with torch.inference_mode(mode=False):
                 whole = self._bytes[begin:end].view(dtype)
                 # One operation, however many ranks there are.
                 parts = whole.split(numel) if whole.numel() else (whole,) * count
             chunks = self._views[key] = Chunks(whole, parts)
+        self._taken += chunks.whole.nbytes
         return chunks
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free; call it before the first write."""
-        self.return_lent()
+        if self._lent:
+            self.return_lent()
         self._free.wait(stream)
 
     def finish_writing(self, stream: Stream) -> None:
         """Says that `stream` has written; call it after the last write. The reader will wait for it."""
-        mark = self._ready.get(stream)
-        if mark is None:
-            mark = self._ready[stream] = self._streams.mark()
-        mark.record(stream)
+        event = self._ready.get(stream)
+        if event is None:
+            event = self._ready[stream] = self._streams.event()
+        event.record(stream)
         if stream not in self._writers:
             self._writers.append(stream)
 
     def start_reading(self, stream: Stream) -> None:
-        """Makes `stream` wait for everyone who has written since the slot was last released."""
+        """Makes `stream` wait for every stream that has written since the slot was last released."""
         for writer in self._writers:
             self._ready[writer].wait(stream)
 
@@ -153,10 +160,10 @@ class Slot:
 
     def return_lent(self) -> None:
         """Lets go of what was lent, once its streams wait for the release; only after it."""
-        if self._lent:
-            for stream in self._lenders:
-                self._free.wait(stream)
-            self._lent.clear()
+        for stream in self._lenders:
+            self._free.wait(stream)
+        self._lent.clear()
+        self._lenders = ()
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last use of the content."""
@@ -206,28 +213,31 @@ class SlotRing:
         """Bytes of all slots."""
         return sum(slot.nbytes for slot in self._made)
 
-    def acquire(self, nbytes: int, holder: Holder) -> Slot:
-        """Returns a slot of at least `nbytes` for `holder`, who must release it.
+    def acquire(self, nbytes: int) -> Slot:
+        """Returns a slot of at least `nbytes`.
 
-        Allocates only while the ring is still growing to what the model needs: the same steps get the same
-        slots afterwards.
+        The caller sets its `holder` to what then has content in flight there, and that releases it. Allocates
+        only while the ring is still growing to what the model needs: the same steps get the same slots
+        afterwards.
         """
         slot = self._next()
-        slot.reserve(nbytes)
-        slot.holder = holder
         self._turns.append(slot)
+        slot.reserve(nbytes)
         return slot
 
     def _next(self) -> Slot:
-        idle = next((slot for slot in self._turns if slot.holder is None), None)
-        if len(self._made) < self.depth or (idle is None and self._elastic):
-            slot = Slot(self._streams, self._device, self._allocate)
-            self._made.append(slot)
-            return slot
-        slot = self._turns[0] if idle is None else idle
-        if slot.holder is not None:
-            slot.holder.complete()
-        self._turns.remove(slot)
+        if len(self._made) >= self.depth:
+            for slot in self._turns:
+                if slot.holder is None:
+                    self._turns.remove(slot)
+                    return slot
+            if not self._elastic:
+                oldest = self._turns.pop(0)
+                if oldest.holder is not None:
+                    oldest.holder.complete()
+                return oldest
+        slot = Slot(self._streams, self._device, self._allocate)
+        self._made.append(slot)
         return slot
 
     def resize(self, depth: int) -> None:
@@ -242,51 +252,46 @@ class SlotRing:
 
     def rewind(self) -> None:
         """Starts the turns over, so that every step lends the same slot to the same group."""
-        if all(slot.holder is None for slot in self._made):
-            self._turns = list(self._made)
-            for slot in self._made:
+        for slot in self._made:
+            if slot.holder is not None:
+                return
+        self._turns = list(self._made)
+        for slot in self._turns:
+            if slot._lent:
                 slot.return_lent()
-
-
-class Recurring(Protocol):
-    """Memory that comes and goes under tensors that stay."""
-
-    def free(self) -> None:
-        """Gives it back, after the last use on the current stream."""
-
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Returns what it is in; empty ones while it is gone."""
 
 
 class RecurringBuffer:
     """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
 
-    Storage belongs to the stream that was current when it was allocated, and the allocator may lend it to
+    Storage belongs to the stream that was current when it was allocated, and the allocator may give it to
     that stream again as soon as it is freed.
 
+    Args:
+        tensor: 1-D, allocated for the current stream, and made for training even in inference mode.
+        streams: of the device.
+
     Attributes:
-        tensor: 1-D, made for training even in inference mode; its storage is there from the start.
+        tensor: as given.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> None:
+    def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
+        self.tensor = tensor
         self._streams = streams
-        self._home = streams.current()
-        with torch.inference_mode(mode=False):
-            self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._allocation_stream = streams.current()
 
     @classmethod
-    def around(cls, tensor: torch.Tensor, streams: Streams) -> RecurringBuffer:
-        """Takes over a tensor that is there already, allocated for the current stream."""
-        buffer = cls.__new__(cls)
-        buffer._streams, buffer._home, buffer.tensor = streams, streams.current(), tensor
-        return buffer
+    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> RecurringBuffer:
+        """Returns a new buffer, with its storage."""
+        with torch.inference_mode(mode=False):
+            return cls(torch.empty(numel, dtype=dtype, device=device), streams)
 
     def allocate(self) -> None:
         """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.tensor.numel() * self.tensor.itemsize)
-            self._home = self._streams.current()
+            self._allocation_stream = self._streams.current()
 
     def free(self) -> None:
         """Gives the storage back, after the last use on the current stream; nothing if it is gone.
@@ -295,12 +300,13 @@ class RecurringBuffer:
         """
         storage = self.tensor.untyped_storage()
         current = self._streams.current()
-        if storage.nbytes() and current != self._home:
-            used = self._streams.mark()
+        if storage.nbytes() and current != self._allocation_stream:
+            used = self._streams.event()
             used.record(current)
-            used.wait(self._home)
+            used.wait(self._allocation_stream)
         storage.resize_(0)
 
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Returns the one there is."""
-        return (self.tensor.untyped_storage(),)
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The one there is; of 0 bytes while it is gone."""
+        return self.tensor.untyped_storage()

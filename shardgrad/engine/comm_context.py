@@ -1,31 +1,36 @@
-"""What every unit under one root shares: streams, staging rings and transports. It decides nothing."""
+"""What every unit under one root shares to communicate: streams, staging rings and transports.
+
+It decides nothing. FSDP2 calls it `FSDPCommContext`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.engine.buffers import Allocate, SlotRing
-from shardgrad.engine.streams import Streams, streams_for
-from shardgrad.engine.transports import Transport, transport_for
+from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
+from shardgrad.engine.streams import Stream, Streams, streams_for
+from shardgrad.engine.transports import MessageTag, Transport, Work, transport_for
 
-__all__ = ["Runtime"]
+__all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
 
-class Runtime:
+class CommContext:
     """Shared machinery of a root and its units.
 
     Args:
         device: of all parameters.
         streams: a replacement for the device's streams, for plans and tests.
         transports: chooses a group's transport; None for `transport_for`.
-        like: another root's runtime, whose streams, staging and transports are to be used here too.
+        like: another root's context, whose streams, staging and transports are to be used here too.
 
     Attributes:
-        parameters_ready: where the parameters were last written; gathers start after it.
+        parameters_ready: where the parameters were last written; all-gathers start after it.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
         reduce_ring: staging for reductions; two in flight, the third completes the first.
     """
@@ -35,7 +40,7 @@ class Runtime:
         device: torch.device,
         streams: Streams | None = None,
         transports: Callable[[dist.ProcessGroup], Transport] | None = None,
-        like: Runtime | None = None,
+        like: CommContext | None = None,
     ) -> None:
         self.device = device
         if like is None:
@@ -50,7 +55,7 @@ class Runtime:
             self.gather_ring, self.reduce_ring = like.gather_ring, like.reduce_ring
             self._transports, self._own_transports = like._transports, like._own_transports
             self._special_rings = like._special_rings
-        self.parameters_ready = self.streams.mark()
+        self.parameters_ready = self.streams.event()
         self._choose_transport = transports or partial(transport_for, device=device)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
@@ -88,3 +93,63 @@ class Runtime:
         """Starts the turns of all rings over; see `SlotRing.rewind`."""
         for ring in (self.reduce_ring, self.gather_ring, *self._special_rings.values()):
             ring.rewind()
+
+
+class Route(NamedTuple):
+    """How one direction of a group's messages goes."""
+
+    transport: Transport
+    ring: SlotRing
+
+
+@dataclass(frozen=True, eq=False)
+class CollectiveConfig:
+    """What a group's messages go through; by default the backend's transport and the root's rings.
+
+    Replaced as a whole while nothing is in flight; see `ParamGroup.set_collectives`.
+
+    Attributes:
+        hook: called with each reduced chunk before it becomes gradients, or None.
+        hook_stream: where it is called; None for where reductions run.
+        only_sums: divide after the hook, whatever the dtype.
+    """
+
+    hook: Any = None
+    hook_stream: Stream = None
+    only_sums: bool = False
+
+    @property
+    def gathers_plainly(self) -> bool:
+        """True if all-gathers are the transport's, from and into any memory."""
+        return True
+
+    @property
+    def reduces_plainly(self) -> bool:
+        """True if reduce-scatters are the transport's, from and into any memory."""
+        return True
+
+    def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
+        """Returns the way of all-gathers over `group`."""
+        return Route(comm_ctx.transport(group), comm_ctx.gather_ring)
+
+    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
+        """Returns the way of reduce-scatters over the ranks of `group`."""
+        return Route(comm_ctx.transport(group), comm_ctx.reduce_ring)
+
+
+class SecondStep(Protocol):
+    """What follows the reduce-scatter on a mesh with another dim to reduce over."""
+
+    def room(self, comm_ctx: CommContext) -> int:
+        """Returns how many of the layout's chunks `launch` receives into."""
+
+    def arrange(
+        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """Returns what `ops.pack` is to be given, so that the first step leaves what the second takes."""
+
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+        """Starts it, on the current stream, from the sum that the first step has left; may write to it."""
+
+    def result(self, summed: torch.Tensor) -> torch.Tensor:
+        """Returns the part of the first step's sum where this rank's chunk is, once the second is over."""

@@ -1,101 +1,151 @@
-"""Writing a group's gradients, as autograd has made them, into what is sent."""
+"""Copy-in: writing a group's gradients, as autograd has made them, into what is sent.
+
+[Note: Touched flags]
+Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
+else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
+parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
+optimizer with weight decay would notice.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
 
 import torch
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Slot
-from shardgrad.engine.grad_collector import Arrivals
-from shardgrad.engine.message_tag import LABEL_NUMEL
+from shardgrad.engine.comm_context import SecondStep
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Streams
-from shardgrad.features.hfsdp import OuterScatter
 from shardgrad.sharding.layout import Piece, ShardLayout
-from shardgrad.sharding.strided_pack import pack_crosswise
+from shardgrad.sharding.strided_pack import pack_strided
 
-__all__ = ["Packer"]
+__all__ = ["GradPacker"]
 
 
-class Packer:
+class GradPacker:
     """Packs the gradients of one group.
 
     Args:
-        group: the group.
-        arrivals: where its gradients come in.
-        outer: the second step over two levels, or None.
+        group: gives dtypes and mesh.
+        params: the trainable ones, in order.
+        layout: their places in a chunk, with a tail.
+        second: what follows the reduce-scatter, since it may want the chunks in another order.
+
+    Attributes:
+        params, layout: as given.
+        dtype: in which gradients are packed.
+        tails: what has been packed behind the parameters so far, by touched flags.
     """
 
-    def __init__(self, group: ParamGroup, arrivals: Arrivals, outer: OuterScatter | None) -> None:
-        self._group = group
-        self._arrivals = arrivals
-        self._outer = outer
-        self.tails: dict[tuple[tuple[bool, ...], tuple[float, ...]], torch.Tensor] = {}
-
-    @property
-    def layout(self) -> ShardLayout:
-        """Of the trainable parameters."""
-        layout = self._group.gradient_layout
-        if layout is None:
-            raise RuntimeError(f"unit {self._group.name} was never unsharded")
-        return layout
-
-    def start_over(self) -> None:
-        """Takes note that other parameters may be trainable."""
-        self.tails.clear()
-        self._nothing = torch.empty(0, dtype=self._group.gather_dtype, device=self._group.mesh.device)
+    def __init__(
+        self, group: ParamGroup, params: Sequence[FSDPParam], layout: ShardLayout, second: SecondStep | None
+    ) -> None:
+        self._mesh = group.mesh
+        self.dtype = group.reduce_dtype
+        self.params = list(params)
+        self._holds_dtensors = group.holds_dtensors
+        self._second = second
+        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
+        self.layout = layout
+        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}
 
     def pack(
         self,
+        collector: GradCollector,
         slot: Slot,
         target: torch.Tensor,
         *,
         streams: Streams,
-        directly: bool,
         divisor: float,
         accumulate: bool,
-    ) -> list[torch.Tensor]:
-        """Writes what has arrived, and the tail, into the chunks of all ranks.
+        zero_copy: bool = False,
+    ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
+        """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
 
         Args:
+            collector: holds the gradients.
             slot: that the chunks are in.
             target: the chunks, 1-D.
             streams: of the root.
-            directly: leave direct parameters out, and return their gradients.
-            divisor: what gradients are divided by; 1 if `directly`.
+            divisor: what gradients are divided by; 1 if `zero_copy`.
             accumulate: add to what the chunks hold.
+            zero_copy: leave zero-copy parameters out, and return their gradients.
 
         Returns:
-            The whole gradients of direct parameters, 1-D in the reduce dtype, zeros where none has arrived;
-            to be read until the slot is released.
+            Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
+            reduce dtype, zeros where none has arrived, to be read until the slot is released.
 
-        Streams: the home stream, after the slot is free and after every producer; see `grad_collector.py`.
+        Streams: the pack stream, after the slot is free and after every producer; see `grad_collector.py`.
         """
-        arrivals, layout = self._arrivals, self.layout
-        slot.start_writing(arrivals.home)
-        arrivals.wait_for_producers()
-        with streams.on(arrivals.home), torch.no_grad():
-            arrived = arrivals.gradients
-            if self._group.holds_dtensors:
-                arrived = self._group.local_gradients(arrived)
-            grads = [self._nothing if g is None else g.contiguous() for g in arrived]
-            alone = [self._whole(grads[i], layout.pieces[i]) for i in layout.direct] if directly else []
-            if alone:
+        stream, layout = collector.pack_stream, self.layout
+        flags = tuple(map(is_not, collector.gradients, repeat(None)))
+        slot.start_writing(stream)
+        collector.wait_for_producers()
+        with streams.on(stream), torch.no_grad():
+            grads = self._contiguous(collector.gradients)
+            sent_alone = []
+            if zero_copy:
+                sent_alone = [self._flat(grads[i], layout.pieces[i]) for i in layout.zero_copy]
                 grads = [grads[i] for i in layout.others]
-                slot.lend(alone, arrivals.streams)
-            self._fill(grads, target, layout.packed if directly else layout, divisor, accumulate=accumulate)
-        slot.finish_writing(arrivals.home)
-        return alone
+                slot.lend(sent_alone, collector.streams)
+                layout = layout.packed
+            self._fill(grads, self._tail(flags), target, layout, divisor, accumulate=accumulate)
+        slot.finish_writing(stream)
+        collector.let_go(streams)
+        return flags, sent_alone
 
-    def _whole(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Returns a gradient as it is sent."""
+    def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
+        """Copies what another packer has packed to the places that it has here.
+
+        Args:
+            chunks: any number of them, packed by `old`, 1-D.
+            into: as many, for this one; parameters that `old` does not know become zero.
+            old: packs other parameters of the same group.
+
+        Streams: on the current one.
+        """
+        theirs, ours = chunks.view(-1, old.layout.chunk_numel), into.view(-1, self.layout.chunk_numel)
+        ours.zero_()
+        index = {id(p): i for i, p in enumerate(self.params)}
+        for i, p in enumerate(old.params):
+            place = index.get(id(p))
+            if place is None:
+                continue
+            piece, there = self.layout.pieces[place], old.layout.pieces[i]
+            ours.narrow(1, piece.shard_offset, piece.span).copy_(
+                theirs.narrow(1, there.shard_offset, there.span)
+            )
+            flag = theirs.narrow(1, old.layout.tail_offset + i, 1)
+            ours.narrow(1, self.layout.tail_offset + place, 1).copy_(flag)
+
+    def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where none is."""
+        found = []
+        for i, grad in enumerate(grads):
+            if grad is None:
+                found.append(self._nothing)
+                continue
+            if self._holds_dtensors:
+                grad = self.params[i].sharding.local_gradient(grad)
+            found.append(grad.contiguous())
+        return found
+
+    def _flat(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Returns a gradient as it is sent by itself."""
         if not grad.numel():
-            return grad.new_zeros(piece.numel, dtype=self._group.reduce_dtype)
-        return grad.to(self._group.reduce_dtype).view(-1)
+            return grad.new_zeros(piece.numel, dtype=self.dtype)
+        return grad.to(self.dtype).view(-1)
 
     def _fill(
         self,
         grads: list[torch.Tensor],
+        tail: torch.Tensor,
         target: torch.Tensor,
         layout: ShardLayout,
         divisor: float,
@@ -103,28 +153,21 @@ class Packer:
         accumulate: bool,
     ) -> None:
         table, chunk_numel = layout.table_with_tail, layout.chunk_numel
-        straight = [grads[i] for i in layout.straight] if layout.crosswise else grads
-        straight = [*straight, self._tail(divisor, labelled=not accumulate)]
-        if self._outer is not None:  # which takes no crosswise parameters
-            straight, table, chunk_numel = self._outer.for_pack(straight, table, chunk_numel)
-        if layout.crosswise:
-            pack_crosswise(grads, target, layout, divisor=divisor, accumulate=accumulate)
-        ops.pack(straight, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
+        rows = grads
+        if layout.strided:
+            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
+            rows = [grads[i] for i in layout.straight]
+        rows = [*rows, tail]
+        if self._second is not None:
+            rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
+        ops.pack(rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 
-    def _tail(self, divisor: float, *, labelled: bool) -> torch.Tensor:
-        """Returns this rank's flags and the label, once for each rank's chunk, in float32.
-
-        See [Note: Touched flags] in `scheduler.py` and [Note: Labels]. A tail that is added to one that has
-        the label already brings none.
-        """
-        label = self._group.reduce_label.digits if labelled else (0.0,) * LABEL_NUMEL
-        flags = tuple(grad is not None for grad in self._arrivals.gradients)
-        tail = self.tails.get((flags, label))
+    def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
+        """Returns what is packed behind the parameters, once for each rank's chunk, in float32."""
+        tail = self.tails.get(flags)
         if tail is None:
             chunk = torch.zeros(self.layout.tail_numel, dtype=torch.float32)
             chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
-            # The pack divides what it writes, and a label must arrive as it is.
-            chunk[-LABEL_NUMEL:] = torch.tensor(label) * divisor
-            tail = chunk.repeat(self._group.mesh.shard_size).to(self._group.mesh.device)
-            self.tails[flags, label] = tail
+            tail = chunk.repeat(self._mesh.shard_size).to(self._mesh.device)
+            self.tails[flags] = tail
         return tail

@@ -21,7 +21,7 @@ none, every parameter counts as having one, and the flags on the device decide a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
@@ -33,17 +33,17 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.pending_scale import OwedGradient
-from shardgrad.engine.streams import Mark, Streams, is_capturing
+from shardgrad.engine.pending_scale import ScaledGradient
+from shardgrad.engine.streams import StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
+from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["Binding", "GradientFacts", "GradientShard"]
+__all__ = ["Binding", "GradFacts", "GradShard"]
 
 _FLAGGED = attrgetter("_flagged")
 _PENDING = attrgetter("owed", "nonfinite")
@@ -55,7 +55,7 @@ class Binding:
 
     Attributes:
         gradients: what is bound to each parameter.
-        owed, nonfinite: as in `GradientShard`.
+        owed, nonfinite: as in `GradShard`.
         flagged: what the flags say, as far as the host knows.
     """
 
@@ -65,7 +65,7 @@ class Binding:
     flagged: tuple[bool, ...]
 
 
-class GradientShard:
+class GradShard:
     """Persistent gradients of one group on one rank.
 
     Args:
@@ -83,6 +83,7 @@ class GradientShard:
         mesh: as given.
         owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
             See [Note: Owed factor] in `pending_scale.py`.
+        touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
         nonfinite: device scalar (float32), above zero if a norm or a loss scaler found an infinity or a NaN
             in the gradients it looked at, these among them; None if nobody has looked.
     """
@@ -94,7 +95,7 @@ class GradientShard:
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         policy: GradientPolicy,
-        home: Home,
+        home: ShardMemory,
     ) -> None:
         self._params = list(params)
         self._layout = layout
@@ -102,18 +103,19 @@ class GradientShard:
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
-        self._brought: Mark | None = None
+        self._brought: StreamEvent | None = None
         self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
         self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
+        self.touched: tuple[bool, ...] = ()
         self.owed: torch.Tensor | None = None
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
         self._faces = [
-            face_like(in_own_storage(view), cast(DTensor, param))
+            dtensor_like(in_own_storage(view), cast(DTensor, param))
             for param, view in zip(self._params, self._views, strict=True)
         ]
-        self._owing = [OwedGradient(face, self.pay) for face in self._faces]
+        self._owing = [ScaledGradient(face, self.pay) for face in self._faces]
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
         self._spreads: dict[tuple[int, ...], dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]] = {}
         self._index = {id(param): i for i, param in enumerate(self._params)}
@@ -138,9 +140,9 @@ class GradientShard:
 
         Streams: writes, if any, go to the current stream.
         """
-        self.arrive()
+        self.wait_on_host()
         self.nonfinite = None
-        if all(getattr(param, self._attribute, None) is None for param in self._params):
+        if not any(map(is_not, map(self._read, self._params), repeat(None))):
             self.owed = None
             return False
         self.pay()
@@ -149,20 +151,51 @@ class GradientShard:
                 self._views[i].zero_()
         return True
 
-    def bring(self, landing: torch.Tensor, streams: Streams) -> None:
+    def reduce_into(
+        self,
+        write: Callable[..., None],
+        divisor: float,
+        staging: torch.Tensor | None,
+        streams: Streams,
+    ) -> None:
+        """Writes a reduction's average, or adds it where there are gradients already.
+
+        Args:
+            write: computes the sum; called with `out` (1-D, like `flat`), `divisor` and `accumulate`.
+            divisor: what the sum is divided by.
+            staging: memory like `flat` on the mesh's device, if `needs_staging`.
+            streams: of the root.
+
+        Streams: on the current one.
+        """
+        accumulate = self.prepare()
+        if staging is None:
+            write(self.flat, divisor=divisor, accumulate=accumulate)
+            return
+        if accumulate:
+            staging.copy_(self.flat, non_blocking=True)
+        write(staging, divisor=divisor, accumulate=accumulate)
+        self._bring(staging, streams)
+
+    def _bring(self, landing: torch.Tensor, streams: Streams) -> None:
         """Copies gradients from the device to the host, where they live.
 
         Args:
             landing: like `flat`, on the mesh's device.
             streams: of that device.
 
-        Streams: on the current one; the copy goes on after the return, until `arrive`.
+        Streams: on the current one; the copy goes on after the return, until `wait_on_host`.
         """
         self.flat.copy_(landing, non_blocking=self._home.pinned)
-        self._brought = self._brought or streams.mark()
+        self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
 
-    def arrive(self) -> None:
+    @property
+    def needs_staging(self) -> bool:
+        """True if the shard is not on the mesh's device, where a reduction then needs room."""
+        return self._home.is_offloaded
+
+    def wait_on_host(self) -> None:
         """Makes the host wait for gradients on their way to it, if any are."""
         if self._brought is not None:
             self._brought.wait_on_host()
@@ -177,6 +210,7 @@ class GradientShard:
         """
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self._flagged = list(anywhere)
+        self.touched = tuple(touched)
         for param, face, live in zip(self._params, self._faces, anywhere, strict=True):
             if not live:
                 continue
@@ -186,14 +220,14 @@ class GradientShard:
             # sees; FSDP2 runs them after its reduction too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
-                self.arrive()
+                self.wait_on_host()
                 for hook in list(hooks.values()):
                     hook(param)
 
     def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
         if is_capturing(self.flat.device):
             return self._seen.get(touched, [True] * len(touched))
-        self.arrive()
+        self.wait_on_host()
         flags = self.flags.tolist()
         self._seen[touched] = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
         return self._seen[touched]
@@ -353,14 +387,14 @@ class GradientShard:
                 setattr(param, self._attribute, after)
 
 
-class GradientFacts:
+class GradFacts:
     """What the host knows of the gradients of several shards, read at every replay, so without a loop.
 
     Args:
         shards: of one model.
     """
 
-    def __init__(self, shards: Sequence[GradientShard]) -> None:
+    def __init__(self, shards: Sequence[GradShard]) -> None:
         self._shards = list(shards)
         self._params: dict[str, list[nn.Parameter]] = {}
         for shard in self._shards:

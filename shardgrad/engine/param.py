@@ -1,144 +1,152 @@
-"""One parameter's faces, and who shows which."""
+"""One parameter: its sharded and its unsharded `nn.Parameter`, and the modules that register them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter, is_
-from typing import TYPE_CHECKING
+from itertools import repeat
+from operator import attrgetter, getitem, is_
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.sharding.dtensor import in_own_storage
-
-if TYPE_CHECKING:
-    from shardgrad.engine.param_group import ParamGroup
-    from shardgrad.sharding.param_sharding import Cut
+from shardgrad.sharding.param_sharding import ParamSharding
 
 __all__ = [
     "CLAIM",
-    "ManagedParam",
+    "FSDPParam",
     "Owner",
-    "Snapshot",
+    "Registration",
     "is_extension",
     "is_replaced",
     "is_sharded_by_us",
-    "is_whole",
+    "is_unsharded_param",
     "local_of",
     "managed_by",
     "mark_sharded",
-    "mark_whole",
+    "mark_unsharded",
 ]
 
 # Set on an original parameter once a unit has taken it, for those who still register the original.
 CLAIM = "_shardgrad_claim"
 
 _SHARDED = "_shardgrad_sharded"
-_WHOLE = "_shardgrad_whole"
+_UNSHARDED = "_shardgrad_unsharded"
 
 # By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
 # weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
-_managed: weakref.WeakValueDictionary[int, ManagedParam] = weakref.WeakValueDictionary()
+_managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
 
-# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
-_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 _LOCAL = attrgetter("_local_tensor")
 
 
 @dataclass(eq=False)
-class ManagedParam:
-    """One parameter: who registers it, and its faces.
+class FSDPParam:
+    """One parameter. Which group it travels in: `group_of` in `param_group.py`.
 
     Attributes:
         name: fully qualified from the root, or from its unit until a root is known.
         owners: every (module, attribute) that registers it; several if it is tied.
-        shape: of the whole.
-        sharded: the DTensor the optimizer sees.
-        cut: how the one becomes the other.
-        unsharded: the tensor compute sees; made at the first unshard.
+        shape: of the unsharded parameter.
+        sharded: the DTensor that the optimizer sees; the original, until its group has sharded it.
+        sharding: which part of it this rank has.
+        unsharded: the tensor that compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
-        group: the group it travels in.
-        expected_local: the local tensor of the sharded face, as the engine left it.
+        expected_local: the local tensor of `sharded`, as the engine left it.
+        is_flat: True if that is a view of its group's flat shard.
     """
 
     name: str
     owners: list[Owner]
     shape: tuple[int, ...]
     sharded: nn.Parameter
-    cut: Cut
+    sharding: ParamSharding
     unsharded: nn.Parameter | None = None
     post_forward: nn.Parameter | None = None
     expected_local: torch.Tensor | None = field(default=None, repr=False)
-    group: ParamGroup = field(init=False, repr=False)
+    is_flat: bool = True
 
     def alias(self, local: torch.Tensor) -> None:
-        """Makes the sharded face show `local`, a view of the shard."""
+        """Makes `local`, a view of the shard, the local tensor of `sharded`."""
         self.expected_local = in_own_storage(local)
         self.sharded._local_tensor = self.expected_local  # type: ignore[attr-defined]
 
     def registered(self) -> list[nn.Parameter]:
-        """Returns what the owning modules show: `sharded`, unless a program has replaced it."""
-        faces = (module._parameters[attribute] for module, attribute in self.owners)
-        return [face for face in faces if face is not None]
+        """Returns what the owning modules register: `sharded`, unless a program has replaced it."""
+        registered = (module._parameters[attribute] for module, attribute in self.owners)
+        return [param for param in registered if param is not None]
 
-    def register(self, face: nn.Parameter) -> None:
-        """Makes `face` what the owning modules show."""
+    def register(self, param: nn.Parameter) -> None:
+        """Makes `param` what the owning modules register."""
         for module, attribute in self.owners:
-            module._parameters[attribute] = face
+            module._parameters[attribute] = param
 
-    @property
-    def whole(self) -> nn.Parameter:
-        """The unsharded face, which exists once the group has been unsharded."""
+    def require_unsharded(self) -> nn.Parameter:
+        """Returns `unsharded`, which exists once the group has been unsharded."""
         if self.unsharded is None:
-            raise RuntimeError(f"{self.name} has no unsharded face yet")
+            raise RuntimeError(f"{self.name} has never been unsharded")
         return self.unsharded
 
 
-class Snapshot:
-    """What a program sees of some parameters, to be compared with later; a comparison is one pass in C.
+class Registration:
+    """What modules register for sharded parameters, as the engine left it.
+
+    That is, the same objects over the same memory, and no tensor that has become an all-gather extension in a
+    flat shard. It is compared at every forward and every replay, for every parameter, so the loops are C's.
 
     Args:
-        params: sharded faces.
+        params: while they are sharded.
     """
 
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._params = list(params)
-        self._locals = list(map(_LOCAL, self._params))
-        self._storages = list(map(_storage_of, self._params))
+    def __init__(self, params: Iterable[FSDPParam]) -> None:
+        self._registers: list[dict[str, nn.Parameter | None]] = []
+        self._attributes: list[str] = []
+        self._params: list[nn.Parameter] = []
+        self._locals: list[torch.Tensor | None] = []
+        self._pieces: list[torch.Tensor | None] = []  # of flat shards
+        for p in params:
+            if p.is_flat:
+                self._pieces.append(p.expected_local)
+            for module, attribute in p.owners:
+                self._registers.append(module._parameters)
+                self._attributes.append(attribute)
+                self._params.append(p.sharded)
+                self._locals.append(p.expected_local)
 
-    @property
-    def still_holds(self) -> bool:
-        """False if a local tensor or a storage was replaced; torch lets `param.data = x` pass in silence."""
+    def holds(self) -> bool:
+        """Returns whether modules register just these parameters, with their memory where it was."""
+        registered = map(getitem, self._registers, self._attributes)
         return (
-            all(map(is_, map(_LOCAL, self._params), self._locals))
-            and list(map(_storage_of, self._params)) == self._storages
+            all(map(is_, registered, self._params))
+            and all(map(is_, map(_LOCAL, self._params), self._locals))
+            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
         )
 
 
-def mark_sharded(managed: ManagedParam) -> None:
-    """Notes on a sharded parameter that it is ours, and whose it is."""
-    managed.sharded.__dict__[_SHARDED] = True
-    _managed[id(managed.sharded)] = managed
+def mark_sharded(p: FSDPParam) -> None:
+    """Notes on a sharded parameter that it is one, and files it under `managed_by`."""
+    p.sharded.__dict__[_SHARDED] = True
+    _managed[id(p.sharded)] = p
 
 
-def mark_whole(managed: ManagedParam) -> None:
-    """Notes on an unsharded face that it is one."""
-    managed.whole.__dict__[_WHOLE] = True
+def mark_unsharded(param: nn.Parameter) -> None:
+    """Notes on an unsharded parameter that it is one."""
+    param.__dict__[_UNSHARDED] = True
 
 
-def managed_by(param: torch.Tensor) -> ManagedParam | None:
-    """Returns what manages a parameter, or None if it is not one of ours, or was replaced by another."""
+def managed_by(param: torch.Tensor) -> FSDPParam | None:
+    """Returns what manages a parameter; None if it is not one of ours, or was replaced by another."""
     managed = _managed.get(id(param))
     return managed if managed is not None and managed.sharded is param else None
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is a sharded face, and not a plain tensor or another library's DTensor."""
+    """Returns whether a parameter is a sharded one, and not a plain tensor or another library's DTensor."""
     return _SHARDED in param.__dict__
 
 
@@ -147,13 +155,15 @@ def is_replaced(param: torch.Tensor) -> bool:
     return CLAIM in param.__dict__
 
 
-def is_whole(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is an unsharded face, which comes and goes with its unit's forward."""
-    return _WHOLE in param.__dict__
+def is_unsharded_param(param: torch.Tensor) -> bool:
+    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's
+    forward.
+    """
+    return _UNSHARDED in param.__dict__
 
 
 def is_extension(param: torch.Tensor) -> bool:
-    """Returns whether a parameter, or the local tensor of one that is a DTensor, says itself what travels.
+    """Returns whether a parameter, or a DTensor's local tensor, defines torch's all-gather extensions.
 
     What that means is in `features/tensor_extensions.py`.
     """

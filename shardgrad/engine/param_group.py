@@ -1,134 +1,206 @@
-"""Parameters that travel together, and the two faces of each.
+"""Parameters that travel in one collective, and where they are.
 
-What a program sees, by state of the group:
+| state                      | modules register              | unsharded memory | all-gather in flight |
+|----------------------------|-------------------------------|------------------|----------------------|
+| `SHARDED`                  | sharded parameters            | freed            | no                   |
+| `UNSHARDING`               | sharded parameters            | freed            | yes                  |
+| `UNSHARDED`                | unsharded parameters          | allocated        | no                   |
+| `KEPT`                     | sharded parameters            | allocated        | no                   |
+| `KEPT_UNSHARDING`          | sharded parameters            | allocated        | no, none is needed   |
+| `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
+| `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
 
-| state                  | `module.weight`                                | memory besides the shards  |
-|------------------------|------------------------------------------------|----------------------------|
-| `SHARDED`              | `nn.Parameter(DTensor)`, local = view of shard | none                       |
-| `SHARDED_POST_FORWARD` | the same, cut over fewer, neighbouring ranks   | 1/n of the group           |
-| `UNSHARDED`            | plain `nn.Parameter`, view of the flat buffer  | the group, in gather dtype |
-
-Each of these faces is one object for the life of the model; see `param.py` and `unsharded.py`.
+A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an
+unsharded one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the
+model; see `param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
+`reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
 from __future__ import annotations
 
-import copy
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from enum import Enum, auto
+from operator import attrgetter
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad.engine.all_gather import Gathering, Source
-from shardgrad.engine.all_gather_input import Departure
-from shardgrad.engine.buffers import Recurring
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.message_tag import Label
-from shardgrad.engine.param import ManagedParam, Owner, local_of, mark_sharded
-from shardgrad.engine.replaced_params import Registration, adopt
-from shardgrad.engine.streams import Mark
-from shardgrad.engine.trace import span
-from shardgrad.engine.unsharded import UnshardedParams
-from shardgrad.features.custom_comms import Comms
-from shardgrad.features.hfsdp import in_rank_order
-from shardgrad.features.post_forward import PostForwardShard
+from shardgrad.engine.all_gather import AllGather, AllGatherInput
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
+from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
+from shardgrad.engine.streams import Streams
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag
+from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.byte_params import from_bytes, is_carried, stored_shape
+from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.offload import Home
-from shardgrad.sharding.param_sharding import Cut
-from shardgrad.sharding.zero_copy import travels_directly
+from shardgrad.sharding.offload import ShardMemory
+from shardgrad.sharding.param_sharding import ParamSharding
+from shardgrad.sharding.zero_copy import is_zero_copy
 from shardgrad.sharding.zero_stage import Stage
 
-__all__ = ["ParamGroup", "ShardState", "Source"]
+__all__ = ["GroupSpec", "ParamGroup", "ParamState", "group_of"]
+
+_VERSION = attrgetter("_version")
+_LOCAL = attrgetter("_local_tensor")
 
 
-class ShardState(Enum):
-    """Where the parameters of a group are."""
+class ParamState(Enum):
+    """Where the parameters of a group are; see the module docstring."""
 
     SHARDED = auto()
-    SHARDED_POST_FORWARD = auto()
+    UNSHARDING = auto()
     UNSHARDED = auto()
+    KEPT = auto()
+    KEPT_UNSHARDING = auto()
+    SHARDED_POST_FORWARD = auto()
+    UNSHARDING_POST_FORWARD = auto()
+
+
+SHARDED = ParamState.SHARDED
+UNSHARDING = ParamState.UNSHARDING
+UNSHARDED = ParamState.UNSHARDED
+KEPT = ParamState.KEPT
+KEPT_UNSHARDING = ParamState.KEPT_UNSHARDING
+SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
+UNSHARDING_POST_FORWARD = ParamState.UNSHARDING_POST_FORWARD
+
+# All transitions there are, each with the method that makes it.
+TRANSITIONS = {
+    (SHARDED, UNSHARDING): "unshard",
+    (SHARDED_POST_FORWARD, UNSHARDING_POST_FORWARD): "unshard",
+    (KEPT, KEPT_UNSHARDING): "unshard",
+    (UNSHARDING, UNSHARDED): "wait_for_unshard",
+    (UNSHARDING_POST_FORWARD, UNSHARDED): "wait_for_unshard",
+    (KEPT_UNSHARDING, UNSHARDED): "wait_for_unshard",
+    (UNSHARDING, SHARDED): "cancel_unshard; wait_for_unshard, if the all-gather failed",
+    (UNSHARDING_POST_FORWARD, SHARDED_POST_FORWARD): "the same",
+    (KEPT_UNSHARDING, KEPT): "cancel_unshard",
+    (UNSHARDED, SHARDED): "reshard",
+    (UNSHARDED, KEPT): "reshard",
+    (UNSHARDED, SHARDED_POST_FORWARD): "reshard_after_forward",
+    (KEPT, SHARDED): "reshard(drop_kept=True)",
+    (SHARDED_POST_FORWARD, SHARDED): "reshard",
+}
+
+_AFTER_UNSHARD = {
+    SHARDED: UNSHARDING,
+    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
+    KEPT: KEPT_UNSHARDING,
+}
+_AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
+
+# By the id of a group's parameter; the group keeps it alive.
+_groups: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+
+
+def group_of(p: FSDPParam) -> ParamGroup:
+    """Returns the group that a parameter travels in."""
+    return _groups[id(p)]
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What `fully_shard` decided about a group.
+
+    Attributes:
+        mesh: the data-parallel mesh.
+        mp_policy: torch's policy.
+        gradient_policy: ours.
+        shard_memory: where shards, gradients and optimizer states live.
+        stage: what is kept unsharded on every rank.
+        all_gather_input: makes what this rank sends in all-gathers.
+        second_step: makes what follows the reduce-scatter of gradients, if the mesh has another dim to reduce
+            over.
+        regroup: asked at lazy init, before anything is changed: None, or what returns the groups that are to
+            take a group's place.
+    """
+
+    mesh: DataParallelMesh
+    mp_policy: MixedPrecisionPolicy
+    gradient_policy: GradientPolicy
+    shard_memory: ShardMemory
+    stage: Stage
+    all_gather_input: type[AllGatherInput] = AllGatherInput
+    second_step: Callable[[], SecondStep] | None = None
+    regroup: Callable[[ParamGroup], Callable[[], list[ParamGroup]] | None] = lambda group: None
 
 
 class ParamGroup:
     """Parameters of one unit with one dtype on one mesh.
 
+    Allocates their shard, and does not fill it: see `shard_params`.
+
     Args:
-        params: (name, original parameter, owners, cut), in an order all ranks share; not changed yet.
-        mesh: the data-parallel mesh.
-        post_forward_mesh: fewer, neighbouring ranks to reshard to after forward; None to reshard fully.
-        mp_policy: torch's policy.
-        gradient_policy: ours.
-        home: where shards, gradients and optimizer states live.
-        stage: what is kept whole on every rank.
+        params: in an order that all ranks share.
+        spec: what else is known of them.
 
     Attributes:
         name: of the unit, for errors and traces; empty until ranks have agreed on the model.
-        state: see the module docstring.
-        shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they are only carried), at home.
-        is_flat: True if the sharded faces are views of `shard`.
-        generation: how often parameters were replaced and taken over; see `replaced_params.py`.
+        state: where the parameters are.
+        shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they travel as bytes), in
+            `shard_memory`.
+        is_flat: True if the local tensors of sharded parameters are views of `shard`.
+        kind: in words, for the comparison between ranks.
+        registration: what modules are expected to register while the group is sharded.
+        generation: how often parameters were replaced and taken over; see `replaced_params.py`. A gradient
+            shard made for an earlier one is of no use: its gradients belong to parameters that are gone.
         holds_dtensors: True if some parameter came as a DTensor; its gradients do too.
         steps_taken: how often an optimizer has moved the parameters; see `checks/optimizer_hooks.py`.
-        comms: what carries the group's messages; for a program to change while nothing is in flight.
+        collectives: what carries the group's messages.
+        dtype: of the parameters; `shard_dtype`, `gather_dtype`, `reduce_dtype` and `gradient_dtype` follow
+            from it and from the policies.
+        alignment: elements that offsets in chunks are multiples of.
     """
 
     is_flat = True
+    kind = "group"
 
-    def __init__(
-        self,
-        params: Sequence[tuple[str, nn.Parameter, list[Owner], Cut]],
-        mesh: DataParallelMesh,
-        post_forward_mesh: DataParallelMesh | None,
-        mp_policy: MixedPrecisionPolicy,
-        gradient_policy: GradientPolicy,
-        home: Home,
-        stage: Stage,
-    ) -> None:
-        self.mesh = mesh
-        self.home = home
-        self.stage = stage
-        self.post_forward_mesh = post_forward_mesh
-        self.gradient_policy = gradient_policy
-        self.mp_policy = mp_policy
-        self.state = ShardState.SHARDED
-        self.set_channel("", 0)
-        # Called once the unsharded parameters exist; the reducer puts its hooks on them.
-        self.on_new_unsharded: Callable[[], None] = lambda: None
-        self._gathering: Gathering | None = None
-        self._whole: Mark | None = None
-        self._noted_version = (-1, -1)  # of the values that whole parameters hold, or will
-        self._kept = self._kept_is_wanted = False
-        self.comms = Comms()
+    def __init__(self, params: Sequence[FSDPParam], spec: GroupSpec) -> None:
+        self.spec = spec
+        self.mesh = spec.mesh
+        self.mp_policy = spec.mp_policy
+        self.gradient_policy = spec.gradient_policy
+        self.shard_memory = spec.shard_memory
+        self.stage = spec.stage
+        self.params = list(params)
+        for p in self.params:
+            p.is_flat = self.is_flat
+            _groups[id(p)] = self
+        self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
+        self.state = SHARDED
+        self.collectives = CollectiveConfig()
         self.steps_taken = 0
         self.generation = 0
-        self.registration: Registration | None = None
-        self._set_dtypes(params[0][1].dtype)
-        # Until `_build` has made the shard, a parameter's sharded face is the original itself.
-        self.params = [ManagedParam(name, owners, tuple(p.shape), p, cut) for name, p, owners, cut in params]
-        self.holds_dtensors = any(p.cut.came_as_dtensor for p in self.params)
-        for managed in self.params:
-            managed.group = self
-        with torch.no_grad():
-            self._build([local_of(p) if cut.came_as_dtensor else p.detach() for _, p, _, cut in params])
+        self._gathered_version = (-1, -1)  # of the values in unsharded memory, or on their way there
+        self._all_gather: AllGather | None = None
+        self._unsharded: UnshardedMemory | None = None
+        self._inputs: list[AllGatherInput] = []
+        self.set_tags("", 0)
+        self._set_dtypes(params[0].sharded.dtype)
+        self._allocate(on_meta=_is_meta(params[0].sharded))
+        self._note_params()
 
-    def set_channel(self, name: str, channel: int) -> None:
-        """Names the group's messages; `channel` comes from `same_model.py`, the same on every rank."""
+    def set_tags(self, name: str, number: int) -> None:
+        """Names the group's messages; `number` comes from `same_model.py`, the same on every rank."""
         self.name = name
-        self._gather_label = Label.of(f"all-gather of {name}", 4 * channel)
-        self._regather_label = Label.of(f"all-gather of {name} from its neighbours", 4 * channel + 1)
-        self.reduce_label = Label.of(f"reduce-scatter of {name}", 4 * channel + 2)
-        self._departure: Departure | None = None
-        self._post_forward: PostForwardShard | None = None
+        self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * number)
+        self._regather_tag = MessageTag.of(f"all-gather of {name} from its neighbours", 4 * number + 1)
+        self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * number + 2)
+        self._inputs = []
 
-    # -- facts ------------------------------------------------------------------------------------------
+    def set_collectives(self, collectives: CollectiveConfig) -> None:
+        """Changes what carries the group's messages; only while none is in flight."""
+        self.collectives = collectives
+        self._inputs = []
+
+    # -- the shard --------------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
@@ -136,384 +208,90 @@ class ParamGroup:
         return bool(self.name)
 
     @property
-    def _carries(self) -> bool:
-        """True if the shard holds parameters as bytes; what an extension keeps is its own affair."""
-        return self.is_flat and is_carried(self.dtype)
+    def _holds_bytes(self) -> bool:
+        """True if the shard holds parameters as bytes. What an extension keeps is not in the shard."""
+        return self.is_flat and travels_as_bytes(self.dtype)
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
         """Fixes the dtypes that follow from the parameters' own."""
-        policy = self.mp_policy
         self.dtype = dtype
-        if self._carries:
+        if self._holds_bytes:
             self.shard_dtype = self.gather_dtype = torch.uint8
             self.reduce_dtype = self.gradient_dtype = torch.float32  # of no gradients
-            self.post_forward_mesh = None  # bytes are not cut a second time
         else:
-            self.shard_dtype, self.gather_dtype = dtype, policy.param_dtype or dtype
-            self.reduce_dtype = policy.reduce_dtype or self.gather_dtype
+            self.shard_dtype, self.gather_dtype = dtype, self.mp_policy.param_dtype or dtype
+            self.reduce_dtype = self.mp_policy.reduce_dtype or self.gather_dtype
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         self.alignment = alignment_numel(
             [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype]
         )
 
-    def _build(self, wholes: Sequence[torch.Tensor]) -> None:
-        """Fills the shard from what is to be cut and makes the sharded faces show it."""
-        device = wholes[0].device
-        self._allocate(on_meta=device.type == "meta")
-        rank = self.mesh.shard_rank
-        pieces = self.layout.pieces
-        for p, whole, view, piece in zip(self.params, wholes, self.local_views(), pieces, strict=True):
-            if device.type != "meta":
-                view.copy_(piece.of(whole, rank))
-            face = p.cut.face(in_own_storage(view))
-            attributes, p.sharded = (
-                p.sharded.__dict__,
-                nn.Parameter(face, requires_grad=p.sharded.requires_grad),
-            )
-            p.sharded.__dict__.update(attributes)
-            p.expected_local = local_of(p.sharded)
-
     def _allocate(self, *, on_meta: bool = False) -> None:
-        """Lays out the parameters and allocates their shard, zeroed, so that padding is zero for good."""
-        self.layout = self._layout_of(self.params, with_flags=False)
-        home = Home(torch.device("meta")) if on_meta else self.home
-        self.shard = home.zeros(self.layout.chunk_numel, self.shard_dtype)
+        """Lays out the parameters and allocates their shard, zeroed: padding stays zero."""
+        self.layout = self.layout_of(self.params, with_flags=False)
+        memory = ShardMemory(torch.device("meta")) if on_meta else self.shard_memory
+        self.shard = memory.zeros(self.layout.chunk_numel, self.shard_dtype)
         self._forget_derived()
 
-    def _layout_of(self, params: Sequence[ManagedParam], *, with_flags: bool) -> ShardLayout:
+    def _forget_derived(self) -> None:
+        """Drops what is made on demand from layout and dtypes."""
+        self._unsharded = None
+        self._inputs = []
+
+    def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
+        """Returns the layout of some of the group's parameters.
+
+        Args:
+            params: in the group's order.
+            with_flags: reserve one element for each behind the pieces.
+        """
+        shardings = [p.sharding for p in params]
         return ShardLayout.of(
-            [stored_shape(p.cut.shape, self.dtype) if self._carries else p.cut.shape for p in params],
+            [stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape for s in shardings],
             self.mesh.shard_size,
             alignment=self.alignment,
             with_flags=with_flags,
-            dims=[p.cut.dim for p in params],
-            direct=[self._travels_directly(p.cut) for p in params],
+            dims=[s.dim for s in shardings],
+            zero_copy=[self._is_zero_copy(s) for s in shardings],
         )
 
-    def _travels_directly(self, cut: Cut) -> bool:
-        """Whether a parameter is direct; see [Note: Direct parameters] in `sharding/zero_copy.py`."""
-        if not self.is_flat or self._carries or self.home.is_away or self.mesh.levels is not None:
+    def _is_zero_copy(self, sharding: ParamSharding) -> bool:
+        """See [Note: Zero-copy parameters] in `sharding/zero_copy.py`."""
+        if not self.is_flat or self._holds_bytes or not self.spec.all_gather_input.supports_zero_copy:
             return False
-        size, dtype = self.mesh.shard_size, self.gather_dtype
-        return travels_directly(cut.shape, cut.dim, size, alignment=self.alignment, dtype=dtype)
+        shape, dim, size = sharding.shape, sharding.dim, self.mesh.shard_size
+        return is_zero_copy(shape, dim, size, alignment=self.alignment, dtype=self.gather_dtype)
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, over the shard's memory."""
         stored = self.layout.local_views(self.shard, self.mesh.shard_rank)
         return [from_bytes(view, self.dtype) for view in stored]
 
-    def _forget_derived(self) -> None:
-        """Drops what is made on demand from layout, dtypes and trainability."""
-        self._unsharded: Recurring | None = None
-        self._departure = None
-        self._post_forward = None
-        self._trainable: tuple[bool, ...] | None = None
-        self.gradient_layout: ShardLayout | None = None
-        self._gradient_shard: GradientShard | None = None
+    @torch.no_grad()
+    def shard_params(self) -> None:
+        """Fills the shard from the original parameters and puts sharded ones in their place.
 
-    # -- trainability and gradients ---------------------------------------------------------------------
-
-    def trainable(self) -> list[ManagedParam]:
-        """Returns the parameters that require grad now, in order."""
-        return [p for p in self.params if p.sharded.requires_grad]
-
-    @property
-    def has_trainable(self) -> bool:
-        """True if some parameter required grad when `refresh_trainable` last looked."""
-        return self.gradient_layout is not None and bool(self.gradient_layout.pieces)
-
-    def refresh_trainable(self) -> bool:
-        """Takes note of which parameters require grad; True if that changed since the last call.
-
-        A program may have frozen a whole parameter, as a forward left it; that is meant for the sharded one.
+        Modules go on registering the originals.
         """
-        for p, known in zip(self.params, self._trainable or (), strict=False):
-            if p.unsharded is not None and p.unsharded.requires_grad != known:
-                p.sharded.requires_grad_(not known)
-        now = tuple(p.sharded.requires_grad for p in self.params)
-        if now == self._trainable:
-            return False
-        self._trainable = now
-        self._gradient_shard = None
-        self.gradient_layout = self._layout_of(self.trainable(), with_flags=True)
-        for p in self.params:
-            if p.unsharded is not None:
-                p.unsharded.requires_grad_(p.sharded.requires_grad)
-        return True
+        rank = self.mesh.shard_rank
+        for p, view, piece in zip(self.params, self.local_views(), self.layout.pieces, strict=True):
+            original = p.sharded
+            values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
+            if values.device.type != "meta":
+                view.copy_(piece.of(values, rank))
+            sharded = p.sharding.sharded_dtensor(in_own_storage(view))
+            p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
+            p.sharded.__dict__.update(original.__dict__)
+            p.expected_local = local_of(p.sharded)
+        self._note_params()
 
-    def local_gradients(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Returns what this rank packs of the trainable parameters' gradients; see `Cut.local_gradient`."""
-        return [
-            None if grad is None else p.cut.local_gradient(grad)
-            for p, grad in zip(self.trainable(), grads, strict=True)
-        ]
+    def _note_params(self) -> None:
+        """Takes note of which objects the sharded parameters are."""
+        self.registration = Registration(self.params)
+        self._sharded_params = [p.sharded for p in self.params]
 
-    @property
-    def has_gradients(self) -> bool:
-        """True once the gradient shard exists."""
-        return self._gradient_shard is not None
-
-    @property
-    def gradient_shard(self) -> GradientShard | None:
-        """The gradient shard, if there is one."""
-        return self._gradient_shard
-
-    def gradients(self) -> GradientShard:
-        """Returns the persistent gradient shard, allocating it at the first call."""
-        if self._gradient_shard is None:
-            layout = self.gradient_layout
-            if layout is None:
-                raise RuntimeError("gradients() before refresh_trainable(): the group was never unsharded")
-            self._gradient_shard = GradientShard(
-                [p.sharded for p in self.trainable()],
-                layout,
-                self.mesh,
-                self.gradient_dtype,
-                self.gradient_policy,
-                self.home,
-            )
-        return self._gradient_shard
-
-    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0 bytes."""
-        yield "parameters", self.shard.untyped_storage()
-        if self._gradient_shard is not None:
-            yield "gradients", self._gradient_shard.flat.untyped_storage()
-        if self._unsharded is not None:
-            for storage in self._unsharded.storages():
-                yield "whole parameters", storage
-        if self._post_forward is not None:
-            yield "post-forward shards", self._post_forward.chunk.untyped_storage()
-        if self._departure is not None:
-            for storage in self._departure.storages():
-                yield "inner shards", storage
-
-    # -- unshard ----------------------------------------------------------------------------------------
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the parameters are neither whole nor on their way."""
-        return self._gathering is None and self.state is not ShardState.UNSHARDED
-
-    def unshard(self, runtime: Runtime) -> None:
-        """Starts the all-gather, unless the parameters are whole or on their way.
-
-        Streams: cast and collective go to the gather stream, after the parameters were last written.
-        Capture: safe after the first call.
-        """
-        if not self.is_sharded:
-            return
-        if self._kept:
-            self._kept_is_wanted = True
-            return
-        self._runtime = runtime
-        source = self._source(runtime)
-        self._noted_version = self._version
-        gathering = Gathering(source, self.wait_for_unshard)
-        gathering.launch(runtime, self.comms, self.wire_dtype, self.name)
-        self._gathering = gathering
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """In which chunks of an all-gather travel."""
-        return self.gather_dtype
-
-    def _source(self, runtime: Runtime) -> Source:
-        """Returns where the next all-gather starts from, brought up to date."""
-        if self.state is ShardState.SHARDED_POST_FORWARD:
-            cut = self._post_forward
-            if cut is None:
-                raise RuntimeError("the post-forward shard is gone")
-            return Source(cut.chunk, cut.mesh.shard_group, cut.label, ready=cut.ready)
-        if self._departure is None:
-            self._departure = Departure(
-                self.shard, self.mesh, self.home, self.gather_dtype, self._gather_label, runtime
-            )
-        source = self._departure.source(self.comms, self.name, self._version)
-        return self._with_direct(source) if self.layout.direct and self.comms.gathers_plainly else source
-
-    def _with_direct(self, source: Source) -> Source:
-        """Takes the direct parameters out of the chunk, to be gathered into their places."""
-        whole, skipped = self._unsharded_params(), self.layout.packed_offset
-        whole.lend(self._runtime.streams.gather)
-        rest = source.chunk.narrow(0, skipped, self.layout.chunk_numel - skipped)
-        return replace(source, chunk=rest, direct=whole.direct)
-
-    def wait_for_unshard(self) -> None:
-        """Ends the all-gather: parameters are whole and registered afterwards.
-
-        Streams: the copy-out goes to the current stream, after the gather stream's chunk.
-
-        Raises:
-            CollectiveError: the gather failed.
-        """
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            self._copy_out(gathering)
-        elif self._whole is not None:  # another stream may have copied them out
-            self._whole.wait(self._runtime.streams.current())
-        if gathering is not None or self._kept_is_wanted:
-            self._kept = self._kept_is_wanted = False
-            self._show_whole()
-
-    def _copy_out(self, gathering: Gathering) -> None:
-        """Puts whole parameters together from the chunks of all ranks."""
-        stream = self._runtime.streams.current()
-        cut = self._post_forward if self.state is ShardState.SHARDED_POST_FORWARD else None
-        layout = self.layout if cut is None else cut.layout
-        if gathering.is_direct:
-            layout = layout.packed
-        with span("all_gather_copy_out", self.name):
-            try:
-                chunks = gathering.chunks(stream)
-                if self.mesh.levels is not None:
-                    chunks = in_rank_order(chunks, layout.chunk_numel)
-                self._unpack(chunks, layout)
-            finally:
-                gathering.release(stream)
-        self._whole = self._whole or self._runtime.streams.mark()
-        self._whole.record(stream)
-        if cut is not None:
-            cut.free()
-
-    def _show_whole(self) -> None:
-        self.state = ShardState.UNSHARDED
-        for p in self.params:
-            p.register(p.whole)
-
-    def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
-        """Puts whole parameters together from the chunks of all ranks, on the current stream."""
-        self._unsharded_params().fill(chunks, layout)
-
-    def _unsharded_params(self) -> UnshardedParams:
-        """Returns the whole parameters' memory and faces, made at the first call."""
-        if not isinstance(self._unsharded, UnshardedParams):
-            streams, device = self._runtime.streams, self.mesh.device
-            self._unsharded = UnshardedParams(
-                self.params, self.layout, self.shard, self.gather_dtype, device, streams
-            )
-            self.on_new_unsharded()
-        return self._unsharded
-
-    def cancel_unshard(self) -> None:
-        """Drops an all-gather nobody will use; waits until its memory is ours again."""
-        self._kept_is_wanted = False
-        gathering, self._gathering = self._gathering, None
-        if gathering is not None:
-            # The gather has read the shard, which the program may write next.
-            gathering.chunks(self._runtime.streams.current())
-            gathering.release(self._runtime.streams.gather)
-            if gathering.is_direct:
-                self._unsharded_params().free()
-
-    def let_host_write(self) -> None:
-        """Makes the host wait until its memory has been read, if the shard lives there."""
-        if self._departure is not None:
-            self._departure.let_host_write()
-
-    # -- reshard ----------------------------------------------------------------------------------------
-
-    def reshard(self, *, for_good: bool = False) -> None:
-        """Shows the shards, and frees the whole parameters. A pending all-gather is dropped.
-
-        Args:
-            for_good: frees them also if the group's stage keeps them, and forgets what is kept of them
-                between steps, so that the next all-gather starts from the shards.
-
-        Streams: storage returns to the allocator on the stream it was allocated on.
-        """
-        self.cancel_unshard()
-        if for_good and self._departure is not None:
-            self._departure.forget()
-        keeps = self.stage.keeps_whole and not for_good
-        if self.state is ShardState.SHARDED and (keeps or not self._kept):
-            return
-        self._kept = keeps
-        if self._unsharded is not None and not keeps:
-            self._unsharded.free()
-        if self._post_forward is not None:
-            self._post_forward.free()
-        self.state = ShardState.SHARDED
-        for p in self.params:
-            for module, attribute in p.owners:
-                module._parameters[attribute] = p.sharded
-
-    def reshard_after_forward(self) -> None:
-        """Reshards as the group was asked to after forward: fully, or to fewer ranks."""
-        if self.post_forward_mesh is None:
-            self.reshard()
-            return
-        if self.state is not ShardState.UNSHARDED:
-            return
-        cut = self._post_forward_shard(self.post_forward_mesh)
-        cut.fill()
-        if self._unsharded is not None:
-            self._unsharded.free()
-        self.state = ShardState.SHARDED_POST_FORWARD
-        cut.show()
-
-    def _post_forward_shard(self, mesh: DataParallelMesh) -> PostForwardShard:
-        if self._post_forward is None:
-            self._post_forward = PostForwardShard(
-                self.params,
-                mesh,
-                self._runtime.streams,
-                alignment=self.alignment,
-                dtype=self.gather_dtype,
-                label=self._regather_label,
-            )
-        return self._post_forward
-
-    def reshard_if_stale(self) -> None:
-        """Reshards whole parameters whose shard was written since they were gathered.
-
-        An optimizer step and an in-place operation on a sharded parameter are noticed, so nobody computes
-        with old weights because parameters were kept whole.
-        """
-        resting = self.state is ShardState.SHARDED and self._gathering is None and not self._kept
-        if not resting and self._version != self._noted_version:
-            self.reshard(for_good=True)
-
-    @property
-    def _version(self) -> tuple[int, int]:
-        """Moves with every optimizer step and every in-place operation on a sharded parameter."""
-        writes = sum(p.sharded._version + local_of(p.sharded)._version for p in self.params)
-        return self.generation, self.steps_taken + writes
-
-    # -- foreign storage --------------------------------------------------------------------------------
-
-    def adopt(self) -> bool:
-        """Takes over parameters that the program replaced or moved; see `replaced_params.py`.
-
-        Returns:
-            True if anything was taken over: addresses may have changed.
-        """
-        return self.state is ShardState.SHARDED and adopt(self)
-
-    def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into the shard, a new one if dtype or device changed, and shows it in them."""
-        self.generation += 1
-        locals_ = [local_of(p) for p in shown]
-        self.let_host_write()
-        if dtype != self.dtype or self.shard.device != self.home.device:
-            self._set_dtypes(dtype)
-            for p in self.params:
-                p.unsharded = p.post_forward = None
-            self._allocate()
-        views = self.local_views()
-        with torch.no_grad():
-            for p, new, local, view in zip(self.params, shown, locals_, views, strict=True):
-                if local.data_ptr() != view.data_ptr() or local.numel() == 0:
-                    view.copy_(local)
-                p.sharded = new
-                p.alias(view)
-                p.register(new)
-                mark_sharded(p)
-        # A gradient that moved along with its parameter is in foreign memory now, and one of a replaced
-        # parameter belongs to an object nobody holds: the next reduction makes a new shard.
-        self._gradient_shard = None
-
-    def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
+    @torch.no_grad()
+    def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
         """Returns the group of the parameters that stay when others move to another one.
 
         Only while building: the group has never been unsharded. None if nothing stays.
@@ -522,12 +300,216 @@ class ParamGroup:
         staying = [(p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving]
         if not staying:
             return None
-        smaller = copy.copy(self)
-        smaller.params = [p for p, _ in staying]
-        smaller._allocate(on_meta=self.shard.device.type == "meta")
+        smaller = self._rebuilt([p for p, _ in staying])
         for (p, old), view in zip(staying, smaller.local_views(), strict=True):
-            with torch.no_grad():
-                view.copy_(old)
+            view.copy_(old)
             p.alias(view)
-            p.group = smaller
+        smaller.collectives = self.collectives
+        smaller._note_params()
         return smaller
+
+    def _rebuilt(self, params: Sequence[FSDPParam]) -> ParamGroup:
+        """Returns a group of the same kind for some of the parameters."""
+        return ParamGroup(params, self.spec)
+
+    @torch.no_grad()
+    def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to
+        it.
+        """
+        self.generation += 1
+        locals_ = [local_of(param) for param in shown]
+        self.wait_until_read()
+        if dtype != self.dtype or self.shard.device != self.shard_memory.device:
+            self._set_dtypes(dtype)
+            for p in self.params:
+                p.unsharded = p.post_forward = None
+            self._allocate()
+        for p, new, local, view in zip(self.params, shown, locals_, self.local_views(), strict=True):
+            if local.data_ptr() != view.data_ptr() or local.numel() == 0:
+                view.copy_(local)
+            p.sharded = new
+            p.alias(view)
+            p.register(new)
+            mark_sharded(p)
+        self._note_params()
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0 bytes."""
+        yield "parameters", self.shard.untyped_storage()
+        if self._unsharded is not None:
+            for buffer in self._unsharded.buffers:
+                yield "unsharded parameters", buffer.storage
+        for source in self._inputs:
+            yield from source.memory()
+
+    # -- unshard ----------------------------------------------------------------------------------------
+
+    def _move(self, to: ParamState) -> None:
+        """Changes the state.
+
+        Raises:
+            RuntimeError: there is no such transition: a fault of the engine.
+        """
+        if (self.state, to) not in TRANSITIONS:
+            raise RuntimeError(
+                f"the parameters of {self.name or 'a unit'} cannot go from {self.state} to {to}"
+            )
+        self.state = to
+
+    def unshard(self, comm_ctx: CommContext) -> None:
+        """Starts the all-gather, unless the parameters are unsharded or on their way.
+
+        Streams: cast and collective go to the gather stream, after the parameters were last written.
+        Capture: safe after the first call.
+        """
+        after = _AFTER_UNSHARD.get(self.state)
+        if after is None:
+            return
+        if after is not KEPT_UNSHARDING:
+            version = self._version()
+            self._all_gather = self._launch(comm_ctx, version)
+            self._gathered_version = version
+        self._move(after)
+
+    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+        """Starts the all-gather of the shard."""
+        if not self._inputs or self._inputs[0].comm_ctx is not comm_ctx:
+            self._inputs = self._make_inputs(comm_ctx)
+        source = self._inputs[-1]
+        source.refresh(self.name, version)
+        if len(self._inputs) == 1:
+            return AllGather(source, self.name, self.wait_for_unshard)
+        unsharded = self._unsharded_params(comm_ctx.streams)
+        unsharded.allocate_for(comm_ctx.streams.gather)
+        return AllGather(source, self.name, self.wait_for_unshard, unsharded.zero_copy)
+
+    def _make_inputs(self, comm_ctx: CommContext) -> list[AllGatherInput]:
+        """Returns the shard as an input and, if there are zero-copy parameters, what is left without them."""
+        make, layout = self.spec.all_gather_input, self.layout
+        chunks = [self.shard]
+        if layout.zero_copy and self.collectives.gathers_plainly:
+            skipped = layout.packed_offset
+            chunks.append(self.shard.narrow(0, skipped, layout.chunk_numel - skipped))
+        dtype, tag = self.gather_dtype, self._gather_tag
+        return [make(chunk, self.mesh, dtype, tag, comm_ctx, self.collectives) for chunk in chunks]
+
+    def wait_for_unshard(self) -> None:
+        """Ends the all-gather: parameters are unsharded and registered afterwards.
+
+        Streams: the copy-out goes to the current stream, after the gather stream's chunk.
+
+        Raises:
+            CollectiveError: the all-gather failed.
+        """
+        state = self.state
+        if self._all_gather is not None:
+            self._copy_out(self._all_gather)
+        elif self._unsharded is not None and (state is UNSHARDED or state is KEPT_UNSHARDING):
+            self._unsharded.wait()  # another stream may have copied them out
+        if state in _AFTER_CANCEL:
+            self._move(UNSHARDED)
+            for p in self.params:
+                for module, attribute in p.owners:
+                    module._parameters[attribute] = p.unsharded
+
+    def _copy_out(self, gather: AllGather) -> None:
+        """Copies the unsharded parameters out of the chunks of all ranks."""
+        self._all_gather = None
+        stream = gather.streams.current()
+        with span("all_gather_copy_out", self.name):
+            try:
+                self._fill(gather.wait(stream), gather)
+            except BaseException:
+                self._move(_AFTER_CANCEL[self.state])
+                raise
+            finally:
+                gather.release(stream)
+
+    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+        """Copies the chunks of all ranks into the unsharded parameters, on the current stream."""
+        layout = self.layout.packed if gather.is_zero_copy else self.layout
+        self._unsharded_params(gather.streams).fill(chunks, layout)
+
+    def _unsharded_params(self, streams: Streams) -> UnshardedParams:
+        """Returns the unsharded parameters' memory and objects, made at the first call."""
+        if not isinstance(self._unsharded, UnshardedParams):
+            device, dtype = self.mesh.device, self.gather_dtype
+            self._unsharded = UnshardedParams(self.params, self.layout, self.shard, dtype, device, streams)
+        return self._unsharded
+
+    def cancel_unshard(self) -> None:
+        """Drops an all-gather that nothing will use; waits until its memory is ours again."""
+        if self.state not in _AFTER_CANCEL:
+            return
+        gather, self._all_gather = self._all_gather, None
+        self._move(_AFTER_CANCEL[self.state])
+        if gather is not None:
+            # The gather has read the shard, which the program may write next.
+            gather.wait(gather.streams.current())
+            gather.release(gather.streams.gather)
+            if gather.is_zero_copy and self._unsharded is not None:
+                self._unsharded.free()
+
+    def wait_until_read(self) -> None:
+        """Makes the host wait until its memory has been read, if the shard lives there."""
+        for source in self._inputs:
+            source.wait_until_read()
+
+    # -- reshard ----------------------------------------------------------------------------------------
+
+    def reshard(self, *, drop_kept: bool = False) -> None:
+        """Registers the sharded parameters, and frees the unsharded memory. A pending all-gather is dropped.
+
+        Args:
+            drop_kept: frees it also if the group's stage keeps it, and forgets what is kept of the parameters
+                between steps, so that the next all-gather starts from the shards.
+
+        Streams: storage returns to the allocator on the stream it was allocated on.
+        """
+        if self.state in _AFTER_CANCEL:
+            self.cancel_unshard()
+        if drop_kept:
+            for source in self._inputs:
+                source.forget()
+        keeps = self.stage.keeps_unsharded and not drop_kept
+        if self.state is SHARDED or (self.state is KEPT and keeps):
+            return
+        if not keeps:
+            self._free()
+        self._move(KEPT if keeps else SHARDED)
+        for p in self.params:
+            for module, attribute in p.owners:
+                module._parameters[attribute] = p.sharded
+
+    def _free(self) -> None:
+        """Gives the unsharded memory back, after the last use on the current stream."""
+        if self._unsharded is not None:
+            self._unsharded.free()
+
+    def reshard_after_forward(self) -> None:
+        """Reshards as the group was asked to after forward."""
+        self.reshard()
+
+    def reshard_fully_after_forward(self) -> None:
+        """Gives up resharding to fewer ranks, if the group was asked to."""
+
+    def reshard_if_stale(self) -> None:
+        """Reshards parameters whose shard was written since they were gathered.
+
+        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights
+        are never computed with because parameters were kept unsharded.
+        """
+        if self.state is not SHARDED and self._version() != self._gathered_version:
+            self.reshard(drop_kept=True)
+
+    def _version(self) -> tuple[int, int]:
+        """Moves with every optimizer step and every in-place operation on a sharded parameter."""
+        params = self._sharded_params
+        writes = sum(map(_VERSION, params)) + sum(map(_VERSION, map(_LOCAL, params)))
+        return self.generation, self.steps_taken + writes
+
+
+def _is_meta(param: nn.Parameter) -> bool:
+    local = getattr(param, "_local_tensor", param)
+    return bool(local.device.type == "meta")

@@ -4,7 +4,7 @@
 Clipping and loss scaling multiply every gradient by one number. Writing that product costs a pass over
 memory that the optimizer's kernel can do for nothing, so a gradient shard may *owe* a factor: the bytes stay,
 a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is then an
-`OwedGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first operation
+`ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first operation
 that reads or writes its values makes the shard pay, with one multiplication in place.
 """
 
@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["OwedGradient"]
+__all__ = ["ScaledGradient"]
 
 
-class OwedGradient(DTensor):
+class ScaledGradient(DTensor):
     """Stands where a parameter's gradient is while its shard owes a factor. See [Note: Owed factor].
 
     Args:
@@ -31,9 +31,9 @@ class OwedGradient(DTensor):
     _face: DTensor
     _pay: Callable[[], None]
 
-    def __new__(cls, face: DTensor, pay: Callable[[], None]) -> OwedGradient:
+    def __new__(cls, face: DTensor, pay: Callable[[], None]) -> ScaledGradient:
         """Makes a DTensor over the same memory."""
-        self: OwedGradient
+        self: ScaledGradient
         self = super().__new__(cls, face._local_tensor, face._spec, requires_grad=False)  # type: ignore[assignment]
         self._face = face
         self._pay = pay
@@ -58,7 +58,7 @@ class OwedGradient(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(OwedGradient, OwedGradient.paid, (args, kwargs or {}))
+        args, kwargs = tree_map_only(ScaledGradient, ScaledGradient.paid, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property

@@ -1,6 +1,6 @@
-"""A reduction under way: from a slot of packed chunks to the average in the gradient shard.
+"""A reduction under way: from packed chunks to the average in the gradient shard.
 
-    reduce-scatter -> (all-reduce over replicas, or outer reduce-scatter) -> (hook) -> gradient shard
+    reduce-scatter -> (second step, over the mesh's other dim) -> (all-reduce hook) -> gradient shard
 
 Which of the steps there are is fixed by the group's mesh and settings, never by the data.
 """
@@ -9,48 +9,57 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import Label
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.streams import Stream
-from shardgrad.engine.summands import Summands
-from shardgrad.engine.transports import Flight
-from shardgrad.features.hfsdp import OuterScatter
+from shardgrad.engine.comm_context import CommContext, SecondStep
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["OVERFLOWING", "Message", "PartialSum", "Reduction"]
-
-# Sums of many ranks overflow in these, so they are divided before and after.
-OVERFLOWING = (torch.float16,)
+__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
 
 
-@dataclass(frozen=True)
-class Message:
-    """One reduce-scatter of a reduction.
+class PendingSum:
+    """What adds up to a chunk, and has not been added up yet: for each range of it, what comes from where.
 
-    Attributes:
-        begin: first element in a chunk of what is sent.
-        send: to each rank.
-        receive: room, as the transport needs it.
-        label: of the message.
+    Args:
+        ranges: the first element of each, how many it has, and its summands: 1-D, as long as the range.
     """
 
-    begin: int
-    send: Chunks
-    receive: Chunks
-    label: Label
+    def __init__(self, ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]) -> None:
+        self._ranges = ranges
 
-    @property
-    def numel(self) -> int:
-        """Elements of a chunk that are sent."""
-        return self.send.parts[0].numel()
+    def plus(self, chunk: torch.Tensor) -> PendingSum:
+        """Returns this and a whole chunk more."""
+        return PendingSum(
+            [
+                (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
+                for begin, numel, summands in self._ranges
+            ]
+        )
+
+    def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
+        """Computes the sum; see `ops.sum_chunks`, which takes the same arguments.
+
+        Args:
+            out: the whole chunk. It may be among the summands, each range in its place.
+            divisor: what the sum is divided by.
+            accumulate: add to what `out` holds.
+
+        Streams: on the current one. Capture: safe.
+        """
+        for begin, numel, summands in self._ranges:
+            part = out if numel == out.numel() else out.narrow(0, begin, numel)
+            ops.sum_chunks(summands, part, divisor=divisor, accumulate=accumulate)
 
 
 class PartialSum:
-    """What earlier micro-batches have left after the first step, for the second to take along.
+    """What earlier micro-batches have left after the reduce-scatter, for the second step to take along.
 
     Attributes:
         tensor: in the reduce dtype; None until the first time.
@@ -66,175 +75,207 @@ class PartialSum:
         """What is to be added, if anything is."""
         return self.tensor if self.is_live else None
 
-    def keep(self, summands: Summands, like: torch.Tensor) -> None:
-        """Becomes the sum of summands, itself among them if it is live."""
+    def keep(self, pending: PendingSum, like: torch.Tensor) -> None:
+        """Becomes a sum, in which it takes part itself if it is live."""
         if self.tensor is None:
             self.tensor = torch.empty_like(like)
-        summands.add_up(self.tensor)
+        pending.write(self.tensor)
         self.is_live = True
 
 
-class Reduction:
-    """A launched reduction (a *ticket*): its slots, and how to end it.
+class ReplicaAllReduce:
+    """HSDP's second step: an all-reduce over the replicas."""
 
-    Args:
-        group: whose gradients these are.
-        runtime: of the root.
-        divisor: what the sum is divided by at the end.
-        partial: see there.
-        outer: the second step over two levels, or None.
-        crosses: False stops after the first step and keeps the partial sum.
-        bound: called with `touched` once the gradients are bound.
+    def __init__(self, replicas: dist.ProcessGroup) -> None:
+        self._replicas = replicas
+
+    def room(self, comm_ctx: CommContext) -> int:
+        """See `SecondStep`: it works in place."""
+        return 0
+
+    def arrange(
+        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
+    ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+        """See `SecondStep`: the order stays."""
+        return rows, table, chunk_numel
+
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+        """See `SecondStep`."""
+        what = tag.what.replace("reduce-scatter", "all-reduce")
+        return comm_ctx.transport(self._replicas).all_reduce(summed, what=what)
+
+    def result(self, summed: torch.Tensor) -> torch.Tensor:
+        """See `SecondStep`: all of it."""
+        return summed
+
+
+@dataclass(frozen=True)
+class AllReduceHook:
+    """A program's hook on reduced gradients.
 
     Attributes:
-        touched: per trainable parameter, whether this rank had a gradient.
-        slots: what is in flight lies in.
-        own: this rank's chunk of the first step, and room for its sum.
-        outer: what the second step of two levels receives goes there; None with one level.
-        landing: room for the average, if the gradient shard lives on the host.
-        flights: of the step that is under way, each behind the first element and the number of elements that
-            it brings of a chunk.
+        call: gets the chunk, without what the engine has put behind the gradients.
+        stream: where it is called; None for where reductions run.
+        is_before_division: it sees the sum and not the average.
     """
 
-    touched: tuple[bool, ...]
-    own: torch.Tensor
-    flights: Sequence[tuple[int, int, Flight]]
+    call: Callable[[torch.Tensor], Any]
+    stream: Stream
+    is_before_division: bool
+
+
+class Reduction:
+    """A launched reduction: what it reads, where its result goes, and how to end it.
+
+    Args:
+        works: of the reduce-scatter's messages, each behind the first element and the number of elements
+            that it brings of a chunk.
+        slots: what is in flight lies in; released at the end.
+        own: this rank's chunk of the first step, and room for its sum.
+        shard: where the average goes; None to stop after the first step and keep a partial sum.
+        staging: room for the average, if the shard does not live on the mesh's device; else None.
+        touched: per trainable parameter, whether this rank had a gradient.
+        divisor: what the sum is divided by at the end.
+        partial: of the group.
+        second: the second step, or None.
+        room: what it receives goes there.
+        tag: of the group's reductions.
+        hook: the program's, or None.
+        comm_ctx: of the root.
+    """
 
     def __init__(
         self,
-        group: ParamGroup,
-        runtime: Runtime,
-        *,
+        works: Sequence[tuple[int, int, Work]],
+        slots: Sequence[Slot],
+        own: torch.Tensor,
+        shard: GradShard | None,
+        staging: torch.Tensor | None,
+        touched: tuple[bool, ...],
         divisor: float,
+        *,
         partial: PartialSum,
-        outer: OuterScatter | None,
-        crosses: bool,
-        bound: Callable[[tuple[bool, ...]], None],
+        second: SecondStep | None,
+        room: Chunks,
+        tag: MessageTag,
+        hook: AllReduceHook | None,
+        comm_ctx: CommContext,
     ) -> None:
-        self._group = group
-        self._runtime = runtime
+        self._works: Sequence[tuple[int, int, Work]] = works
+        self._slots = slots
+        self._own = own
+        self._shard = shard
+        self._staging = staging
+        self._touched = touched
         self._divisor = divisor
         self._partial = partial
-        self._outer = outer
-        self._crosses = crosses
-        self._bound = bound
-        self._done = runtime.streams.mark()
-        self._landed = False
-        self._crossing = False
-        self._completed = False
-        self._summands = Summands([])
-        self.slots: list[Slot] = []
-        self.outer: Chunks | None = None
-        self.landing: torch.Tensor | None = None
+        self._second = second
+        self._room = room
+        self._tag = tag
+        self._hook = hook
+        self._context = comm_ctx
+        self._done = comm_ctx.streams.event()
+        self._pending: PendingSum | None = None
+        self._has_started_second = False
+        self.is_complete = False
 
-    def land(self) -> None:
-        """Ends the first step and starts the second, if there is one.
+    def start_second_step(self) -> None:
+        """Ends the reduce-scatter and starts the second step, if there is one.
 
         The host waits only if the transport is not stream-ordered.
         """
-        if self._landed:
+        if self._has_started_second:
             return
-        self._landed = True
-        replicas = self._group.mesh.replicate_group
-        self._arrive()
-        if replicas is None and self._outer is None:
+        self._has_started_second = True
+        pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self._works])
+        if self._second is None:
+            self._pending = pending
             return
         if self._partial.live is not None:
-            self._summands = self._summands.plus(self._partial.live)
-        if not self._crosses:
-            self._partial.keep(self._summands, like=self.own)
-            self._summands = Summands([])
+            pending = pending.plus(self._partial.live)
+        if self._shard is None:
+            self._partial.keep(pending, like=self._own)
+            self._works = []
             return
-        self._summands.add_up(self.own)
+        pending.write(self._own)
         self._partial.is_live = False
-        self._crossing = True
-        if self._outer is not None and self.outer is not None:
-            flight = self._outer.launch(self.own, self.outer, self._group.reduce_label, self._runtime)
-            self.flights = [(0, self._outer.own_part(self.own).numel(), flight)]
-        elif replicas is not None:
-            transport = self._runtime.transport(replicas)
-            flight = transport.all_reduce(self.own, what=f"all-reduce of {self._group.name}")
-            self.flights = [(0, self.own.numel(), flight)]
-
-    def _arrive(self) -> None:
-        self._summands = Summands([(begin, numel, flight.wait()) for begin, numel, flight in self.flights])
-
-    def _finish(self) -> None:
-        """Writes the average into the gradient shard and binds it."""
-        if self._crossing:
-            self._arrive()
-        if not self._summands:
-            return  # the second step is deferred: the gradients stay None
-        summands, divisor = self._summands, self._divisor
-        if self._group.comms.hook is not None:
-            summands, divisor = self._through_hook()
-        gradients, landing = self._group.gradients(), self.landing
-        accumulate = gradients.prepare()
-        if landing is not None and accumulate:
-            landing.copy_(gradients.flat, non_blocking=True)
-        out = gradients.flat if landing is None else landing
-        summands.add_up(out, divisor=divisor, accumulate=accumulate)
-        if landing is not None:
-            gradients.bring(landing, self._runtime.streams)
-        gradients.bind(self.touched)
-        self._bound(self.touched)
-
-    def _through_hook(self) -> tuple[Summands, float]:
-        """Shows the result to the program's all-reduce hook, as FSDP2 does.
-
-        It sees the average, unless the average is taken last: in float16, or if only sums are allowed.
-
-        Returns:
-            The summands to go on with, and what their sum is still to be divided by.
-        """
-        comms, streams = self._group.comms, self._runtime.streams
-        last = comms.only_sums or self._group.reduce_dtype in OVERFLOWING
-        out = self.own if self._outer is None else self._outer.own_part(self.own)
-        self._summands.add_up(out, divisor=1.0 if last else self._divisor)
-        current = streams.current()
-        place = comms.hook_stream or current
-        self._done.record(current)
-        self._done.wait(place)
-        with streams.on(place):
-            # What lies behind the gradients is the engine's.
-            comms.hook(out.narrow(0, 0, self._tail_offset))
-        self._done.record(place)
-        self._done.wait(current)
-        return Summands([(0, out.numel(), [out])]), self._divisor if last else 1.0
-
-    @property
-    def _tail_offset(self) -> int:
-        return self._group.gradients().values.numel()
+        result = self._second.result(self._own)
+        work = self._second.launch(self._own, self._room, self._tag, self._context)
+        self._works = [(0, result.numel(), work)]
 
     def complete(self) -> None:
         """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
-        if self._completed:
+        if self.is_complete:
             return
-        streams = self._runtime.streams
+        streams = self._context.streams
         with torch.no_grad():
-            self.land()
-            self._finish()
-        self._completed = True
-        self._release(streams.reduce)
-        self._done.record(streams.reduce)
+            self.start_second_step()
+            if self._shard is not None:
+                self._write(self._shard, streams)
+        self._end(streams)
+
+    def _write(self, shard: GradShard, streams: Streams) -> None:
+        """Writes the average into the gradient shard and binds it."""
+        pending, divisor = self._pending, self._divisor
+        if pending is None:
+            pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self._works])
+        if self._hook is not None:
+            pending, divisor = self._through_hook(self._hook, pending, shard.values.numel(), streams)
+        shard.reduce_into(pending.write, divisor, self._staging, streams)
+        shard.bind(self._touched)
+
+    def _through_hook(
+        self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
+    ) -> tuple[PendingSum, float]:
+        """Shows the result to the program's all-reduce hook, as FSDP2 does.
+
+        Returns:
+            The sum to go on with, and what it is still to be divided by.
+        """
+        out = self._own if self._second is None else self._second.result(self._own)
+        pending.write(out, divisor=1.0 if hook.is_before_division else self._divisor)
+        current = streams.current()
+        place = hook.stream or current
+        self._done.record(current)
+        self._done.wait(place)
+        with streams.on(place):
+            hook.call(out.narrow(0, 0, numel))
+        self._done.record(place)
+        self._done.wait(current)
+        return PendingSum([(0, out.numel(), [out])]), self._divisor if hook.is_before_division else 1.0
 
     def join(self, stream: Stream) -> None:
         """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
         self.complete()
         self._done.wait(stream)
-        if self.landing is not None:
-            self._group.gradients().arrive()
+        if self._staging is not None and self._shard is not None:
+            self._shard.wait_on_host()
 
-    def abandon(self) -> None:
-        """Waits for the transport and drops the result."""
-        if self._completed:
-            return
-        self._completed = True
+    def abandon(self) -> bool:
+        """Takes back a reduction of a backward that failed.
+
+        What is in flight is waited for and dropped; gradients and sums that it has been added to are lost
+        along with it.
+
+        Returns:
+            Whether it has been added to any.
+        """
+        is_written = self.is_complete or self._has_started_second
+        if is_written:
+            self._partial.is_live = False
+        if self.is_complete:
+            if self._shard is not None:
+                self._shard.unbind()
+            return is_written
         try:
-            self._arrive()
+            for _, _, work in self._works:
+                work.wait()
         finally:
-            self._release(self._runtime.streams.reduce)
+            self._end(self._context.streams)
+        return is_written
 
-    def _release(self, stream: Stream) -> None:
-        for slot in self.slots:
-            slot.release(stream)
+    def _end(self, streams: Streams) -> None:
+        self.is_complete = True
+        for slot in self._slots:
+            slot.release(streams.reduce)
+        self._done.record(streams.reduce)

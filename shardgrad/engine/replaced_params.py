@@ -7,59 +7,14 @@ become its views.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import repeat
-from operator import attrgetter, getitem, is_
-from typing import TYPE_CHECKING
-
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, is_extension, local_of
+from shardgrad.engine.param import FSDPParam, is_extension, local_of
+from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParameterError
 
-if TYPE_CHECKING:
-    from shardgrad.engine.param_group import ParamGroup
-
-__all__ = ["Registration", "adopt", "require_data"]
-
-_LOCAL = attrgetter("_local_tensor")
-
-
-class Registration:
-    """What modules register for sharded parameters, as the engine left it.
-
-    That is, the same objects over the same memory, and no tensor extensions in flat groups. It is compared
-    at every forward and every replay, for every parameter, so without a loop of Python's.
-
-    Args:
-        params: while they are sharded.
-    """
-
-    def __init__(self, params: Iterable[ManagedParam]) -> None:
-        self._registers: list[dict[str, nn.Parameter | None]] = []
-        self._attributes: list[str] = []
-        self._faces: list[nn.Parameter] = []
-        self._locals: list[torch.Tensor | None] = []
-        self._pieces: list[torch.Tensor | None] = []  # of flat shards
-        for p in params:
-            if p.group.is_flat:
-                self._pieces.append(p.expected_local)
-            for module, attribute in p.owners:
-                self._registers.append(module._parameters)
-                self._attributes.append(attribute)
-                self._faces.append(p.sharded)
-                self._locals.append(p.expected_local)
-
-    def holds(self) -> bool:
-        """Returns whether modules register just these parameters, with their memory where it was."""
-        registered = map(getitem, self._registers, self._attributes)
-        return (
-            all(map(is_, registered, self._faces))
-            and all(map(is_, map(_LOCAL, self._faces), self._locals))
-            and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
-        )
+__all__ = ["adopt", "require_data"]
 
 
 def adopt(group: ParamGroup) -> bool:
@@ -68,19 +23,22 @@ def adopt(group: ParamGroup) -> bool:
     Called after `module._apply`, after `load_state_dict`, and before each outermost forward.
 
     Returns:
-        True if anything was taken over. False also while part of the group is still on the meta device, and
-        before a first forward that has to give tensor extensions a group of their own.
+        True if anything was taken over: addresses may have changed. False also while part of the group is
+        still on the meta device, and before a first forward that has to regroup parameters.
 
     Raises:
-        ExtensionError: a parameter became a tensor extension after the first forward.
+        ExtensionError: a parameter of a flat shard got all-gather extensions after the first forward.
         ForeignParameterError: a replacement is not sharded the same way, or dtypes became mixed; nothing
             has been changed then.
     """
-    if group.registration is not None and group.registration.holds():
+    if group.state not in (
+        ParamState.SHARDED,
+        ParamState.KEPT,
+        ParamState.UNSHARDING,
+        ParamState.KEPT_UNSHARDING,
+    ):
         return False
-    registration = Registration(group.params)
-    if registration.holds():
-        group.registration = registration
+    if group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
@@ -104,21 +62,21 @@ def require_data(group: ParamGroup) -> None:
         raise MetaParameterError(
             "FSDP parameters should be materialized from meta device before training, but the following "
             f"were still on meta device: {names}",
-            expected=f"parameters on {group.home.device}",
+            expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
             where=f"unit {group.name}",
             fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
         )
 
 
-def _shown(p: ManagedParam, group: ParamGroup) -> nn.Parameter:
+def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     """Returns what the modules register now, checked to be sharded like the parameter."""
     registered = [module._parameters[attribute] for module, attribute in p.owners]
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
-    face: object = shown
-    placements = p.cut.placements
-    if not (isinstance(face, DTensor) and tuple(face.shape) == p.shape and face.placements == placements):
+    param: object = shown
+    placements = p.sharding.placements
+    if not (isinstance(param, DTensor) and tuple(param.shape) == p.shape and param.placements == placements):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by something its unit cannot take over",
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
@@ -143,15 +101,8 @@ def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> Non
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
-    elsewhere = [p.name for p, param in zip(group.params, shown, strict=True) if param.device.type != "cpu"]
-    if group.home.is_away and elsewhere:
-        raise ForeignParameterError(
-            "FSDP parameters should be materialized on CPU when enabling CPU offloading",
-            expected="parameters on cpu",
-            got=f"{elsewhere} on {shown[0].device}",
-            where=f"unit {group.name}",
-            fix='model.to_empty(device="cpu"), or load a state dict of CPU tensors',
-        )
+    named = [(p.name, param) for p, param in zip(group.params, shown, strict=True)]
+    group.shard_memory.require_params_here(named, where=f"unit {group.name}")
     dtypes = {local_of(param).dtype for param in shown}
     if len(dtypes) > 1:
         raise ForeignParameterError(

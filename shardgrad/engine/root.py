@@ -1,64 +1,313 @@
-"""Finding the root: the first outermost unit to run gathers everything under it, once.
+"""The root: the first outermost unit to run gathers everything under it, once (lazy init), and what all its
+units share from then on: which forward is running, what ran in which order, and how a backward ends.
 
-A root may be found late. If an inner unit ran first, it was a root of its own; when the real root runs, it
+Life of an iteration, as this file sees it:
+
+    enter_forward(outermost unit) -> leave_forward -> first gradient or pre-backward -> end_backward
+
+A *stale* iteration is one that an exception cut short; the next outermost forward notices and clears it.
+
+A root may be found late. If an inner unit ran first, it was a root of its units; when the real root runs, it
 takes over what the inner one had noted, and both are right.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
+from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.utils import _to_kwargs
 
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root_context import RootContext
-from shardgrad.engine.same_model import require_agreement
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.same_model import require_same_model
+from shardgrad.engine.scheduler import ReductionScheduler
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
-from shardgrad.features.tensor_extensions import apart, newly_extended
 
-if TYPE_CHECKING:
-    from shardgrad.engine.unit import Unit
-
-__all__ = ["establish_context", "unit_of", "units_under"]
-
-_ATTRIBUTE = "_shardgrad_unit"
+__all__ = ["RootContext", "context_of", "lazy_init"]
 
 
-def unit_of(module: nn.Module) -> Unit | None:
-    """Returns the unit that `fully_shard` made of a module, or None."""
-    unit: Unit | None = module.__dict__.get(_ATTRIBUTE)
-    return unit
+class RootContext:
+    """Shared by every unit under one root.
+
+    Args:
+        units: in construction order, the root first; the same on every rank.
+        comm_ctx: streams, rings and transports.
+
+    Attributes:
+        units, comm_ctx: as given.
+        root: the outermost unit.
+        scheduler: the order of reductions.
+        is_last_backward: False leaves reductions in flight at the end of a backward.
+        keep_unsharded: True while ranks may run different units (`features/participation.py`): nothing is
+            resharded before the backward is over, and units are gathered in order, see `gather_through`.
+        post_optim_event: what the next forward's all-gathers wait for, if the program said so.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm_ctx: CommContext) -> None:
+        self.units = list(units)
+        self.root = self.units[0]
+        self.comm_ctx = comm_ctx
+        self.scheduler = ReductionScheduler(comm_ctx, self.end_backward)
+        self.keep_unsharded = False
+        self.post_optim_event: torch.Event | None = None
+        self._written = comm_ctx.parameters_ready
+        self._forward_root: Unit | None = None
+        self._order: list[Unit] = []
+        self._order_frozen = False
+        self._position = 0
+        self._gathered = 0
+        self._backward_order: list[Unit] = []
+        groups = [group for unit in self.units for group in unit.groups]
+        # The host has to wait for these before a program may write their shards.
+        self._offloaded = [group for group in groups if group.shard_memory.is_offloaded]
+
+    @property
+    def is_last_backward(self) -> bool:
+        """See the class."""
+        return self.scheduler.is_last_backward
+
+    @is_last_backward.setter
+    def is_last_backward(self, is_last_backward: bool) -> None:
+        self.scheduler.is_last_backward = is_last_backward
+
+    @property
+    def grad_groups(self) -> list[GradGroup]:
+        """Every group's gradients, in construction order."""
+        return [grads for unit in self.units for grads in unit.grad_groups]
+
+    # -- forward ----------------------------------------------------------------------------------------
+
+    def enter_forward(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Opens a forward if `unit` is the outermost one running, or runs inside one of its registered
+        methods.
+
+        Streams: later all-gathers start after what the current stream has been given, which is where the
+        optimizer wrote the parameters. Inputs are moved to the device if it is not the CPU.
+        """
+        opens_again = self._forward_root is unit and unit.may_nest
+        if self.scheduler.backward_running or (
+            self._forward_root is unit and not opens_again and not unit.runs_in_itself
+        ):
+            self.recover()
+        if self._forward_root is not None and not opens_again:
+            return args, kwargs
+        self._forward_root = unit
+        self._position = 0
+        if not self._order_frozen:
+            self._order.clear()
+        replaced = [each.refresh() for each in self.units]
+        event, self.post_optim_event = self.post_optim_event, None
+        self.parameters_written(None if any(replaced) else event)
+        device = self.comm_ctx.device
+        if device.type != "cpu":
+            with span("inputs_to_device", unit.name):
+                moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, False)
+                args, kwargs = moved_args[0], moved_kwargs[0]
+        return args, kwargs
+
+    def parameters_written(self, event: torch.Event | None = None) -> None:
+        """Says that the current stream may have written parameters; later all-gathers start after that.
+
+        Args:
+            event: what they start after instead, if the program knows better.
+        """
+        streams = self.comm_ctx.streams
+        if event is None:
+            self._written.record(streams.current())
+        self.comm_ctx.parameters_ready = self._written if event is None else streams.event_of(event)
+
+    def size_reduce_ring(self) -> None:
+        """Lets as many reductions be in flight as one of the units asked for."""
+        asked = [unit.max_reductions for unit in self.units if unit.max_reductions is not None]
+        if asked:
+            self.comm_ctx.reduce_ring.resize(max(asked))
+
+    def use(self, lead: CommContext) -> None:
+        """Shares another root's streams and staging from now on; what is in flight is completed."""
+        if self.comm_ctx.streams is not lead.streams:
+            self.quiesce()
+            self.comm_ctx = self.scheduler.comm_ctx = CommContext(lead.device, like=lead)
+            self._written = self.comm_ctx.parameters_ready
+
+    def upcoming(self, unit: Unit) -> Unit | None:
+        """Returns the unit to prefetch: the one that followed `unit` in the recorded forward.
+
+        The root's first forward is recorded and followed afterwards. A forward that departs from it gets no
+        prefetch from there on and does not change the record, so evaluation cannot spoil training's order.
+        """
+        if not self._order_frozen:
+            self._order.append(unit)
+            return None
+        order, position = self._order, self._position
+        if position >= len(order) or order[position] is not unit:
+            self._position = len(order)
+            return None
+        self._position = position + 1
+        return order[position + 1] if position + 1 < len(order) else None
+
+    def is_needed_next(self, unit: Unit) -> bool:
+        """Returns whether backward will begin with `unit`, so that resharding it would be for nothing.
+
+        That is the last one of the recorded forward. Backward gathers it while the loss and the head still
+        hold their memory, so keeping it unsharded does not raise the peak.
+        """
+        return self._order_frozen and torch.is_grad_enabled() and unit is self._order[-1]
+
+    def leave_forward(self, unit: Unit) -> None:
+        """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
+        if self._forward_root is not unit or unit.runs_in_itself:
+            return
+        self._forward_root = None
+        self._order_frozen = self._order_frozen or unit is self.root
+        for each in self.units:
+            each.finish_forward(self)
+        self._wait_until_read()
+
+    def ran_forward(self, unit: Unit) -> int:
+        """Notes a forward that will have a backward; returns its place in the order."""
+        self._backward_order.append(unit)
+        return len(self._backward_order) - 1
+
+    def gather_through(self, unit: Unit | None) -> None:
+        """Unshards every unit up to and including `unit` (None: all), in order, if `keep_unsharded`."""
+        if not self.keep_unsharded:
+            return
+        last = len(self.units) if unit is None else self.units.index(unit) + 1
+        for each in self.units[self._gathered : last]:
+            each.unshard(self)
+            each.wait_for_unshard(self)
+        self._gathered = max(self._gathered, last)
+
+    def gather_in_order(self) -> None:
+        """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
+        self.keep_unsharded = True
+        self._gathered = 0
+
+    def gather_rest(self) -> None:
+        """Ends any forward, and unshards the units that `gather_through` has not come to."""
+        self._forward_root = None
+        if self._gathered == 0:
+            for unit in self.units:
+                unit.refresh()
+            self.parameters_written()
+        self.gather_through(None)
+
+    def _wait_until_read(self) -> None:
+        for group in self._offloaded:
+            group.wait_until_read()
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def before(self, place: int) -> Unit | None:
+        """Returns the unit whose backward is expected after the one at `place`."""
+        return self._backward_order[place - 1] if 0 < place <= len(self._backward_order) else None
+
+    def end_backward(self) -> None:
+        """Ends a backward: frees what is still unsharded, reduces what is left, waits for the gradients.
+
+        Streams: the stream that called backward waits for every reduction.
+        """
+        with span("root_post_backward_callback", self.root.name), torch.no_grad():
+            for unit in self.units:
+                unit.finish_backward()
+            self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)
+            if self.scheduler.is_last_backward:
+                self._backward_order.clear()
+            self._wait_until_read()
+
+    # -- between iterations -----------------------------------------------------------------------------
+
+    def recover(self) -> None:
+        """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
+
+        A forward has no gradients, so none are lost with it. Those that a failed backward has left
+        half-written go, with a warning: what is in flight is waited for and dropped, and what it was added to
+        becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
+        """
+        self._forward_root = None
+        self.keep_unsharded = False
+        self.scheduler.enroll(None)
+        if not self.scheduler.backward_running:
+            for unit in self.units:
+                unit.abandon_forward()
+        else:
+            self._backward_order.clear()
+            for unit in self.units:
+                unit.abandon()
+            lost = self.scheduler.abandon_backward(self.grad_groups)
+            added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
+            warnings.warn(
+                "a backward failed half-way: the gradients that it has computed are dropped, those of "
+                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of them.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def abort(self) -> None:
+        """Drops all that is under way, without a trace: a capture failed, and nothing in it has run."""
+        self._forward_root = None
+        self.keep_unsharded = False
+        self._backward_order.clear()
+        for unit in self.units:
+            unit.abandon()
+        self.scheduler.abort(self.grad_groups)
+
+    def quiesce(self) -> None:
+        """Leaves nothing in flight and no parameter unsharded under this root.
+
+        An iteration that an exception cut short is cleared.
+
+        Streams: the current stream waits for what was in flight. Capture: safe.
+        """
+        if self._forward_root is not None or self.scheduler.backward_running:
+            self.recover()
+        self.scheduler.join()
+        for unit in self.units:
+            unit.reshard(drop_kept=True)
+        self._wait_until_read()
+
+    def inherit(self, other: RootContext) -> None:
+        """Takes over what an inner unit's own context had noted before this root first ran."""
+        for unit in other._backward_order:
+            self._backward_order.append(unit)
+        self.scheduler.inherit(other.scheduler)
 
 
-def attach_unit(unit: Unit) -> None:
-    """Makes `unit_of` find it."""
-    for module in unit.modules:
-        module.__dict__[_ATTRIBUTE] = unit
+# -- lazy init ----------------------------------------------------------------------------------------------
 
 
-def units_under(module: nn.Module) -> list[Unit]:
-    """Returns the units in a module tree in traversal order, the module's own first; each once."""
-    found: dict[Unit, None] = {}
-    for child in module.modules():
-        unit = unit_of(child)
-        if unit is not None:
-            found[unit] = None
-    return list(found)
+def context_of(unit: Unit) -> RootContext | None:
+    """Returns the context of the root that a unit is under; None before lazy init."""
+    context = unit.context
+    return context if isinstance(context, RootContext) else None
 
 
-def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext:
-    """Makes `unit` the root of everything under it. A collective: every rank of the mesh must call it.
+def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
+    """Returns a unit's context; makes the unit the root of everything under it, if it is under none yet.
+
+    A collective then: every rank of the mesh must call it.
 
     Args:
         unit: the outermost one.
-        runtime: a replacement for the device's, for plans and tests.
+        comm_ctx: a replacement for the device's, for plans and tests.
 
     Raises:
         RootError: the unit has several modules, so none is the root.
         TiedParameterError: units share a parameter and no unit contains both.
-        ExtensionError, UnsupportedError: a parameter has become a tensor extension, and cannot be one.
+        UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
         RankDisagreementError: ranks built different models.
     """
+    known = context_of(unit)
+    if known is not None and comm_ctx is None:
+        return known
     if len(unit.modules) > 1 and any(units_under(module)[1:] for module in unit.modules):
         raise RootError(
             "fully_shard requires a single root module but got several",
@@ -70,15 +319,15 @@ def establish_context(unit: Unit, runtime: Runtime | None = None) -> RootContext
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
     _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
-    _part_extensions(units)
-    require_agreement(units)
-    context = RootContext(units, runtime or Runtime(unit.mesh.device, like=unit.partner))
+    _regroup(units)
+    require_same_model(units)
+    context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
-    earlier = {each.context for each in units if each.context is not None}
+    earlier = {known for each in units if (known := context_of(each)) is not None}
     for each in units:
         each.context = context
-        for reducer in each.reducers:
-            reducer.scheduler = context.scheduler
+        for grads in each.grad_groups:
+            grads.scheduler = context.scheduler
     for other in sorted(earlier, key=lambda c: c.root.name):
         context.inherit(other)
     return context
@@ -97,12 +346,15 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
                 p.name = f"{prefix}.{attribute}" if prefix else attribute
 
 
-def _part_extensions(units: list[Unit]) -> None:
-    """Gives parameters that have become tensor extensions since `fully_shard` groups of their own."""
-    leaving = {group: newly_extended(group) for unit in units for group in unit.groups}
-    for unit in units:
-        if any(leaving[group] for group in unit.groups):
-            unit.set_groups([part for group in unit.groups for part in apart(group, leaving[group])])
+def _regroup(units: list[Unit]) -> None:
+    """Splits groups some of whose parameters can no longer travel with the others; see
+    `GroupSpec.regroup`.
+    """
+    # All are asked before any is changed.
+    splits = [(unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units]
+    for unit, groups in splits:
+        if any(split is not None for _, split in groups):
+            unit.set_groups([part for group, split in groups for part in (split() if split else [group])])
 
 
 def _refuse_unresolved_ties(units: list[Unit]) -> None:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.diagnosis.rank_status import Account, conclude, give_account
-from shardgrad.errors import DesyncError, RankDisagreementError
+from shardgrad.diagnosis.all_gather_object import all_gather_object
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import RankDisagreementError
+from shardgrad.sharding.mesh import DataParallelMesh
 
-if TYPE_CHECKING:
-    from shardgrad.engine.unit import Unit
-    from shardgrad.sharding.mesh import DataParallelMesh
-
-__all__ = ["describe", "require_agreement", "require_same_collectives"]
+__all__ = ["describe", "require_same_model"]
 
 
 @dataclass
-class _Channels:
-    """Channels given out so far in this process."""
+class _MessageNumbers:
+    """Numbers of groups given out so far in this process."""
 
     reserved: int = 0
 
 
-channels = _Channels()
+numbers = _MessageNumbers()
 
 
 def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
@@ -46,49 +41,46 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
         for group in unit.groups:
             if mesh not in (None, group.mesh):
                 continue
-            kind = "group" if group.is_flat else "group of tensor extensions"
-            lines.append(f"{kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
+            lines.append(f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
                 f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}, "
-                f"{p.cut.placements}"
+                f"{p.sharding.placements}"
                 for p in group.params
             )
     return lines
 
 
-def require_agreement(units: Sequence[Unit]) -> None:
+def require_same_model(units: Sequence[Unit]) -> None:
     """Compares the model across the ranks of the root's mesh, and parameters on other meshes across theirs.
 
     A collective, once per root.
 
-    Also gives every group its channel, the number that keeps its messages apart from all others: the ranks
+    Also gives every group the number that keeps its messages apart from all others: the ranks
     may have built different numbers of models before, so they continue from the largest count among them.
 
     Raises:
         RankDisagreementError: on every rank, naming the first difference.
     """
     root = units[0].mesh
-    first_channel = channels.reserved
+    first_number = numbers.reserved
     for mesh in dict.fromkeys([root, *(group.mesh for unit in units for group in unit.groups)]):
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-                first_channel = _compare(lines, first_channel, group)
+                first_number = _compare(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     for offset, (name, param_group) in enumerate(groups):
-        param_group.set_channel(name, first_channel + offset)
-    channels.reserved = first_channel + len(groups)
+        param_group.set_tags(name, first_number + offset)
+    numbers.reserved = first_number + len(groups)
 
 
-def _compare(lines: list[str], first_channel: int, group: dist.ProcessGroup) -> int:
-    """Returns the largest `first_channel` in the group, if all ranks have the same lines."""
+def _compare(lines: list[str], first_number: int, group: dist.ProcessGroup) -> int:
+    """Returns the largest `first_number` in the group, if all ranks have the same lines."""
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers: list[tuple[str, int]] = [("", 0)] * group.size()
-    dist.all_gather_object(answers, (digest, first_channel), group=group)
+    answers: list[tuple[str, int]] = all_gather_object((digest, first_number), group)
     if len({answer[0] for answer in answers}) == 1:
         return max(answer[1] for answer in answers)
-    everyone: list[list[str]] = [[]] * group.size()
-    dist.all_gather_object(everyone, lines, group=group)
+    everyone: list[list[str]] = all_gather_object(lines, group)
     ranks = dist.get_process_group_ranks(group)
     first, other, theirs = _first_difference(everyone)
     raise RankDisagreementError(
@@ -109,43 +101,3 @@ def _first_difference(everyone: Sequence[list[str]]) -> tuple[str, int, str]:
             if ours != theirs:
                 return ours, other, theirs
     return "", 0, ""
-
-
-def require_same_collectives(group: dist.ProcessGroup) -> None:
-    """Compares what the ranks of `group` have communicated so far; a collective of that group.
-
-    Costs one message of a few hundred bytes: the fingerprints, and only if they differ the last collectives.
-    What is in flight counts, so every rank must call it at the same place.
-
-    Args:
-        group: one whose own collectives are not in doubt, such as a gloo group beside the model's.
-
-    Raises:
-        DesyncError: on every rank, naming who left the common order first, and where.
-    """
-    if group.size() == 1:
-        return
-    own = {
-        line.name: (line.ranks, line.count, line.fingerprint) for line in journal.lines() if not line.is_aside
-    }
-    everyone: list[dict[str, tuple[tuple[int, ...], int, int]]] = [{}] * group.size()
-    dist.all_gather_object(everyone, own, group=group)
-    lines: dict[tuple[str, tuple[int, ...]], set[tuple[int, int]]] = {}
-    for answer in everyone:
-        for name, (ranks, *state) in answer.items():
-            lines.setdefault((name, ranks), set()).add((state[0], state[1]))
-    if all(len(states) == 1 for states in lines.values()):
-        return
-    texts = [""] * group.size()
-    account = give_account(journal, dist.get_rank(), thread=threading.get_ident(), error=None)
-    dist.all_gather_object(texts, account.to_json(), group=group)
-    heard = {t.rank: t for t in map(Account.from_json, texts)}
-    finding = conclude(heard, max(heard) + 1)
-    counts = ", ".join(f"rank {rank}: {sum(map(t.begun, t.lines))}" for rank, t in sorted(heard.items()))
-    raise DesyncError(
-        finding.sentence if finding.culprits else f"ranks have made more collectives than others: {counts}",
-        expected="the same collectives in the same order on every rank",
-        got=f"{sum(len(states) > 1 for states in lines.values())} groups of ranks that differ",
-        where=f"rank {dist.get_rank()}, {account.place}",
-        fix="with shardgrad.participate(model): if ranks run different units",
-    )

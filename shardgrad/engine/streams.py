@@ -1,8 +1,8 @@
 """Streams and the order between them; the only file that records events and waits for them.
 
-Order is made of *marks*. A mark is a point in one stream's work; another stream waits for it. Nobody waits
-for a whole stream. On devices without streams (the CPU) every operation here is free and does nothing, so
-the engine's code is the same.
+Order is made of *events*: an event is a point in one stream's work, and another stream waits for it, never
+for the first stream as a whole. On devices without streams (the CPU) every operation here is free and does
+nothing, so the engine's code is the same.
 
 The engine uses three streams: the caller's *compute* stream (whatever is current), one for all-gathers and
 one for reductions.
@@ -10,36 +10,48 @@ one for reductions.
 [Note: The border of a capture]
 An event that was recorded outside of a capture cannot be waited for inside, and the other way round. Both
 borders are crossed while nothing is in flight: before a capture the host has waited for the device, and a
-replay is work of one stream, which whoever comes next waits for. So at both of them all marks are forgotten.
+replay is work of one stream, which what comes next waits for. So at both of them all events are forgotten.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-__all__ = ["AcceleratorStreams", "Mark", "NoStreams", "Stream", "Streams", "is_capturing", "streams_for"]
+__all__ = [
+    "AcceleratorStreams",
+    "EagerEvent",
+    "NoStreams",
+    "Stream",
+    "StreamEvent",
+    "Streams",
+    "is_capturing",
+    "streams_for",
+    "wait_for_device",
+    "wait_for_stream",
+]
 
 # A stream is opaque to the engine: torch.Stream, or None where the device has none.
 Stream = torch.Stream | None
 
 
-class Mark(Protocol):
+class StreamEvent(Protocol):
     """A point in the work of the stream it was last recorded on."""
 
-    def record(self, stream: Stream) -> None:
-        """Moves the mark to the end of what `stream` has been given so far."""
+    def record(self, stream: Stream, /) -> None:
+        """Moves the event to the end of what `stream` has been given so far."""
 
-    def wait(self, stream: Stream) -> None:
-        """Makes later work of `stream` start after the mark; nothing if it was never recorded.
+    def wait(self, stream: Stream, /) -> None:
+        """Makes later work of `stream` start after the event; nothing if it was never recorded.
 
-        The host does not block. Free when `stream` is the stream the mark lies on.
+        The host does not block. Free when `stream` is the stream the event was recorded on.
         """
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the device has come to the mark; nothing if it was never recorded.
+        """Blocks the host until the device has come to the event; nothing if it was never recorded.
 
         Capture: not safe.
         """
@@ -48,70 +60,73 @@ class Mark(Protocol):
 class Streams(Protocol):
     """What the engine asks of a device. Replaced by a recorder in tests."""
 
-    gather: Stream
-    reduce: Stream
+    @property
+    def gather(self) -> Stream:
+        """The stream of all-gathers."""
+
+    @property
+    def reduce(self) -> Stream:
+        """The stream of reductions."""
 
     def current(self) -> Stream:
         """Returns the stream that the calling thread's work goes to."""
 
-    def mark(self) -> Mark:
-        """Returns a new mark, not recorded yet."""
+    def event(self) -> StreamEvent:
+        """Returns a new event, not recorded yet."""
 
-    def mark_of(self, event: torch.Event) -> Mark:
-        """Returns a program's event as a mark; the engine never records it."""
+    def event_of(self, event: torch.Event, /) -> StreamEvent:
+        """Returns a program's event; the engine never records it."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: Stream, /) -> AbstractContextManager[object]:
         """Returns a context in which work goes to `stream`."""
 
-    def forget_marks(self) -> None:
-        """Makes every mark one that was never recorded. See [Note: The border of a capture]."""
+    def forget_events(self) -> None:
+        """Makes every event one that was never recorded. See [Note: The border of a capture]."""
 
 
-class _FreeMark:
-    """A mark on a device that runs everything in order."""
+_EMPTY: dict[Stream, None] = {}
+
+
+class _NoEvent:
+    """An event on a device that runs everything in order.
+
+    Its methods are functions written in C. They are called some fifty times in a step of one layer, and a
+    Python function that does nothing takes three times as long.
+    """
 
     __slots__ = ()
 
-    def record(self, stream: Stream) -> None:
-        pass
+    record = _EMPTY.get
+    wait = _EMPTY.get
+    wait_on_host: Callable[[], None] = type(None)
 
-    def wait(self, stream: Stream) -> None:
-        pass
 
-    def wait_on_host(self) -> None:
-        pass
+_NO_EVENT = _NoEvent()
+_ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: nullcontext()}
 
 
 class NoStreams:
-    """The CPU: work is done when the call returns."""
+    """The CPU: work is done when the call returns. The only stream is None; see `_NoEvent` for the rest."""
 
     gather: Stream = None
     reduce: Stream = None
-    _mark = _FreeMark()
-    _context: AbstractContextManager[None] = nullcontext()
+    current: Callable[[], Stream] = type(None)
+    on: Callable[[Stream], AbstractContextManager[None]] = _ONLY_CONTEXT.__getitem__
 
-    def current(self) -> Stream:
-        """Returns None, the only stream there is."""
-        return None
+    def event(self) -> StreamEvent:
+        """Returns an event that costs nothing."""
+        return _NO_EVENT
 
-    def mark(self) -> Mark:
-        """Returns a mark that costs nothing."""
-        return self._mark
+    def event_of(self, event: torch.Event) -> StreamEvent:
+        """Returns an event that costs nothing."""
+        return _NO_EVENT
 
-    def mark_of(self, event: torch.Event) -> Mark:
-        """Returns a mark that costs nothing."""
-        return self._mark
-
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Returns an empty context."""
-        return self._context
-
-    def forget_marks(self) -> None:
+    def forget_events(self) -> None:
         """Does nothing: there are none."""
 
 
-class _EventMark:
-    """A mark kept by one reusable event."""
+class _DeviceEvent:
+    """An event that is recorded again and again."""
 
     __slots__ = ("_era", "_event", "_stream", "_streams")
 
@@ -139,13 +154,13 @@ class _EventMark:
 
 
 def _require(stream: Stream) -> torch.Stream:
-    """Returns `stream`, refusing None: a mark of an accelerator was used with the CPU's non-stream."""
+    """Returns `stream`, refusing None: an event of an accelerator was used with the CPU's non-stream."""
     if stream is None:
-        raise TypeError("expected a torch.Stream of the mark's device, got None (the CPU has no streams)")
+        raise TypeError("expected a torch.Stream of the event's device, got None (the CPU has no streams)")
     return stream
 
 
-class _ForeignMark:
+class _ProgramEvent:
     """An event that the program has recorded."""
 
     def __init__(self, event: torch.Event) -> None:
@@ -165,7 +180,7 @@ class AcceleratorStreams:
     """Streams of one accelerator; two side streams of high priority, made once.
 
     Attributes:
-        era: marks of an earlier one count as never recorded.
+        era: events of an earlier one count as never recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -178,20 +193,20 @@ class AcceleratorStreams:
         """Returns the calling thread's current stream on this device."""
         return torch.accelerator.current_stream(self._device)
 
-    def mark(self) -> Mark:
-        """Returns a mark kept by one `torch.Event`."""
-        return _EventMark(self._device, self)
+    def event(self) -> StreamEvent:
+        """Returns an event kept by one `torch.Event`."""
+        return _DeviceEvent(self._device, self)
 
-    def mark_of(self, event: torch.Event) -> Mark:
-        """Returns a mark kept by the program's event."""
-        return _ForeignMark(event)
+    def event_of(self, event: torch.Event) -> StreamEvent:
+        """Returns the program's event."""
+        return _ProgramEvent(event)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
         return _require(stream)
 
-    def forget_marks(self) -> None:
-        """See `Streams.forget_marks`."""
+    def forget_events(self) -> None:
+        """See `Streams.forget_events`."""
         self.era += 1
 
 
@@ -208,3 +223,47 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return NoStreams()
     return AcceleratorStreams(device)
+
+
+class EagerEvent:
+    """One `torch.Event` for work that is never part of a capture, such as copies of a step's inputs.
+
+    No capture lies between its `record` and its `wait`, so it is never forgotten.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device)
+        self._is_recorded = False
+
+    def record(self, stream: torch.Stream) -> None:
+        """Moves the event to the end of what `stream` has been given so far."""
+        self._event.record(stream)
+        self._is_recorded = True
+
+    def wait(self, stream: torch.Stream) -> None:
+        """Makes later work of `stream` start after the event; nothing if it was never recorded."""
+        if self._is_recorded:
+            self._event.wait(stream)
+
+    def wait_on_host(self) -> None:
+        """Blocks the host until the device has reached the event; nothing if it was never recorded."""
+        if self._is_recorded:
+            self._event.synchronize()
+
+    def is_done(self) -> bool:
+        """Returns whether the device has reached the event, without waiting."""
+        return not self._is_recorded or bool(self._event.query())
+
+
+def wait_for_stream(stream: torch.Stream, other: torch.Stream) -> None:
+    """Makes later work of `stream` start after what `other` has been given so far."""
+    if stream != other:
+        stream.wait_stream(other)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Blocks the host until the device has done everything it was given."""
+    torch.accelerator.synchronize(device)

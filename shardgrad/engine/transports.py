@@ -1,45 +1,84 @@
-"""Moving chunks between ranks: one seam, two ways.
+"""Moving chunks between ranks: one interface, two ways.
 
 `StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams.
 `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: an
 all-to-all brings every rank its chunks, and the engine adds them up in the pass that writes the gradients
 (docs/design/collectives.md has the measurement).
 
-Both return a *flight*; waiting for it gives the chunks that have to be copied out, or summed.
+Both return a `Work`; waiting for it gives the chunks that have to be copied out, or summed.
+
+[Note: Message tags]
+A transport that matches messages by their order alone would hand a rank whatever the other side sent next.
+If one rank skipped a unit, the bytes of another unit of the same size would arrive in its place, and
+nothing would be wrong but the numbers. Where the host can read what has arrived, every chunk therefore ends
+in the tag of its message, and is refused if the tag is not the expected one. The transport writes it into
+room that a layout reserves (`sharding/layout.py`). A tag is three digits to the base 128, which every
+floating-point dtype in use, and a byte, holds exactly.
+
+The message of a zero-copy parameter has no room for a tag; it follows one that has.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from shardgrad.diagnosis.flight_recorder import Entry, Line, journal
+from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label, words_for
 from shardgrad.errors import CollectiveError, DesyncError, unsupported
+from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = [
     "ExchangeTransport",
-    "Flight",
+    "MessageTag",
     "StreamTransport",
     "Transport",
+    "Work",
     "checked",
     "reaches",
     "transport_for",
 ]
 
 _T = TypeVar("_T")
+_BASE = 128
+_known_tags: dict[int, str] = {}
 
 # torch 2.13 gave these two new names; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-class Flight(Protocol):
+@dataclass(frozen=True)
+class MessageTag:
+    """One kind of message. See [Note: Message tags].
+
+    Attributes:
+        what: for example "all-gather of layers.3".
+        digits: of its number, the same on every rank, least significant first; none if there is no room.
+    """
+
+    what: str
+    digits: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, what: str, code: int) -> MessageTag:
+        """Makes the tag with a number, and remembers what it stands for."""
+        _known_tags[code] = what
+        return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
+
+
+def _meaning(digits: list[float]) -> str:
+    """Returns what a received tag stands for on this rank."""
+    code = sum(int(digit) * _BASE**i for i, digit in enumerate(digits) if digit == digit and digit >= 0)
+    return _known_tags.get(code, "something this rank does not know")
+
+
+class Work(Protocol):
     """A collective under way."""
 
     def wait(self) -> list[torch.Tensor]:
@@ -58,7 +97,7 @@ class Transport(ABC):
     """Chunk movement inside one process group.
 
     Attributes:
-        stream_ordered: True if results are ordered by the launching stream, so nobody has to block the host.
+        stream_ordered: True if results are ordered by the launching stream, so the host need not block.
         gather_chunks: staging chunks that `all_gather` needs.
         gathers_in_place: True if this rank's chunk may be its own part of the staging.
         receive_chunks: staging chunks that `reduce_scatter` needs besides those it is given.
@@ -73,59 +112,62 @@ class Transport(ABC):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
-        self._line = journal.line(group)
+        self._log = recorder.group_log(group)
 
     @abstractmethod
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
-        """Gathers everybody's chunk.
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        """Gathers the chunks of all ranks.
 
         Args:
-            chunk: this rank's, 1-D, ending in the label; must stay unchanged until the flight was waited for.
+            chunk: this rank's, 1-D, with room for the tag at its end; it must not change until the work
+                was waited for.
             staging: `gather_chunks` chunks like it; see `missing`.
-            label: what every rank is expected to send.
+            tag: of the message.
         """
 
     def missing(self, places: Chunks) -> Chunks:
-        """Returns which of places for everybody's chunk an `all_gather` fills: `gather_chunks` of them.
+        """Returns which of the places for all ranks' chunks an `all_gather` fills: `gather_chunks` of them.
 
-        If that is not all, the others are for who calls to fill.
+        The caller fills the others, if there are any.
         """
         return places
 
     @abstractmethod
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
-        """Brings together everybody's chunk for this rank.
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        """Brings together what all ranks have for this one.
 
         Args:
-            send: `size` chunks, the k-th for rank k, each ending in the label.
+            send: `size` chunks, the k-th for rank k, each with room for the tag at its end.
             receive: room for `receive_chunks` more; or one chunk where none is needed, which then gets the
                 sum, and `send` is only read.
-            label: what every rank is expected to send.
+            tag: of the message.
 
         Returns:
-            A flight whose chunks add up to the sum over ranks; possibly already added up into one chunk
+            Work whose chunks add up to the sum over ranks; possibly already added up into one chunk
             that lies inside `send`, or in `receive`.
         """
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
-            return _Arrived([chunk])
-        entry = self._line.begin(what, chunk)
+            return _Completed([chunk])
+        entry = self._log.record(what, chunk)
         work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Waiting(work, [chunk], entry, self._line, self.group)
+        return _Pending(work, [chunk], entry, self._log, self.group)
 
     def started(
         self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
-    ) -> Flight:
-        """Calls somebody's collective, which sends `sent`. The work it returns, if any, ends the flight."""
-        entry = self._line.begin(what, sent)
+    ) -> Work:
+        """Calls a program's own collective, which sends `sent`."""
+        entry = self._log.record(what, sent)
         work = checked(what, self.group, call)
-        return _Arrived(chunks) if work is None else _Waiting(work, chunks, entry, self._line, self.group)
+        return _Completed(chunks) if work is None else _Pending(work, chunks, entry, self._log, self.group)
 
 
-class _Arrived:
-    """A flight with nothing to wait for."""
+class _Completed:
+    """Work with nothing to wait for."""
+
+    __slots__ = ("_chunks",)
 
     def __init__(self, chunks: list[torch.Tensor]) -> None:
         self._chunks = chunks
@@ -134,58 +176,60 @@ class _Arrived:
         return self._chunks
 
 
-class _Waiting:
-    """A flight that a backend's work ends."""
+class _Pending:
+    """Work that a backend's own work ends."""
 
     def __init__(
         self,
         work: dist.Work | None,
         chunks: list[torch.Tensor],
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
         self._work = work
         self._chunks = chunks
         self._entry = entry
-        self._line = line
+        self._log = log
         self._group = group
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            journal.waits_in = self._line, self._entry
-            checked(self._entry.what, self._group, self._work.wait)
-            journal.waits_in = None  # not if it raised: then it is what is asked for
+            recorder.waits_in = self._log, self._entry
+            checked(self._entry.name, self._group, self._work.wait)
+            recorder.waits_in = None  # not if it raised: then it is what is asked for
         return self._chunks
 
 
-class _Exchange(_Waiting):
-    """A flight whose chunks carry labels that the host can read."""
+class _PendingExchange(_Pending):
+    """Work whose chunks end in tags that the host can read; its own chunk is among them, untagged."""
 
     def __init__(
         self,
         work: dist.Work | None,
         chunks: list[torch.Tensor],
-        label: Label,
+        tag: MessageTag,
         entry: Entry,
-        line: Line,
+        log: GroupLog,
         group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(work, chunks, entry, line, group)
-        self._label = label
+        super().__init__(work, chunks, entry, log, group)
+        self._tag = tag
 
     def wait(self) -> list[torch.Tensor]:
         chunks = super().wait()
-        expected = list(self._label.digits)
+        expected = list(self._tag.digits)
+        if not expected:
+            return chunks
         for source, chunk in enumerate(chunks):
-            digits = _end(chunk, self._label).tolist()
-            if digits != expected:
-                journal.waits_in = self._line, self._entry
+            digits = chunk[-TAG_NUMEL:].tolist()
+            if digits != expected and source != self._group.rank():
+                recorder.waits_in = self._log, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
-                    f"rank {members[source]} is somewhere else: it sent the {words_for(digits)}",
-                    expected=f"the {self._label.what} from every rank of {members}",
-                    got=f"the {words_for(digits)}",
+                    f"rank {members[source]} is somewhere else: it sent the {_meaning(digits)}",
+                    expected=f"the {self._tag.what} from every rank of {members}",
+                    got=f"the {_meaning(digits)}",
                     where=f"rank {dist.get_rank()}",
                     fix=_FIX,
                 )
@@ -196,12 +240,6 @@ _FIX = (
     "if ranks legitimately run different units or have no batch, wrap the step in "
     "`with shardgrad.participate(model):`; else look for the first error among the ranks"
 )
-
-
-def _end(chunk: torch.Tensor, label: Label) -> torch.Tensor:
-    """Returns where a chunk has the label; nothing if it carries none."""
-    length = len(label.digits)
-    return chunk.narrow(0, chunk.numel() - length, length)
 
 
 def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
@@ -221,8 +259,8 @@ def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
 class StreamTransport(Transport):
     """The backend's own collectives, issued on the current stream.
 
-    Labels travel along and are not read, since that would make the host wait; the backend's own time-out
-    and flight recorder have to tell.
+    There are no tags, since reading them would make the host wait: the backend's own time-out and flight
+    recorder tell what is out of order.
     """
 
     stream_ordered = True
@@ -233,18 +271,18 @@ class StreamTransport(Transport):
         super().__init__(group)
         self.gather_chunks = self.size
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
-        self._line.begin(label.what, chunk)
-        checked(label.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
-        return _Arrived(list(staging.parts))
+        self._log.record(tag.what, chunk)
+        checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
+        return _Completed(list(staging.parts))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
-        self._line.begin(label.what, own)
-        checked(label.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
-        return _Arrived([own])
+        self._log.record(tag.what, own)
+        checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
+        return _Completed([own])
 
 
 class ExchangeTransport(Transport):
@@ -259,6 +297,7 @@ class ExchangeTransport(Transport):
         super().__init__(group)
         self.stream_ordered = self.size == 1
         self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
+        self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
 
     def missing(self, places: Chunks) -> Chunks:
         """See `Transport.missing`: between two ranks, what the other has."""
@@ -267,41 +306,39 @@ class ExchangeTransport(Transport):
         other = places.parts[1 - self.rank]
         return Chunks(other, (other,))
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         if self.size == 1:
-            return _Arrived([chunk])
-        entry = self._line.begin(label.what, chunk)
-        self._forget_labels(staging.parts, label)
+            return _Completed([chunk])
+        entry = self._log.record(tag.what, chunk)
+        self._write(tag, chunk, 1, staging)
         if self.size == 2:
-            return self._swap(chunk, chunk, staging.parts[0], label, entry)
+            return self._swap(chunk, chunk, staging.parts[0], tag, entry)
         work = checked(
-            label.what,
+            tag.what,
             self.group,
             lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(staging.parts), label, entry, self._line, self.group)
+        return _PendingExchange(work, list(staging.parts), tag, entry, self._log, self.group)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
-            return _Arrived([send.parts[0]])
-        entry = self._line.begin(label.what, send.parts[0])
-        self._forget_labels(receive.parts, label)
+            return _Completed([send.parts[0]])
+        entry = self._log.record(tag.what, send.parts[0])
+        self._write(tag, send.whole, self.size, receive)
         if self.size == 2:
-            return self._swap(
-                send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], label, entry
-            )
+            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], tag, entry)
         work = checked(
-            label.what,
+            tag.what,
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
         )
-        return _Exchange(work, list(receive.parts), label, entry, self._line, self.group)
+        return _PendingExchange(work, list(receive.parts), tag, entry, self._log, self.group)
 
     def _swap(
-        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, label: Label, entry: Entry
-    ) -> Flight:
+        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, tag: MessageTag, entry: Entry
+    ) -> Work:
         """Gives the other of two ranks one chunk and takes one."""
         splits = [0, 0]
         splits[1 - self.rank] = given.numel()
@@ -313,15 +350,22 @@ class ExchangeTransport(Transport):
             return work
 
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        work = checked(label.what, self.group, swap)
-        return _Exchange(work, chunks, label, entry, self._line, self.group)
+        work = checked(tag.what, self.group, swap)
+        return _PendingExchange(work, chunks, tag, entry, self._log, self.group)
 
-    @staticmethod
-    def _forget_labels(chunks: Sequence[torch.Tensor], label: Label) -> None:
-        """Wipes labels of earlier messages, so that a message too short to have one is not taken for them."""
-        if label.digits:
-            for chunk in chunks:
-                _end(chunk, label).fill_(-1)
+    def _write(self, tag: MessageTag, sent: torch.Tensor, count: int, receive: Chunks) -> None:
+        """Puts the tag at the end of what is sent, and wipes what earlier messages left where it arrives.
+
+        A message too short to have a tag is then not taken for one of them.
+        """
+        if not tag.digits:
+            return
+        key = tag, sent.dtype
+        digits = self._digits.get(key)
+        if digits is None:
+            digits = self._digits[key] = torch.tensor(tag.digits, dtype=key[1], device=sent.device)
+        sent.view(count, -1)[:, -TAG_NUMEL:].copy_(digits)
+        receive.whole.view(len(receive.parts), -1)[:, -TAG_NUMEL:].fill_(-1)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

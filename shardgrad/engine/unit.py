@@ -7,9 +7,9 @@ Hooks, in the order they fire in a step:
 | `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
 | `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
 | `pre_backward`   | first gradient of an output       | unshard, wait, prefetch the unit before          |
-| `_arrive`        | a parameter's gradient is there   | in `scheduler.py`: pack and reduce when complete |
+| `collect`        | a parameter's gradient is there   | in `grad_group.py`: reduce when all are there    |
 | `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
-| `end_backward`   | autograd is done                  | in `root_context.py` |
+| `end_backward`   | autograd is done                  | in `root.py`                                     |
 
 Gradients are caught at the parameters, not at the module: whatever path a loss took through the unit's
 unsharded parameters, they are reduced.
@@ -17,11 +17,13 @@ unsharded parameters, they are reduced.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -29,19 +31,81 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardgrad.diagnosis.flight_recorder import journal
-from shardgrad.engine.collect_params import Guest
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.dynamo import outside_graphs
-from shardgrad.engine.param_group import ParamGroup, ShardState
-from shardgrad.engine.replaced_params import require_data
-from shardgrad.engine.root import establish_context
-from shardgrad.engine.root_context import RootContext, inside_backward
-from shardgrad.engine.scheduler import GroupReducer
-from shardgrad.engine.trace import span
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.param import Owner
+from shardgrad.engine.param_group import ParamGroup, ParamState
+from shardgrad.engine.replaced_params import adopt, require_data
+from shardgrad.engine.scheduler import ReductionScheduler
+from shardgrad.engine.torch_glue import outside_graphs, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Unit"]
+__all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_ATTRIBUTE = "_shardgrad_unit"
+
+_CALL = nn.Module._call_impl.__code__
+
+# -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Root(Protocol):
+    """What a unit asks of the root's context, which all units under one root share; see `root.py`.
+
+    Attributes:
+        root: the outermost unit.
+        comm_ctx: streams, rings and transports.
+        scheduler: the order of reductions.
+        keep_unsharded: True while nothing may be resharded before the backward is over.
+    """
+
+    root: Unit
+    comm_ctx: CommContext
+    scheduler: ReductionScheduler
+    keep_unsharded: bool
+
+    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+        """Opens a forward if `unit` is the outermost one running; returns its inputs, on the device."""
+
+    def leave_forward(self, unit: Unit) -> None:
+        """Closes the forward that `unit` opened."""
+
+    def gather_through(self, unit: Unit | None) -> None:
+        """Unshards every unit up to and including this one, if `keep_unsharded`; None for all."""
+
+    def upcoming(self, unit: Unit) -> Unit | None:
+        """Returns the unit that followed in the recorded forward."""
+
+    def is_needed_next(self, unit: Unit) -> bool:
+        """Returns whether backward will begin with this unit."""
+
+    def ran_forward(self, unit: Unit) -> int:
+        """Notes a forward that will have a backward; returns its place in the order."""
+
+    def before(self, place: int) -> Unit | None:
+        """Returns the unit whose backward is expected after the one at `place`."""
+
+
+@dataclass
+class Guest:
+    """A parameter that a unit uses but another unit owns; a common ancestor will take it.
+
+    Attributes:
+        param: the original.
+        owners: where the guest's unit registers it.
+        owner_name: the unit that claimed it first.
+        unit_name: the unit it is a guest in.
+    """
+
+    name: str
+    param: nn.Parameter
+    owners: list[Owner]
+    owner_name: str
+    unit_name: str
 
 
 @dataclass(slots=True)
@@ -52,22 +116,30 @@ class _Call:
     begun: bool = False
 
 
-_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-
-
 class Unit:
     """One call of `fully_shard`: its modules, groups and switches.
 
+    Args:
+        modules: those given to `fully_shard`.
+        groups: of their parameters.
+        mesh: the data-parallel mesh.
+        mp_policy: torch's policy.
+        reshard_after_forward: see below.
+        lazy_init: makes a unit whose forward comes before any other's the root of everything under it.
+
     Attributes:
         name: fully qualified from the root.
-        modules: the modules given to `fully_shard`; several share one unit.
+        modules: as given; several share one unit.
+        groups, grad_groups: the parameters, and the gradients of each group.
+        context: shared by all units under one root; None before lazy init.
         reshard_after_forward: None means True, except for the root and the unit that backward needs first.
-        reshard_after_backward: False keeps parameters whole between micro-batches.
+        reshard_after_backward: False keeps parameters unsharded between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch: units to unshard early in forward instead of the recorded next one.
         backward_prefetch: units to unshard early in backward instead of the one before.
-        max_reductions: reductions that may be in flight; None if nobody asked.
+        max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
+        guests: parameters that it uses and another unit owns.
         hooks: those on each of the modules' forwards, the one before it and the one after.
         pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
             watches may put another function in its place, around it.
@@ -81,6 +153,7 @@ class Unit:
         mesh: DataParallelMesh,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        lazy_init: Callable[[Unit], Root],
     ) -> None:
         self.name = ""
         self.modules = tuple(modules)
@@ -92,16 +165,18 @@ class Unit:
         self.forward_prefetch: list[Unit] = []
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
-        self.partner: Runtime | None = None
-        self.context: RootContext | None = None
+        self.partner: CommContext | None = None
+        self.context: Root | None = None
         self.guests: list[Guest] = []
         self.groups: list[ParamGroup] = []
-        self.reducers: list[GroupReducer] = []
+        self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
+        self._lazy_init = lazy_init
         self._methods_running = 0
         self._outstanding = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
+        self._running: list[nn.Module] = []  # forwards that have not come to their end, the innermost last
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
         self.hooks = [
@@ -115,92 +190,104 @@ class Unit:
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Replaces the unit's groups, which are for what the program has set so far; only while building."""
         self.groups = list(groups)
-        earlier, self.reducers = self.reducers, [GroupReducer(group) for group in groups]
-        for reducer in self.reducers if earlier else ():
-            reducer.follow(earlier[0])
+        earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
+        for grads in self.grad_groups if earlier else ():
+            grads.follow(earlier[0])
         self._group_of = {owner: g for g in groups for p in g.params for owner, _ in p.owners}
 
     def set_reshard_after_forward(self, flag: bool) -> None:
         """Changes the flag; a reshard to fewer ranks, asked for by an int, is given up."""
         self.reshard_after_forward = flag
         for group in self.groups:
-            group.post_forward_mesh = None
+            group.reshard_fully_after_forward()
 
     def group_owning(self, module: nn.Module) -> ParamGroup | None:
         """Returns a group that owns a parameter `module` registers, or None."""
         return self._group_of.get(module)
-
-    # -- placing parameters -----------------------------------------------------------------------------
-
-    def unshard(self, context: RootContext) -> None:
-        """Starts the all-gathers of parameters that are not whole."""
-        for group in self.groups:
-            group.unshard(context.runtime)
-
-    def wait_for_unshard(self, context: RootContext) -> None:
-        """Ends them; parameters are whole for the current stream afterwards."""
-        stream = context.runtime.streams.current()
-        for group, reducer in zip(self.groups, self.reducers, strict=True):
-            group.wait_for_unshard()
-            reducer.arrivals.home = stream
-
-    def reshard(self, *, for_good: bool = False) -> None:
-        """Shows the shards, and frees whole parameters; those that a stage keeps only `for_good`."""
-        for group in self.groups:
-            group.reshard(for_good=for_good)
-
-    def let_host_write(self) -> None:
-        """Makes the host wait until shards that live there have been read."""
-        for group in self.groups:
-            group.let_host_write()
 
     @property
     def is_root(self) -> bool:
         """True once this unit has been found to be the outermost one."""
         return self.context is not None and self.context.root is self
 
-    def _reshards_after_forward(self, context: RootContext) -> bool:
-        if context.keep_gathered:
-            return False
-        if self.reshard_after_forward is None:
-            return not self.is_root and not context.is_needed_next(self)
-        return self.reshard_after_forward
+    @property
+    def is_unsharded(self) -> bool:
+        """True if modules register the unsharded parameters of every group."""
+        return all(group.state is ParamState.UNSHARDED for group in self.groups)
+
+    # -- unshard and reshard ----------------------------------------------------------------------------
+
+    def unshard(self, context: Root) -> None:
+        """Starts the all-gathers of parameters that are not unsharded."""
+        for group in self.groups:
+            group.unshard(context.comm_ctx)
+
+    def wait_for_unshard(self, context: Root) -> None:
+        """Ends them; parameters are unsharded for the current stream afterwards."""
+        stream = context.comm_ctx.streams.current()
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            group.wait_for_unshard()
+            grads.unsharded_for(stream)
+
+    def reshard(self, *, drop_kept: bool = False) -> None:
+        """Reshards every group; see `ParamGroup.reshard`."""
+        for group in self.groups:
+            group.reshard(drop_kept=drop_kept)
+
+    def wait_until_read(self) -> None:
+        """Makes the host wait until shards that live there have been read."""
+        for group in self.groups:
+            group.wait_until_read()
 
     def refresh(self) -> bool:
-        """Before an outermost forward: take note of what the program changed since the last one.
+        """Before an outermost forward: takes note of what the program changed since the last one.
 
-        Parameters that were replaced are taken over, whole ones that are stale are dropped, and those that
-        began or ceased to require grad get their place among the gradients.
+        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those
+        that began or ceased to require grad get their place among the gradients.
 
         Returns:
             True if parameters were replaced: their shard has been written on the current stream.
         """
         replaced = False
-        for group, reducer in zip(self.groups, self.reducers, strict=True):
-            replaced |= group.adopt()
-            require_data(group)
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            if not group.registration.holds():
+                replaced |= adopt(group)
+            if group.shard.device.type == "meta":
+                require_data(group)
             group.reshard_if_stale()
-            if group.refresh_trainable():
-                reducer.attach()
+            grads.refresh_trainable()
         return replaced
+
+    def _reshards_after_forward(self, context: Root) -> bool:
+        if context.keep_unsharded:
+            return False
+        if self.reshard_after_forward is None:
+            return context.root is not self and not context.is_needed_next(self)
+        return self.reshard_after_forward
 
     # -- forward ----------------------------------------------------------------------------------------
 
     @outside_graphs
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        """Makes the parameters whole, and returns the inputs, cast and watched."""
-        context = self.context or establish_context(self)
-        journal.unit = self.name
-        recomputing = inside_backward()
+        """Unshards the parameters, and returns the inputs, cast and watched."""
+        context = self.context or self._lazy_init(self)
+        recorder.unit = self.name
+        recomputing = _graph_task() != -1
         if not recomputing:
             args, kwargs = context.enter_forward(self, args, kwargs)
-        context.gather_through(self)
+            self._running.append(module)
+        if context.keep_unsharded:
+            context.gather_through(self)
         self.unshard(context)
         if not recomputing and not self._waiting_modules:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
         self.wait_for_unshard(context)
-        args, kwargs = self._cast_inputs(args, kwargs)
+        self._refresh_trainable(context)
+        dtype = self.mp_policy.param_dtype
+        if dtype is not None and self.mp_policy.cast_forward_inputs:
+            with span("cast_forward_inputs", self.name):
+                args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
@@ -219,29 +306,46 @@ class Unit:
         """True if a forward of this unit inside another one is no remainder of one that failed."""
         return self._methods_running > 0
 
-    def _prefetch_forward(self, context: RootContext) -> None:
-        following = context.upcoming(self)
-        if context.keep_gathered:
+    @property
+    def runs_in_itself(self) -> bool:
+        """True if a module of this unit calls itself, as in self-conditioning, at some depth.
+
+        To be asked from a hook of the module's forward, if `_running` says that another one has not come to
+        its end: that one may also have failed, and only the stack tells.
+        """
+        if not self._running:
+            return False
+        running = 0
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == _CALL.co_name and code.co_filename == _CALL.co_filename:
+                running += frame.f_locals.get("self") in self.modules
+            frame = frame.f_back
+        return running > 1
+
+    def _refresh_trainable(self, context: Root) -> None:
+        """Takes note of parameters that the program froze or unfroze inside the forward."""
+        if context.scheduler.backward_running:
             return
-        targets = self.forward_prefetch or ([following] if following is not None else [])
-        for unit in targets:
+        for grads in self.grad_groups:
+            grads.refresh_trainable()
+
+    def _prefetch_forward(self, context: Root) -> None:
+        following = context.upcoming(self)
+        if context.keep_unsharded:
+            return
+        for unit in self.forward_prefetch or (() if following is None else (following,)):
             unit.unshard(context)
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        dtype = self.mp_policy.param_dtype
-        if dtype is None or not self.mp_policy.cast_forward_inputs:
-            return args, kwargs
-        with span("cast_forward_inputs", self.name):
-            return _cast(dtype, args), _cast(dtype, kwargs)
-
     def _watch_inputs(
-        self, context: RootContext, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
+        self, context: Root, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
         """Puts a node under the inputs that need gradients, to learn when their gradients are all there."""
-        for reducer in self.reducers:
-            if reducer.group.has_trainable:
-                context.scheduler.enter(reducer)
-        if not kwargs and all(isinstance(arg, torch.Tensor) for arg in args):
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.enter(grads)
+        if not kwargs and not [arg for arg in args if not isinstance(arg, torch.Tensor)]:
             return tuple(self._watch(args, counted=counted)), kwargs  # the common case, without a tree
         leaves, spec = tree_flatten((args, kwargs))
         return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
@@ -254,7 +358,7 @@ class Unit:
             return leaves
         if counted:
             self._outstanding += 1
-        aliases = _InputsWatch.apply(self, counted, *(leaves[i] for i in watched))  # type: ignore[no-untyped-call]
+        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in watched])  # type: ignore[no-untyped-call]
         replaced = list(leaves)
         for i, alias in zip(watched, aliases, strict=True):
             replaced[i] = alias
@@ -266,8 +370,11 @@ class Unit:
         context = self.context
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
-        recomputing = inside_backward()
+        recomputing = _graph_task() != -1
+        self._refresh_trainable(context)
         if not recomputing:
+            self._running.pop()
+        if not recomputing and module not in self._running:
             self._waiting_modules.discard(module)
             if not self._waiting_modules and self._reshards_after_forward(context):
                 for group in self.groups:
@@ -281,33 +388,33 @@ class Unit:
         dtype = self.mp_policy.output_dtype
         return output if dtype is None else _cast(dtype, output)
 
-    def finish_forward(self) -> None:
+    def finish_forward(self, context: Root) -> None:
         """After the outermost forward: what was gathered ahead and not run is dropped."""
-        context = self.context
-        if context is None:
-            return
         self._waiting_modules.clear()
-        if self._reshards_after_forward(context):
-            for group in self.groups:
-                group.reshard_after_forward()
+        self._running.clear()
         for group in self.groups:
-            if not context.keep_gathered:
+            if group.state is ParamState.SHARDED:
+                continue
+            if self._reshards_after_forward(context):
+                group.reshard_after_forward()
+            if not context.keep_unsharded:
                 group.cancel_unshard()
 
     # -- backward ---------------------------------------------------------------------------------------
 
     @outside_graphs
     def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
-        """Makes the parameters whole before the first gradient enters the unit."""
+        """Unshards the parameters before the first gradient enters the unit."""
         context = self.context
         if context is None:
             raise RuntimeError(f"backward of {self.name} before forward")
-        journal.unit = self.name
-        context.gather_through(None)
+        recorder.unit = self.name
+        if context.keep_unsharded:
+            context.gather_through(None)
         context.scheduler.begin_backward(in_autograd=True)
-        for reducer in self.reducers:
-            if reducer.group.has_trainable:
-                context.scheduler.expect(reducer)
+        for grads in self.grad_groups:
+            if grads.params:
+                context.scheduler.expect(grads)
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name):
@@ -317,10 +424,9 @@ class Unit:
                 self._prefetch_backward(context, call.place)
             self.wait_for_unshard(context)
 
-    def _prefetch_backward(self, context: RootContext, place: int) -> None:
-        self._next_backward = context.before(place)
-        targets = self.backward_prefetch or ([] if self._next_backward is None else [self._next_backward])
-        for unit in targets:
+    def _prefetch_backward(self, context: Root, place: int) -> None:
+        following = self._next_backward = context.before(place)
+        for unit in self.backward_prefetch or (() if following is None else (following,)):
             if unit.unshard_in_backward:
                 unit.unshard(context)
 
@@ -334,32 +440,34 @@ class Unit:
         with span("post_backward", self.name):
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
-            if self.reshard_after_backward and not again and not context.keep_gathered:
-                streams = context.runtime.streams
-                for reducer in self.reducers:
-                    reducer.arrivals.order_before(streams.current(), streams)
+            if self.reshard_after_backward and not again and not context.keep_unsharded:
+                streams = context.comm_ctx.streams
+                for grads in self.grad_groups:
+                    grads.collector.order_before(streams.current(), streams)
                 self.reshard()
             if self._outstanding == 0 and context.scheduler.backward_running:
-                for reducer in self.reducers:
-                    context.scheduler.close(reducer)
+                for grads in self.grad_groups:
+                    context.scheduler.close(grads)
 
     def finish_backward(self) -> None:
-        """At the end of a backward: parameters still whole are freed, unless they are to be kept."""
+        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be
+        kept.
+        """
         self._outstanding = 0
         self._next_backward = None
         if self.reshard_after_backward:
             self.reshard()
 
-    def abandon(self) -> None:
-        """Forgets a failed iteration: parameters are resharded."""
+    def abandon_forward(self) -> None:
+        """Forgets a forward that failed: parameters are resharded."""
         self._waiting_modules.clear()
-        self.finish_backward()
-        self.reshard(for_good=True)
+        self._running.clear()
+        self.reshard(drop_kept=True)
 
-    @property
-    def is_unsharded(self) -> bool:
-        """True if every group's parameters are whole."""
-        return all(group.state is ShardState.UNSHARDED for group in self.groups)
+    def abandon(self) -> None:
+        """Forgets a backward that failed, or a forward as well."""
+        self.finish_backward()
+        self.abandon_forward()
 
 
 class _InputsWatch(torch.autograd.Function):
@@ -397,3 +505,25 @@ def _tensors_with_grad(output: Any) -> list[torch.Tensor]:
 
     _apply_to_tensors(collect, output)
     return found
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """Returns the unit that `fully_shard` made of a module, or None."""
+    unit: Unit | None = module.__dict__.get(_ATTRIBUTE)
+    return unit
+
+
+def attach_unit(unit: Unit) -> None:
+    """Makes `unit_of` find it."""
+    for module in unit.modules:
+        module.__dict__[_ATTRIBUTE] = unit
+
+
+def units_under(module: nn.Module) -> list[Unit]:
+    """Returns the units in a module tree in traversal order, the module's own first; each once."""
+    found: dict[Unit, None] = {}
+    for child in module.modules():
+        unit = unit_of(child)
+        if unit is not None:
+            found[unit] = None
+    return list(found)

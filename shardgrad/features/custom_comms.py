@@ -2,33 +2,33 @@
 
 By default that is the transport of the backend and the runtime's rings of slots. A program may bring its own
 collectives (torch's `Comm` protocol), ask for memory that the process group allocates, or give reductions a
-process group of their own.
+separate process group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import Label
-from shardgrad.engine.streams import Stream
-from shardgrad.engine.transports import Flight, StreamTransport, Transport
+from shardgrad.engine.buffers import Allocate, Chunks
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.transports import MessageTag, StreamTransport, Work
 
-__all__ = ["Comms", "Memory", "Route", "new_reduce_group", "start_symmetric_memory"]
-
-
-class Route(NamedTuple):
-    """How one direction of a group's messages goes."""
-
-    transport: Transport
-    ring: SlotRing
+__all__ = [
+    "CustomCollectives",
+    "Memory",
+    "collectives_of",
+    "new_reduce_group",
+    "set_collectives",
+    "start_symmetric_memory",
+]
 
 
 class Memory(Enum):
@@ -39,61 +39,67 @@ class Memory(Enum):
     SYMMETRIC = "symmetric memory"
 
 
-class Comms:
+@dataclass(frozen=True, eq=False)
+class CustomCollectives(CollectiveConfig):
     """Settings of one group's collectives; the defaults ask for nothing special.
 
     Attributes:
         all_gather: the program's own, an object with torch's `AllGather` protocol, or None.
         reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
         reduce_group: the same ranks in another process group, for reductions only, or None.
-        memory: where messages are staged.
-        hook: the program's, called with each reduced chunk before it becomes gradients, or None.
-        hook_stream: where it is called; None for where reductions run.
-        only_sums: divide after the hook, whatever the dtype.
+        staging: where messages are staged.
     """
 
-    def __init__(self) -> None:
-        self.all_gather: Any = None
-        self.reduce_scatter: Any = None
-        self.reduce_group: dist.ProcessGroup | None = None
-        self.memory = Memory.DEFAULT
-        self.hook: Any = None
-        self.hook_stream: Stream = None
-        self.only_sums = False
+    all_gather: Any = None
+    reduce_scatter: Any = None
+    reduce_group: dist.ProcessGroup | None = None
+    staging: Memory = Memory.DEFAULT
 
     @property
     def gathers_plainly(self) -> bool:
-        """True if all-gathers are the transport's, from and into any memory."""
-        return self.all_gather is None and self.memory is Memory.DEFAULT
+        """See `CollectiveConfig`."""
+        return self.all_gather is None and self.staging is Memory.DEFAULT
 
     @property
     def reduces_plainly(self) -> bool:
-        """True if reduce-scatters are the transport's, from and into any memory."""
-        return self.reduce_scatter is None and self.memory is Memory.DEFAULT
+        """See `CollectiveConfig`."""
+        return self.reduce_scatter is None and self.staging is Memory.DEFAULT
 
-    def for_gather(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
-        """Returns the way of all-gathers over `group`."""
+    def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
+        """See `CollectiveConfig`."""
         if self.all_gather is not None and group.size() > 1:
-            return _own(runtime, group, self.all_gather)
-        ring = runtime.gather_ring
-        if self.memory is not Memory.DEFAULT:
-            key, allocate = (self.memory, group, "gather"), _allocators[self.memory](group)
-            ring = runtime.special_ring(key, allocate, depth=2, elastic=True)
-        return Route(runtime.transport(group), ring)
+            return _own(comm_ctx, group, self.all_gather)
+        ring = comm_ctx.gather_ring
+        if self.staging is not Memory.DEFAULT:
+            key, allocate = (self.staging, group, "gather"), _allocators[self.staging](group)
+            ring = comm_ctx.special_ring(key, allocate, depth=2, elastic=True)
+        return Route(comm_ctx.transport(group), ring)
 
-    def for_reduce(self, runtime: Runtime, group: dist.ProcessGroup) -> Route:
-        """Returns the way of reduce-scatters over the ranks of `group`."""
+    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
+        """See `CollectiveConfig`."""
         group = group if self.reduce_group is None else self.reduce_group
         if self.reduce_scatter is not None and group.size() > 1:
-            return _own(runtime, group, self.reduce_scatter)
-        ring = runtime.reduce_ring
-        if self.memory is Memory.PROCESS_GROUP or (self.memory is Memory.SYMMETRIC and self.only_sums):
-            key, allocate = (self.memory, group, "reduce"), _allocators[self.memory](group)
-            ring = runtime.special_ring(key, allocate, depth=ring.depth)
-        return Route(runtime.transport(group), ring)
+            return _own(comm_ctx, group, self.reduce_scatter)
+        ring = comm_ctx.reduce_ring
+        if self.staging is Memory.PROCESS_GROUP or (self.staging is Memory.SYMMETRIC and self.only_sums):
+            key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
+            ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
+        return Route(comm_ctx.transport(group), ring)
 
 
-def _own(runtime: Runtime, group: dist.ProcessGroup, comm: Any) -> Route:
+def collectives_of(group: ParamGroup) -> CustomCollectives:
+    """Returns what a program has set for a group so far."""
+    current = group.collectives
+    return current if isinstance(current, CustomCollectives) else CustomCollectives()
+
+
+def set_collectives(groups: Iterable[ParamGroup], **settings: Any) -> None:
+    """Changes some of the attributes of `CustomCollectives` for groups; only while nothing is in flight."""
+    for group in groups:
+        group.set_collectives(replace(collectives_of(group), **settings))
+
+
+def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
     """Returns the way through a program's own collective.
 
     Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such buffer.
@@ -104,8 +110,8 @@ def _own(runtime: Runtime, group: dist.ProcessGroup, comm: Any) -> Route:
         return memory
 
     key = id(comm), group  # the transport holds the object, so no other gets its id
-    transport = runtime.own_transport(key, lambda: _CommTransport(group, comm))
-    return Route(transport, runtime.special_ring(key, allocate, depth=1))
+    transport = comm_ctx.own_transport(key, lambda: _CommTransport(group, comm))
+    return Route(transport, comm_ctx.special_ring(key, allocate, depth=1))
 
 
 def new_reduce_group(ranks: Sequence[int]) -> dist.ProcessGroup:
@@ -155,7 +161,7 @@ _allocators = {Memory.PROCESS_GROUP: _from_process_group, Memory.SYMMETRIC: _sym
 
 
 class _CommTransport(StreamTransport):
-    """A program's own collectives. What they return is waited for; labels travel unread."""
+    """A program's own collectives. What they return is waited for, and there are no tags."""
 
     receive_chunks = 1  # the output of a reduce-scatter is not part of its input, as under FSDP2
 
@@ -163,7 +169,7 @@ class _CommTransport(StreamTransport):
         super().__init__(group)
         self._comm = comm
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`. Capture: as safe as the program's own."""
         own = staging.parts[self.rank]
         if chunk.data_ptr() != own.data_ptr():
@@ -175,9 +181,9 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, own, list(staging.parts), label.what)
+        return self.started(call, own, list(staging.parts), tag.what)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
         out = receive.parts[0]
 
@@ -191,4 +197,4 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, out, [out], label.what)
+        return self.started(call, out, [out], tag.what)

@@ -4,7 +4,7 @@
 Under `participate` the sequence of collectives is fixed and does not depend on what a rank runs: every
 unit's all-gather once, in construction order, then every group's reduction once, in the reverse order. A
 unit is gathered when this rank enters it or a later one; what is left is gathered when backward begins, or
-at the end. Nothing is resharded in between, so the peak is the whole model in the gather dtype, as in
+at the end. Nothing is resharded in between, so the peak is the unsharded model in the gather dtype, as in
 ZeRO-2. Groups without gradients send zeros, and the average is over all ranks, including those without a
 batch.
 """
@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.root import RootContext, lazy_init
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
@@ -52,18 +53,35 @@ def participate(model: nn.Module) -> Iterator[None]:
             got=type(model).__name__,
             fix="with shardgrad.participate(root):",
         )
-    context = unit.context or establish_context(unit)
-    if context.keep_gathered:
+    context = lazy_init(unit)
+    if context.keep_unsharded:
         raise ParticipationError(
             "participate() cannot be nested",
             expected="one participate() per iteration",
             got="a second one inside the first",
             fix="leave the first one before entering the next",
         )
-    context.start_participation(with_gradients=torch.is_grad_enabled())
+    context.gather_in_order()
+    for grads in context.grad_groups:
+        grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
+    context.scheduler.enroll(context.grad_groups if torch.is_grad_enabled() else [])
     try:
         yield
     except BaseException:
         context.recover()
         raise
-    context.finish_participation()
+    _join_rest(context)
+
+
+def _join_rest(context: RootContext) -> None:
+    """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
+    context.gather_rest()
+    scheduler = context.scheduler
+    if scheduler.has_enrolled:
+        scheduler.begin_backward(in_autograd=False)
+        scheduler.reduce_ready()
+        context.end_backward()
+    context.keep_unsharded = False
+    scheduler.enroll(None)
+    for unit in context.units:
+        unit.reshard()

@@ -1,91 +1,167 @@
-"""The parameters of a group between forward and backward, cut over fewer ranks than they are sharded over."""
+"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer
+ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
+from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
-from shardgrad.engine.message_tag import LABEL_NUMEL, Label
-from shardgrad.engine.param import ManagedParam
-from shardgrad.engine.streams import Streams
+from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.param_group import GroupSpec, ParamGroup, ParamState
+from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.param_sharding import cut_of
+from shardgrad.sharding.param_sharding import sharding_of
 
-__all__ = ["PostForwardShard"]
+__all__ = ["PostForwardGroup"]
 
 
-class PostForwardShard:
-    """This rank's chunk of a group, cut over a smaller mesh; its memory is there between `fill` and `free`.
+class PostForwardInput(AllGatherInput):
+    """This rank's chunk of a group over the smaller mesh; its memory is there between `fill` and `free`.
 
     Args:
-        params: in order; their faces over a former chunk are forgotten.
-        mesh: the neighbouring ranks.
-        alignment: of the parameters, in elements.
-        dtype: of the whole parameters.
-        label: of the gather that starts here.
-
-    Attributes:
+        params: in order; their parameters over a former chunk are forgotten.
         layout: of the chunk.
-        chunk: 1-D, ends in the label.
-        ready: where the chunk was last filled.
+        mesh: the neighbouring ranks.
+        dtype: of the unsharded parameters.
+        tag: of the all-gather that starts here.
+        comm_ctx: of the root.
+        collectives: what carries the message.
     """
 
     def __init__(
         self,
-        params: Sequence[ManagedParam],
+        params: Sequence[FSDPParam],
+        layout: ShardLayout,
         mesh: DataParallelMesh,
-        streams: Streams,
-        *,
-        alignment: int,
         dtype: torch.dtype,
-        label: Label,
+        tag: MessageTag,
+        comm_ctx: CommContext,
+        collectives: CollectiveConfig,
     ) -> None:
-        self.mesh = mesh
+        self.layout = layout
+        self._mesh = mesh
         self._params = params
-        self.layout = ShardLayout.of(
-            [p.cut.shape for p in params],
-            mesh.shard_size,
-            alignment=alignment,
-            with_flags=False,
-            dims=[p.cut.dim for p in params],
-        )
-        self.label = label
-        self._buffer = RecurringBuffer(self.layout.chunk_numel, dtype, mesh.device, streams)
-        self._streams = streams
-        self.chunk = self._buffer.tensor
+        self._streams = comm_ctx.streams
+        self._buffer = RecurringBuffer.empty(layout.chunk_numel, dtype, mesh.device, comm_ctx.streams)
+        super().__init__(self._buffer.tensor, mesh, dtype, tag, comm_ctx, collectives)
+        self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
-            self._digits = torch.tensor(label.digits, dtype=dtype).to(mesh.device)
-            self._views = self.layout.local_views(self.chunk, mesh.shard_rank)
+            self._views = layout.local_views(self.chunk, mesh.shard_rank)
         for p in params:
             p.post_forward = None
-        self.ready = streams.mark()
 
+    @torch.no_grad()
     def fill(self) -> None:
-        """Copies this rank's rows out of the whole parameters.
+        """Copies this rank's rows out of the unsharded parameters.
 
         Streams: on the current one.
         """
         self._buffer.allocate()
-        rank = self.mesh.shard_rank
-        with torch.no_grad():
-            for p, view, piece in zip(self._params, self._views, self.layout.pieces, strict=True):
-                view.copy_(piece.of(p.whole.detach(), rank))
-            # Each time, since the memory is another; from the device, so that nobody waits.
-            self.chunk.narrow(0, self.layout.chunk_numel - LABEL_NUMEL, LABEL_NUMEL).copy_(self._digits)
-        self.ready.record(self._streams.current())
+        rank = self._mesh.shard_rank
+        for p, view, piece in zip(self._params, self._views, self.layout.pieces, strict=True):
+            view.copy_(piece.of(p.require_unsharded().detach(), rank))
+        self._filled.record(self._streams.current())
 
-    def show(self) -> None:
-        """Makes the parameters' faces over this chunk what their modules show."""
+    def register(self) -> None:
+        """Makes the parameters over this chunk what their modules register."""
         for p, view in zip(self._params, self._views, strict=True):
             if p.post_forward is None:
-                face = cut_of(p.whole, p.name, self.mesh, p.cut.dim).face(view)
-                p.post_forward = nn.Parameter(face, requires_grad=p.sharded.requires_grad)
+                sharding = sharding_of(p.require_unsharded(), p.name, self._mesh, p.sharding.dim)
+                local = sharding.sharded_dtensor(view)
+                p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
             p.register(p.post_forward)
 
     def free(self) -> None:
         """Gives the memory back, after the last use on the current stream."""
         self._buffer.free()
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """See `AllGatherInput`."""
+        yield "post-forward shards", self._buffer.storage
+
+
+class PostForwardGroup(ParamGroup):
+    """A group that reshards to fewer ranks after forward.
+
+    Args:
+        params: see `ParamGroup`.
+        spec: see `ParamGroup`.
+        mesh_after_forward: the neighbouring ranks; None to reshard fully.
+    """
+
+    def __init__(
+        self, params: Sequence[FSDPParam], spec: GroupSpec, mesh_after_forward: DataParallelMesh | None
+    ) -> None:
+        self.mesh_after_forward = mesh_after_forward
+        self._smaller: PostForwardInput | None = None
+        super().__init__(params, spec)
+
+    def _rebuilt(self, params: Sequence[FSDPParam]) -> ParamGroup:
+        return PostForwardGroup(params, self.spec, self.mesh_after_forward)
+
+    def _forget_derived(self) -> None:
+        super()._forget_derived()
+        self._smaller = None
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """See `ParamGroup`."""
+        yield from super().memory()
+        if self._smaller is not None:
+            yield from self._smaller.memory()
+
+    def reshard_after_forward(self) -> None:
+        """Reshards to fewer ranks."""
+        if self.mesh_after_forward is None:
+            self.reshard()
+            return
+        if self.state is not ParamState.UNSHARDED:
+            return
+        smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
+        smaller.fill()
+        super()._free()
+        self._move(ParamState.SHARDED_POST_FORWARD)
+        smaller.register()
+
+    def reshard_fully_after_forward(self) -> None:
+        """See `ParamGroup`."""
+        self.mesh_after_forward = None
+
+    def _smaller_input(self, comm_ctx: CommContext, mesh: DataParallelMesh) -> PostForwardInput:
+        if self._smaller is None or self._smaller.comm_ctx is not comm_ctx:
+            shardings = [p.sharding for p in self.params]
+            layout = ShardLayout.of(
+                [sharding.shape for sharding in shardings],
+                mesh.shard_size,
+                alignment=self.alignment,
+                with_flags=False,
+                dims=[sharding.dim for sharding in shardings],
+            )
+            dtype, tag = self.gather_dtype, self._regather_tag
+            self._smaller = PostForwardInput(
+                self.params, layout, mesh, dtype, tag, comm_ctx, self.collectives
+            )
+        return self._smaller
+
+    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+        if self.state is ParamState.SHARDED_POST_FORWARD and self._smaller is not None:
+            return AllGather(self._smaller, self.name, self.wait_for_unshard)
+        return super()._launch(comm_ctx, version)
+
+    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+        if self.state is ParamState.UNSHARDING_POST_FORWARD and self._smaller is not None:
+            self._unsharded_params(gather.streams).fill(chunks, self._smaller.layout)
+            self._smaller.free()
+        else:
+            super()._fill(chunks, gather)
+
+    def _free(self) -> None:
+        super()._free()
+        if self._smaller is not None:
+            self._smaller.free()

@@ -1,8 +1,8 @@
-"""Parameters that say themselves what travels: `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
+"""All-gather extensions: tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
 A tensor subclass with these two methods decides what its shard sends (a narrower dtype, quantized data and
-their scales) and how the unsharded parameter is made from what everybody sent. Such parameters form groups of
-their own, because their shards are whatever the subclass keeps, and not pieces of a flat one:
+their scales) and how the unsharded parameter is made from what all ranks sent. Such parameters form separate
+groups, because their shards are whatever the subclass keeps, and not pieces of a flat one:
 
     sharded subclass --pre--> inputs --copy--> bytes --all-gather--> outputs --post--> unsharded tensor
 
@@ -15,10 +15,10 @@ Source: the protocol is torch's, see `FSDPParam` in torch/distributed/fsdp/_full
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,30 +26,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.all_gather import Source
-from shardgrad.engine.all_gather_input import Departure
+from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.message_tag import LABEL_NUMEL
-from shardgrad.engine.param import ManagedParam, is_extension, local_of, mark_sharded, mark_whole
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.param import FSDPParam, is_extension, local_of, mark_sharded, mark_unsharded
 from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.streams import Streams
+from shardgrad.engine.unsharded import UnshardedMemory
 from shardgrad.errors import ExtensionError, unsupported
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout
-from shardgrad.sharding.offload import Home
+from shardgrad.features.post_forward import PostForwardGroup
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL
+from shardgrad.sharding.offload import ShardMemory
 
-__all__ = ["ExtensionGroup", "apart", "newly_extended", "require_extension"]
+__all__ = ["ExtensionGroup", "regroup", "require_extension"]
 
 # Of a chunk of bytes. int8 and not uint8: an exchange marks labels that have not arrived with -1.
 _BYTE = torch.int8
 
 
-def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any, home: Home) -> None:
+def require_extension(
+    param: torch.Tensor, name: str, reshard_after_forward: Any, memory: ShardMemory
+) -> None:
     """Refuses an extension that is not complete, or asked for what the protocol does not have.
 
     Raises:
         ExtensionError: one of the two methods is missing.
         UnsupportedError: an int reshard, as what to gather from between forward and backward is not defined;
-            or a home away from the mesh's device, where the subclass would have to compute what it sends.
+            or shards offloaded from the device where the subclass would have to compute what it sends.
     """
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
@@ -65,41 +68,47 @@ def require_extension(param: torch.Tensor, name: str, reshard_after_forward: Any
             f"reshard_after_forward as an int for {name}, which has fsdp_pre_all_gather",
             instead="reshard_after_forward=True or False",
         )
-    if home.is_away:
+    if memory.is_offloaded:
         raise unsupported(
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
-            instead="a unit of its own without offload_policy",
+            instead="a separate unit without offload_policy",
         )
 
 
-def newly_extended(group: ParamGroup) -> list[ManagedParam]:
-    """Returns the parameters of a flat group that have become extensions since `fully_shard`.
+def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
+    """Gives parameters of a flat group that have become extensions since `fully_shard` a separate group.
 
-    A program may have put the two methods on a local tensor, or loaded one that has them. None of a group
-    that is in use: `engine/replaced_params.py` refuses those.
+    A program may have put the two methods on a local tensor, or loaded one that has them. Nothing is changed
+    for a group that is in use: `engine/replaced_params.py` refuses those.
+
+    Returns:
+        None if there are no such parameters, else what returns the groups that take this one's place.
 
     Raises:
         ExtensionError, UnsupportedError: as `fully_shard` does.
     """
     if not group.is_flat or group.is_in_use:
-        return []
-    faces = {p: face for p in group.params for face in p.registered() if is_extension(face)}
-    reshard = True if group.post_forward_mesh is None else group.post_forward_mesh.shard_size
-    for p, face in faces.items():
-        require_extension(face, p.name, reshard, group.home)
+        return None
+    leaving = {p: param for p in group.params for param in p.registered() if is_extension(param)}
+    smaller = group.mesh_after_forward if isinstance(group, PostForwardGroup) else None
+    for p, param in leaving.items():
+        require_extension(param, p.name, True if smaller is None else smaller.shard_size, group.shard_memory)
         if group.mesh.levels is not None:
             raise unsupported(
                 f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,', instead="zero_stage=3"
             )
-    return list(faces)
+    return partial(_apart, group, list(leaving)) if leaving else None
 
 
-def apart(group: ParamGroup, leaving: Collection[ManagedParam]) -> list[ParamGroup]:
+def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
     """Returns a group without some of its parameters, if any are left, and an extension group of those."""
-    if not leaving:
-        return [group]
     staying = group.without(leaving)
-    extended = ExtensionGroup.out_of(group, list(leaving))
+    for p in leaving:
+        # Local tensors stay the objects they are, which may carry the methods, in memory that only they use.
+        if p.expected_local is not None:
+            p.expected_local.data = p.expected_local.clone()
+    extended = ExtensionGroup(leaving, group.spec)
+    extended.collectives = group.collectives
     return [extended] if staying is None else [staying, extended]
 
 
@@ -109,7 +118,7 @@ class _Input:
 
     Attributes:
         offset: first byte in a chunk.
-        nbytes: of this rank's, which is everybody's.
+        nbytes: of one rank's, the same on all.
         shape: of this rank's.
         output: where those of all ranks are brought together, in rank order along dim 0.
     """
@@ -125,84 +134,45 @@ class _Input:
         return self.output.tensor.view(-1, *self.shape[1:])
 
 
-class _Recurring:
-    """Everything an unsharded group allocates, to be freed and brought back as one."""
-
-    def __init__(self) -> None:
-        self.buffers: list[RecurringBuffer] = []
-
-    def allocate(self) -> None:
-        for buffer in self.buffers:
-            buffer.allocate()
-
-    def free(self) -> None:
-        for buffer in self.buffers:
-            buffer.free()
-
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        return [buffer.tensor.untyped_storage() for buffer in self.buffers]
-
-
 class ExtensionGroup(ParamGroup):
     """A group whose parameters follow the protocol; see the module's docstring.
 
-    `shard` is the chunk of bytes that travels; the parameters' values are in the sharded faces.
+    `shard` is the chunk of bytes that is sent; the parameters' values are in the sharded parameters.
     """
 
     is_flat = False
-
-    @property
-    def wire_dtype(self) -> torch.dtype:
-        """Bytes."""
-        return _BYTE
+    kind = "group of tensor extensions"
 
     # -- building ---------------------------------------------------------------------------------------
 
-    @classmethod
-    def out_of(cls, group: ParamGroup, params: Sequence[ManagedParam]) -> ExtensionGroup:
-        """Returns a group of parameters that were cut for a flat one; see `apart`.
-
-        Their local tensors stay the objects they are, which may carry the methods, in memory of their own.
-        """
-        self = cls.__new__(cls)
-        self.__dict__.update(group.__dict__)
-        self.comms = copy.copy(group.comms)
-        self.registration = None
-        self.params = list(params)
-        self.holds_dtensors = any(p.cut.came_as_dtensor for p in params)
-        self._set_dtypes(group.dtype)
-        for p in params:
-            p.group = self
-            if p.expected_local is not None:
-                p.expected_local.data = p.expected_local.clone()
-        self._allocate(on_meta=group.shard.device.type == "meta")
-        return self
-
-    def _build(self, wholes: Sequence[torch.Tensor]) -> None:
-        self._allocate(on_meta=wholes[0].device.type == "meta")
+    @torch.no_grad()
+    def shard_params(self) -> None:
+        """See `ParamGroup.shard_params`; each sharded parameter has memory that only it uses."""
         rank = self.mesh.shard_rank
-        for p, whole, piece in zip(self.params, wholes, self.layout.pieces, strict=True):
-            # As FSDP2 cuts it, so that a subclass needs no other operations: a full piece first, then a view.
-            full = whole.new_zeros(piece.local_shape(0)).to(self.shard.device)
+        for p, piece in zip(self.params, self.layout.pieces, strict=True):
+            original = p.sharded
+            values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
+            # As FSDP2 does it, so that a subclass needs no other operations: a full piece first, then a view.
+            full = values.new_zeros(piece.local_shape(0)).to(self.shard.device)
             part = full.narrow(piece.dim, 0, piece.local_shape(rank)[piece.dim])
-            if part.numel() and whole.device.type != "meta":
-                part.copy_(piece.of(whole, rank))
-            attributes = p.sharded.__dict__
-            p.sharded = nn.Parameter(p.cut.face(part), requires_grad=p.sharded.requires_grad)
-            p.sharded.__dict__.update({k: v for k, v in attributes.items() if k not in part.__dict__})
+            if part.numel() and values.device.type != "meta":
+                part.copy_(piece.of(values, rank))
+            sharded = p.sharding.sharded_dtensor(part)
+            p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
+            attributes = original.__dict__.items()
+            p.sharded.__dict__.update({k: v for k, v in attributes if k not in part.__dict__})
             p.expected_local = local_of(p.sharded)
+        self._note_params()
 
     def _allocate(self, *, on_meta: bool = False) -> None:
-        self.layout = self._layout_of(self.params, with_flags=False)
+        self.layout = self.layout_of(self.params, with_flags=False)
         self.shard = torch.empty(0, dtype=_BYTE, device="meta" if on_meta else self.mesh.device)
         self._forget_derived()
 
     def _forget_derived(self) -> None:
         super()._forget_derived()
-        self._inputs: list[list[_Input]] = []
+        self._tensors: list[list[_Input]] = []
         self._metadata: list[Any] = []
-        self._recurring = _Recurring()
-        self._filled = False
 
     def local_views(self) -> list[torch.Tensor]:
         """Returns this rank's piece of each parameter, which is memory of the subclass's own."""
@@ -221,44 +191,46 @@ class ExtensionGroup(ParamGroup):
             p.expected_local = local_of(new)
             p.register(new)
             mark_sharded(p)
-        self._gradient_shard = None
+        self._note_params()
 
-    def without(self, leaving: Collection[ManagedParam]) -> ParamGroup | None:
+    def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
         """See `ParamGroup.without`."""
         staying = [p for p in self.params if p not in leaving]
         if not staying:
             return None
-        self.params = staying
-        self._allocate(on_meta=self.shard.device.type == "meta")
-        return self
+        smaller = ExtensionGroup(staying, self.spec)
+        smaller.collectives = self.collectives
+        return smaller
 
-    # -- gathering --------------------------------------------------------------------------------------
+    # -- all-gather -------------------------------------------------------------------------------------
 
-    def _source(self, runtime: Runtime) -> Source:
-        """Asks the parameters what they send, and copies it into the chunk, on the gather stream."""
-        stream = runtime.streams.gather
-        with runtime.streams.on(stream), torch.inference_mode(mode=False), torch.no_grad():
-            runtime.parameters_ready.wait(stream)
+    def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
+        """Asks the parameters what they send, copies it into the chunk on the gather stream, and starts."""
+        streams = comm_ctx.streams
+        with streams.on(streams.gather), torch.inference_mode(mode=False), torch.no_grad():
+            comm_ctx.parameters_ready.wait(streams.gather)
             answers = [self._ask(p) for p in self.params]
             self._metadata = [metadata for _, metadata in answers]
-            if not self._inputs:
-                self._lay_out([tensors for tensors, _ in answers], runtime)
-            for inputs, (tensors, _) in zip(self._inputs, answers, strict=True):
+            if not self._tensors:
+                self._lay_out([tensors for tensors, _ in answers], streams)
+            for inputs, (tensors, _) in zip(self._tensors, answers, strict=True):
                 for place, tensor in zip(inputs, tensors, strict=True):
                     into = self.shard.narrow(0, place.offset, place.nbytes)
                     into.view(tensor.dtype).copy_(tensor.reshape(-1))
-        if self._departure is None:
-            self._departure = Departure(self.shard, self.mesh, self.home, _BYTE, self._gather_label, runtime)
-        return self._departure.source(self.comms, self.name, self._version)
+        return super()._launch(comm_ctx, version)
 
-    def _ask(self, p: ManagedParam) -> tuple[Sequence[torch.Tensor], Any]:
+    def _make_inputs(self, comm_ctx: CommContext) -> list[AllGatherInput]:
+        tag = self._gather_tag
+        return [AllGatherInput(self.shard, self.mesh, _BYTE, tag, comm_ctx, self.collectives)]
+
+    def _ask(self, p: FSDPParam) -> tuple[Sequence[torch.Tensor], Any]:
         local: Any = local_of(p.sharded)
         pre = local.fsdp_pre_all_gather
         count = len(inspect.signature(pre).parameters)
         if count == 1:
             answer = pre(self._shard_mesh)
         elif count == 5:
-            shape = torch.Size(p.cut.shape)
+            shape = torch.Size(p.sharding.shape)
             stride = torch.empty(tuple(shape), device="meta").stride()
             answer = pre(self._shard_mesh, shape, stride, p.owners[0][0], self.mp_policy)
         else:
@@ -279,7 +251,7 @@ class ExtensionGroup(ParamGroup):
             )
         return tuple(answer[0]), answer[1]
 
-    def _full_shape(self, p: ManagedParam) -> tuple[int, ...]:
+    def _full_shape(self, p: FSDPParam) -> tuple[int, ...]:
         return self.layout.pieces[self.params.index(p)].local_shape(0)
 
     @property
@@ -287,56 +259,61 @@ class ExtensionGroup(ParamGroup):
         mesh = self.mesh.mesh
         return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
 
-    def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], runtime: Runtime) -> None:
+    def _lay_out(self, answers: Sequence[Sequence[torch.Tensor]], streams: Streams) -> None:
         """Fixes the places in the chunk by the first answers; every later one has to be alike."""
         offset = 0
+        buffers = []
         for tensors in answers:
             inputs = []
             for tensor in tensors:
                 nbytes = tensor.numel() * tensor.itemsize
                 numel = tensor.numel() * self.mesh.shard_size
-                output = RecurringBuffer(numel, tensor.dtype, self.mesh.device, runtime.streams)
+                output = RecurringBuffer.empty(numel, tensor.dtype, self.mesh.device, streams)
                 output.free()
-                self._recurring.buffers.append(output)
+                buffers.append(output)
                 inputs.append(_Input(offset, nbytes, tensor.size(), output))
                 offset += -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-            self._inputs.append(inputs)
-        offset += -(-LABEL_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
+            self._tensors.append(inputs)
+        offset += -(-TAG_NUMEL // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
         self.shard = torch.zeros(offset, dtype=_BYTE, device=self.mesh.device)
+        self._unsharded = UnshardedMemory(buffers, streams)
 
-    def _unpack(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
-            self._unsharded = self._recurring
-            self._recurring.allocate()
+    @torch.no_grad()
+    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+        memory = self._unsharded
+        if memory is None:
+            raise RuntimeError(f"the extensions of {self.name} were gathered before they were laid out")
+        with torch.inference_mode(mode=False):
+            memory.allocate()
             into: list[torch.Tensor] = []
             pieces: list[torch.Tensor] = []
-            for place in (place for inputs in self._inputs for place in inputs):
+            for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
-                    # `.data` has a version counter of its own: a refill is not a change to autograd.
+                    # `.data` has another version counter: a refill is not a change to autograd.
                     into += place.output.tensor.data.view(_BYTE).split(place.nbytes)
                     pieces += [chunk.narrow(0, place.offset, place.nbytes) for chunk in chunks]
             if into:
                 torch._foreach_copy_(into, pieces)
-            is_first = not self._filled
-            for p, inputs, metadata in zip(self.params, self._inputs, self._metadata, strict=True):
-                self._finish(p, tuple(place.gathered for place in inputs), metadata)
+            for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):
+                allocated = self._finish(p, tuple(place.gathered for place in inputs), metadata)
+                memory.buffers += [RecurringBuffer(each, gather.streams) for each in allocated]
             self._metadata = []
-            self._filled = True
-        if is_first:
-            self.on_new_unsharded()
+            memory.filled()
 
-    def _finish(self, p: ManagedParam, outputs: tuple[torch.Tensor, ...], metadata: Any) -> None:
-        """Makes the unsharded face, or fills it again."""
+    def _finish(
+        self, p: FSDPParam, outputs: tuple[torch.Tensor, ...], metadata: Any
+    ) -> Sequence[torch.Tensor]:
+        """Makes the unsharded parameter, or fills it again; returns what was allocated for it."""
         local: Any = local_of(p.sharded)
         if p.unsharded is not None:
-            face = local_of(p.unsharded) if isinstance(p.unsharded, DTensor) else p.unsharded
-            local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype, out=face)
-            return
+            out = local_of(p.unsharded) if isinstance(p.unsharded, DTensor) else p.unsharded
+            local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype, out=out)
+            return ()
         tensor, allocated = local.fsdp_post_all_gather(outputs, metadata, self.gather_dtype)
-        streams = self._runtime.streams
-        self._recurring.buffers += [RecurringBuffer.around(each, streams) for each in allocated]
-        shape = p.cut.shape
+        shape = p.sharding.shape
         stride = torch.empty(shape, device="meta").stride()
         packed = torch.as_strided(tensor, shape, stride, storage_offset=0)
-        p.unsharded = nn.Parameter(p.cut.unsharded_face(packed), requires_grad=p.sharded.requires_grad)
-        mark_whole(p)
+        unsharded = p.sharding.unsharded_tensor(packed)
+        p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
+        mark_unsharded(p.unsharded)
+        return tuple(allocated)

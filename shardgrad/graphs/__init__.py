@@ -1,7 +1,13 @@
-"""A whole training step as one graph of its device."""
+"""A whole training step as one graph of its device.
 
+Read `step.py` first (warm-up, capture, replay), then `capturable.py` (the protocol) and `engine_state.py`
+(the engine's adapters). `pool.py` owns stream and memory, `split_graph.py` the graphs of one step,
+`preflight/` finds what keeps a step from being a graph.
+"""
+
+from shardgrad.graphs import engine_state  # noqa: F401  (registers the adapters)
 from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.interludes import outside
+from shardgrad.graphs.eager_regions import outside
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.step import GraphedStep, UncapturableStepWarning, graphed_step
 

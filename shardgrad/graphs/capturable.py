@@ -1,74 +1,98 @@
-"""What takes part in a graphed step, and what a graph has to know about it.
+"""The protocol between `graphed_step` and whatever has state that a step uses.
 
-A graph repeats what a step launched. What the step launched was decided by Python, from facts of the host:
-which parameters train, whether a gradient is there to be added to, whether a module is in training mode. So
-whoever takes part tells its facts; a graph is replayed while they are what they were, and another one is
-captured when they are not. And since a replay runs no Python, whoever takes part can put the host's side into
-the state that the captured step left it in.
+A graph repeats what a step launched. Python decided what that was, from state of the host: which parameters
+require a gradient, whether a gradient is there to be added to, whether a module is in training mode. Each
+capturable object returns that state as *guards*, as Dynamo calls the conditions under which compiled code is
+valid: a graph is replayed while they are equal, and another graph is captured when they are not. A replay
+runs no Python, so each object also returns a *snapshot*, a function that puts its host state back to where
+the captured step left it.
+
+Nothing here knows the engine. `shardgrad.graphs.engine_state` has the adapters for sharded models and for
+`shardgrad.optim`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from operator import attrgetter, is_
+from collections.abc import Callable, Hashable, Iterator
+from functools import singledispatch
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
-from shardgrad.engine.grad_shard import GradientFacts
-from shardgrad.engine.param import managed_by
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.replaced_params import Registration
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
-from shardgrad.errors import CaptureError, OptionError
-from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.optim.grad_scaler import GradScaler
+from shardgrad.errors import OptionError, OptionTypeError
+from shardgrad.graphs.outputs import local_tensor
 
-__all__ = ["Capturable", "OutsideOptimizer", "capturable"]
+__all__ = ["Capturable", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
+
+# For one version: a subclass that still has an old name is refused, with the new one.
+_RENAMED = {
+    "facts": "guards",
+    "image": "snapshot",
+    "image_beyond_facts": "snapshot_unguarded",
+    "rest": "quiesce",
+    "broken_off": "abort_capture",
+    "hand_over": "before_eager_region",
+    "take_back": "after_eager_region",
+}
 
 
 class Capturable:
-    """Something that a step uses and that has state. Subclass it for what is neither module nor optimizer."""
+    """State that a step uses. Subclass it for state that is neither in a module nor in an optimizer."""
 
-    def facts(self) -> Hashable:
-        """Returns what is not fixed on the host and decides what a step launches. Called at every step."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for old, new in _RENAMED.items():
+            if old in vars(cls):
+                raise OptionTypeError(
+                    f"Capturable.{old}() is called {new}() now",
+                    expected=f"a class that defines {new}()",
+                    got=f"{cls.__qualname__}.{old}()",
+                    fix=f"rename the method to {new}",
+                )
+
+    def guards(self) -> Hashable:
+        """Returns the host state that may change and that decides what a step launches.
+
+        Called at every step. Two steps with equal guards launch the same work.
+        """
         return None
 
-    def rest(self) -> None:
-        """Leaves nothing half-done: called before a capture and at its end, inside it."""
+    def quiesce(self) -> None:
+        """Completes all work in flight. Called before a capture, at its end inside it, and after it."""
 
-    def broken_off(self) -> None:
-        """Drops what a capture that failed has left on the host."""
+    def abort_capture(self) -> None:
+        """Drops what a failed capture left on the host. Called before snapshots are restored."""
 
-    def hand_over(self) -> None:
-        """Makes gradients what somebody outside may read: called inside a capture, before a cut."""
+    def before_eager_region(self) -> None:
+        """Makes gradients readable for code outside of the graph. Called inside a capture, before a split."""
 
-    def take_back(self) -> None:
-        """Takes note that somebody outside may have written: called inside a capture, after a cut."""
+    def after_eager_region(self) -> None:
+        """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a split."""
 
-    def image(self) -> Callable[[], None]:
-        """Returns a function that puts the host's side back into its present state. Memory is not touched."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the present host state. It does not touch device memory."""
         return _nothing
 
-    def image_beyond_facts(self) -> Callable[[], None]:
-        """Returns as `image` does; what `facts` tell need not be put back, since they will be as now."""
-        return self.image()
+    def snapshot_unguarded(self) -> Callable[[], None]:
+        """Returns a function like `snapshot`'s that may leave out what `guards` cover.
+
+        It is called when the guards are equal to those of now.
+        """
+        return self.snapshot()
 
     def replayed(self) -> None:
-        """Takes note that a replay has changed what `tensors` returns."""
+        """Called after a replay, which has changed the memory that `tensors` yields."""
 
     def released(self) -> None:
-        """Takes note that no graph depends on its facts any more."""
+        """Called when no graph depends on the guards any more."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the memory in which state lives from step to step, with names."""
+        """Yields (name, tensor) for the memory in which state lives from step to step."""
         return iter(())
 
     def reports(self) -> dict[str, torch.Tensor]:
-        """Returns device scalars that a progress display may want, by name."""
+        """Returns device scalars for a progress display, by name."""
         return {}
 
 
@@ -80,20 +104,18 @@ def capturable(value: Any) -> Capturable:
     """Returns `value` as a `Capturable`.
 
     Raises:
-        OptionError: it is nothing that a step can have as state.
+        OptionError: `adapt` knows no adapter for its class.
     """
-    if isinstance(value, Capturable):
-        return value
-    if isinstance(value, nn.Module):
-        return _Module(value)
-    if isinstance(value, FlatOptimizer):
-        return _FlatOptimizer(value)
-    if isinstance(value, Optimizer):
-        return _Optimizer(value)
-    if isinstance(value, GradScaler):
-        return _Scaler(value)
-    if isinstance(value, torch.Generator):
-        return Capturable()  # the graph itself knows it
+    return value if isinstance(value, Capturable) else adapt(value)
+
+
+@singledispatch
+def adapt(value: Any) -> Capturable:
+    """Returns the adapter of an object; `adapt.register(cls, adapter)` adds one for a class.
+
+    Raises:
+        OptionError: there is none.
+    """
     raise OptionError(
         f"graphed_step was given a {type(value).__name__}",
         expected="modules, optimizers, shardgrad.GradScaler, generators, or a shardgrad.graphs.Capturable",
@@ -112,287 +134,50 @@ def _hint(value: Any) -> str:
     return repr(value)
 
 
-_TRAINING = attrgetter("training")
-_REQUIRES_GRAD = attrgetter("requires_grad")
-_GRAD = attrgetter("grad")
-_IS_LAST = attrgetter("is_last_backward")
-_STATE = attrgetter("state")
-_CONTEXT = attrgetter("context")
-_GENERATION = attrgetter("generation")
-_GRADIENT_SHARD = attrgetter("gradient_shard")
-_SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
-_ADDRESS = torch.Tensor.data_ptr
-
-
-class _Module(Capturable):
-    """A module: sharded, plain, or a mixture."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._modules = list(module.modules())
-        self._look()
-
-    def _look(self) -> None:
-        """Finds what is in the module; units learn of their root in the first forward."""
-        self._units = units_under(self._module)
-        self._groups = [group for unit in self._units for group in unit.groups]
-        _refuse_what_no_graph_repeats(self._groups)
-        self._made_of = self._identities()
-        known = {id(unit.context): unit.context for unit in self._units if unit.context is not None}
-        self._contexts: list[RootContext] = list(known.values())
-        self._reducers = [reducer for unit in self._units for reducer in unit.reducers]
-        params = [p for group in self._groups for p in group.params]
-        self._sharded = [p.sharded for p in params]
-        whole = {id(each) for p in params for each in (p.unsharded, p.post_forward)}
-        self._plain = [p for p in self._module.parameters() if managed_by(p) is None and id(p) not in whole]
-        self._buffers = list(self._module.buffers())
-        self._registration = Registration(params)
-        shards = map(_GRADIENT_SHARD, self._groups)
-        self._gradients = GradientFacts([shard for shard in shards if shard is not None])
-
-    def _identities(self) -> tuple[list[Any], ...]:
-        """Returns what `_look` has to be repeated for, if one of them is another."""
-        return (
-            list(map(_CONTEXT, self._units)),
-            list(map(_GRADIENT_SHARD, self._groups)),
-            list(map(_GENERATION, self._groups)),
-        )
-
-    def facts(self) -> Hashable:
-        """See `Capturable`."""
-        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters answer three times as fast
-            return self._read()
-
-    def _read(self) -> Hashable:
-        if not self._registration.holds():
-            for group in self._groups:
-                group.adopt()
-        if self._identities() != self._made_of:
-            self._look()
-        return (
-            tuple(map(_REQUIRES_GRAD, self._sharded)),
-            tuple(map(_REQUIRES_GRAD, self._plain)),
-            tuple(map(id, map(_GRAD, self._plain))),
-            tuple(map(_ADDRESS, self._plain)),
-            tuple(map(_ADDRESS, self._buffers)),
-            tuple(map(_GENERATION, self._groups)),
-            self._gradients.read(),
-            self._switches(),
-        )
-
-    def _switches(self) -> tuple[Any, ...]:
-        """Returns what a step may set, besides gradients."""
-        return (
-            tuple(map(_TRAINING, self._modules)),
-            tuple(map(_SWITCHES, self._units)),
-            tuple(map(_IS_LAST, self._contexts)),
-            tuple(map(_STATE, self._reducers)),
-        )
-
-    def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        training, of_units, is_last, states = switches
-        for module, flag in zip(self._modules, training, strict=True):
-            module.training = flag
-        for unit, (after_forward, after_backward, in_backward) in zip(self._units, of_units, strict=True):
-            unit.reshard_after_forward = after_forward
-            unit.reshard_after_backward = after_backward
-            unit.unshard_in_backward = in_backward
-        for context, flag in zip(self._contexts, is_last, strict=True):
-            context.is_last_backward = flag
-        for reducer, state in zip(self._reducers, states, strict=True):
-            reducer.state = state
-
-    def rest(self) -> None:
-        """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
-        for context in self._contexts:
-            context.rest()
-            context.runtime.streams.forget_marks()
-
-    def broken_off(self) -> None:
-        """See `Capturable`."""
-        for context in self._contexts:
-            context.runtime.streams.forget_marks()
-            context.recover()
-
-    def hand_over(self) -> None:
-        """See `Capturable`."""
-        for group in self._groups:
-            if group.has_gradients:
-                group.gradients().pay()
-
-    def take_back(self) -> None:
-        """See `Capturable`."""
-        for context in self._contexts:
-            context.parameters_written()
-
-    def image(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        gradients = [(p, p.grad) for p in self._plain]
-        shards = [group.gradients() for group in self._groups if group.has_gradients]
-        bindings = [(shard, shard.binding()) for shard in shards]
-        switches = self._switches()
-
-        def restore() -> None:
-            for param, grad in gradients:
-                if param.grad is not grad:
-                    param.grad = grad
-            for shard, binding in bindings:
-                shard.rebind(binding)
-            if self._switches() != switches:
-                self._set_switches(switches)
-
-        return restore
-
-    def image_beyond_facts(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        restore, gradients, pending = self.image(), self._gradients, self._gradients.pending()
-
-        def restore_pending() -> None:
-            if not all(map(is_, gradients.pending(), pending)):
-                restore()
-
-        return restore_pending
-
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
-        flags = [group.gradients().flags for group in self._groups if group.has_gradients]
-        return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
-
-    def replayed(self) -> None:
-        """See `Capturable`. Parameters that somebody keeps whole are stale now, as after a backward."""
-        for group in self._groups:
-            group.steps_taken += 1
-            group.reshard(for_good=True)
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Capturable`."""
-        for name, param in self._module.named_parameters():
-            if managed_by(param) is None:
-                yield name, param.detach()
-                if param.grad is not None:
-                    yield f"gradient of {name}", param.grad
-        yield from self._module.named_buffers()
-        for group, reducer in zip(self._groups, self._reducers, strict=True):
-            yield f"shard of {group.name}", group.shard
-            if group.has_gradients:
-                shard = group.gradients()
-                yield f"gradient shard of {group.name}", shard.flat
-                if shard.owed is not None:
-                    yield f"factor that gradients of {group.name} owe", shard.owed
-            for what, buffer in reducer.buffers().items():
-                yield f"{what} of {group.name}", buffer
-
-
-def _refuse_what_no_graph_repeats(groups: Iterable[ParamGroup]) -> None:
-    for group in groups:
-        where = f"unit {group.name}" if group.name else None
-        if group.home.is_away:
-            raise CaptureError(
-                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, which "
-                "no graph repeats",
-                expected=f"shards on {group.mesh.device}",
-                got=f"shards on {group.home.device}",
-                where=where,
-                fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
-            )
-        if not group.is_flat:
-            raise CaptureError(
-                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: what its methods decide "
-                "in Python, and memory they keep to themselves, no graph repeats",
-                expected="parameters without all-gather extensions",
-                got=", ".join(param.name for param in group.params),
-                where=where,
-                fix="call the step without graphed_step",
-            )
-
-
-class _FlatOptimizer(Capturable):
-    """One of `shardgrad.optim`: whatever can change is in device memory."""
-
-    def __init__(self, optimizer: FlatOptimizer) -> None:
-        self._optimizer = optimizer
-
-    def facts(self) -> Hashable:
-        """See `Capturable`."""
-        return self._optimizer.facts()
-
-    def image(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        return self._optimizer.image()
-
-    def released(self) -> None:
-        """See `Capturable`."""
-        self._optimizer.forget_captures()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Capturable`."""
-        for what, tensor in self._optimizer.buffers():
-            yield f"{what} of {type(self._optimizer).__name__}", tensor
-
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`."""
-        return {"skipped steps": self._optimizer.skipped_steps}
-
-
-class _Optimizer(Capturable):
-    """Any other optimizer. Numbers in its groups are constants of a graph, and so facts."""
+class OptimizerState(Capturable):
+    """An optimizer of torch or of another library. Numbers in its groups are constants of a graph: guards."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
 
-    def facts(self) -> Hashable:
+    def guards(self) -> Hashable:
         """See `Capturable`."""
         numbers = tuple(
-            (key, _fixed(value))
+            (key, _constant(value))
             for group in self._optimizer.param_groups
             for key, value in group.items()
             if key != "params"
         )
-        members = tuple(len(group["params"]) for group in self._optimizer.param_groups)
-        return numbers, members, tuple(tensor.data_ptr() for _, tensor in self.tensors())
+        counts = tuple(len(group["params"]) for group in self._optimizer.param_groups)
+        return numbers, counts, tuple(tensor.data_ptr() for _, tensor in self.tensors())
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Capturable`."""
-        for number, of in enumerate(self._optimizer.state.values()):
-            for key, value in of.items():
+        for number, state in enumerate(self._optimizer.state.values()):
+            for key, value in state.items():
                 if isinstance(value, torch.Tensor):
-                    local = getattr(value, "_local_tensor", value)
-                    yield f"{key} of parameter {number} of {type(self._optimizer).__name__}", local
+                    name = f"{key} of parameter {number} of {type(self._optimizer).__name__}"
+                    yield name, local_tensor(value)
 
 
-def _fixed(value: Any) -> Hashable:
-    """Returns what a graph has of a hyperparameter: a number itself, of a tensor the address."""
+def _constant(value: Any) -> Hashable:
+    """Returns what a graph keeps of a hyperparameter: a number itself, the address of a tensor."""
     if isinstance(value, torch.Tensor):
         return value.data_ptr()
     return value if isinstance(value, Hashable) else repr(value)
 
 
-class OutsideOptimizer(_Optimizer):
-    """An optimizer whose steps run between the pieces of a graph: nothing about it has to be fixed."""
+class EagerOptimizer(OptimizerState):
+    """An optimizer that steps in an eager region of a split graph: nothing about it has to be constant."""
 
-    def facts(self) -> Hashable:
+    def guards(self) -> Hashable:
         """See `Capturable`."""
         return None
 
 
-class _Scaler(Capturable):
-    """`shardgrad.GradScaler`."""
+@adapt.register
+def _generator(value: torch.Generator) -> Capturable:
+    return Capturable()  # the graph registers it
 
-    def __init__(self, scaler: GradScaler) -> None:
-        self._scaler = scaler
 
-    def facts(self) -> Hashable:
-        """See `Capturable`."""
-        return self._scaler.facts()
-
-    def image(self) -> Callable[[], None]:
-        """See `Capturable`."""
-        return self._scaler.image()
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `Capturable`."""
-        return self._scaler.buffers()
-
-    def reports(self) -> dict[str, torch.Tensor]:
-        """See `Capturable`."""
-        return {name: tensor for name, tensor in self._scaler.buffers() if name == "loss scale"}
+adapt.register(Optimizer, OptimizerState)

@@ -1,4 +1,4 @@
-"""A captured step: its graphs, and what a replay leaves on the host."""
+"""A captured step: its graphs, and the host state that a replay leaves."""
 
 from __future__ import annotations
 
@@ -6,40 +6,42 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.pieces import Pieces
+from shardgrad.graphs.split_graph import SplitGraph
 
-__all__ = ["Captured"]
+__all__ = ["CapturedStep"]
 
 
-class Captured:
-    """The graphs of a step, and the state in which the step that they repeat left the host.
+class CapturedStep:
+    """The graphs of a step, and snapshots of the host state after its capture.
 
     Args:
-        pieces: recorded.
-        outputs: what the step returned while it was.
-        capturables: that took part.
-        facts: theirs, when the call began.
+        graph: captured.
+        outputs: of the captured call.
+        capturables: of the step.
+        guards: theirs, at the beginning of the captured call.
 
     Attributes:
-        outputs: as given; every replay writes them.
+        outputs: as given; every replay overwrites them.
     """
 
     def __init__(
-        self, pieces: Pieces, outputs: Any, capturables: Sequence[Capturable], facts: Sequence[Hashable]
+        self, graph: SplitGraph, outputs: Any, capturables: Sequence[Capturable], guards: Sequence[Hashable]
     ) -> None:
-        self._pieces = pieces
+        self._graph = graph
         self._capturables = capturables
-        # Facts were compared when the call began, but what runs between pieces may change them.
-        self._images = [
-            each.image_beyond_facts() if not pieces.are_cut and each.facts() == before else each.image()
-            for each, before in zip(capturables, facts, strict=True)
+        # Guards are compared at the beginning of a call, and an eager region may change what they cover.
+        self._snapshots = [
+            each.snapshot_unguarded()
+            if not graph.has_eager_regions and each.guards() == before
+            else each.snapshot()
+            for each, before in zip(capturables, guards, strict=True)
         ]
         self.outputs = outputs
 
     def replay(self) -> Any:
-        """Takes a step; returns the outputs, always the same tensors."""
-        self._pieces.replay()
-        for restore in self._images:
+        """Takes a step; returns the outputs, the same tensors each time."""
+        self._graph.replay()
+        for restore in self._snapshots:
             restore()
         for each in self._capturables:
             each.replayed()
@@ -47,4 +49,4 @@ class Captured:
 
     def reset(self) -> None:
         """Destroys the graphs."""
-        self._pieces.reset()
+        self._graph.reset()

@@ -1,14 +1,14 @@
-"""What a step is called with, sorted once: tensors that are copied, tensors that stay, and constants.
+"""The arguments of a step: copied tensors, static tensors, constants, and values that choose the graph.
 
-| kind     | what                                             | at the next call                        |
-|----------|--------------------------------------------------|-----------------------------------------|
-| copied   | tensors                                          | goes into the buffer that the step sees |
-| static   | parameters, buffers, see `mark_static_address`   | other memory is another graph           |
-| constant | numbers                                          | has to be equal, or is refused          |
-| choice   | None, booleans, strings, the structure, all else | another one is another graph            |
+| kind     | what                                                      | at the next call                    |
+|----------|-----------------------------------------------------------|-------------------------------------|
+| copied   | tensors                                                   | is copied into the graph's input    |
+| static   | parameters, buffers, tensors with `mark_static_address`   | another address is another graph    |
+| constant | numbers                                                   | has to be equal, or is refused      |
+| key      | None, booleans, strings, the structure, any other object  | another value is another graph      |
 
-Tensors on the host arrive in the step as tensors on the device, since a graph cannot read what a program
-writes to the host's memory later.
+A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program writes to
+host memory later.
 """
 
 from __future__ import annotations
@@ -27,76 +27,79 @@ from shardgrad.errors import StepInputError
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.staging import HostStaging
 
-__all__ = ["InputBuffers", "Inputs", "sort_inputs"]
+__all__ = ["InputBuffers", "Inputs", "flatten_inputs"]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """One call's arguments, taken apart.
+    """The flattened arguments of one call.
 
     Attributes:
-        tensors: those to be copied, in order.
-        choices: decides, with facts of the host, which graph is used.
-        constants: numbers, with the places they were found at.
-        rebuild: given tensors in the place of `tensors`, returns (args, kwargs).
+        tensors: tensors to copy, in order.
+        key: chooses the graph, together with the guards.
+        constants: (index of the leaf, number).
+        rebuild: given tensors in place of `tensors`, returns (args, kwargs).
     """
 
     tensors: list[torch.Tensor]
-    choices: Hashable
+    key: Hashable
     constants: tuple[tuple[int, float], ...]
     rebuild: Callable[[Sequence[torch.Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]
 
 
-def sort_inputs(args: tuple[Any, ...], kwargs: dict[str, Any], *, micro_batches: int | None = None) -> Inputs:
-    """Takes a call's arguments apart.
+def flatten_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], *, micro_batches: int | None = None
+) -> Inputs:
+    """Flattens the arguments of a call.
 
     Args:
-        args: as the step was called.
-        kwargs: the same.
-        micro_batches: how many there have to be in each argument that is a list, a tuple or a tensor.
+        args: positional arguments of the call.
+        kwargs: keyword arguments of the call.
+        micro_batches: the length that each list, tuple and tensor among the arguments must have; None for
+            any.
 
     Raises:
-        StepInputError: a tensor that cannot be copied into a buffer, an object that cannot be compared, no
-            tensor at all, or another number of micro-batches.
+        StepInputError: a tensor cannot be copied, an object cannot be compared, there is no tensor at all, or
+            the number of micro-batches is another.
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
     leaves, spec = _flatten((args, kwargs))
     tensors: list[torch.Tensor] = []
-    places: list[int] = []
-    choices: list[Hashable] = [spec]
+    indices: list[int] = []
+    key: list[Hashable] = [spec]
     constants: list[tuple[int, float]] = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if _is_static(leaf):
-                choices.append((leaf.data_ptr(), leaf.shape, leaf.dtype))
+                key.append((leaf.data_ptr(), leaf.shape, leaf.dtype))
                 continue
-            _require_plain(leaf, place)
+            _require_plain(leaf, index)
             tensors.append(leaf)
-            places.append(place)
-            choices.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type))
+            indices.append(index)
+            key.append((leaf.shape, leaf.stride(), leaf.dtype, leaf.device.type))
         elif isinstance(leaf, int | float) and not isinstance(leaf, bool):
-            constants.append((place, leaf))
-            choices.append(type(leaf).__name__)
+            constants.append((index, leaf))
+            key.append(type(leaf).__name__)
         else:
-            choices.append(_choice(leaf, place))
+            key.append(_comparable(leaf, index))
 
     if not tensors:
         raise StepInputError(
             "a graphed step was called without a tensor",
-            expected="the data as tensors: every replay reads them where the step before left them",
+            expected="the batch as tensors, which are copied into the graph's inputs at every replay",
             got=f"{len(leaves)} arguments, none of them a tensor to be copied",
             fix="pass the batch as an argument, instead of closing over it",
         )
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         filled = list(leaves)
-        for place, tensor in zip(places, replacements, strict=True):
-            filled[place] = tensor
+        for index, tensor in zip(indices, replacements, strict=True):
+            filled[index] = tensor
         args, kwargs = _unflatten(filled, spec)
         return args, kwargs
 
-    return Inputs(tensors, tuple(choices), tuple(constants), rebuild)
+    return Inputs(tensors, tuple(key), tuple(constants), rebuild)
 
 
 def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> None:
@@ -114,11 +117,11 @@ def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> N
 
 
 def _is_static(tensor: torch.Tensor) -> bool:
-    # What torch.compile goes by too; see torch._dynamo.mark_static_address.
+    # As torch.compile does; see torch._dynamo.mark_static_address.
     return isinstance(tensor, nn.Parameter | nn.Buffer) or hasattr(tensor, "_dynamo_static_input_type")
 
 
-def _require_plain(tensor: torch.Tensor, place: int) -> None:
+def _require_plain(tensor: torch.Tensor, index: int) -> None:
     why = ""
     if type(tensor) is not torch.Tensor:
         why = f"it is a {type(tensor).__name__}"
@@ -130,17 +133,17 @@ def _require_plain(tensor: torch.Tensor, place: int) -> None:
         why = "it has no data (device meta)"
     if why:
         raise StepInputError(
-            f"input {place} of a graphed step cannot be copied: {why}",
+            f"input {index} of a graphed step cannot be copied: {why}",
             expected="plain dense tensors that require no gradient",
             got=f"{type(tensor).__name__} of shape {tuple(tensor.shape)}, {tensor.layout}",
-            fix="make it inside of the step, or pass x.detach()",
+            fix="make it inside the step, or pass x.detach()",
         )
 
 
-def _choice(leaf: Any, place: int) -> Hashable:
+def _comparable(leaf: Any, index: int) -> Hashable:
     if not isinstance(leaf, Hashable):
         raise StepInputError(
-            f"input {place} of a graphed step cannot be compared with the next call's",
+            f"input {index} of a graphed step cannot be compared with the next call's",
             expected="tensors, numbers, None, booleans, strings, and trees or dataclasses of them",
             got=type(leaf).__name__,
             fix="torch.utils._pytree.register_pytree_node makes a class a tree",
@@ -153,7 +156,7 @@ def _choice(leaf: Any, place: int) -> Hashable:
 
 @dataclass(frozen=True)
 class _Spec:
-    """A tree whose leaves may be trees of their own: dataclasses and block masks."""
+    """A tree whose leaves may be trees too: dataclasses and block masks."""
 
     outer: TreeSpec
     inner: tuple[tuple[type, _Spec] | None, ...]
@@ -184,7 +187,7 @@ def _unflatten(leaves: Sequence[Any], spec: _Spec) -> Any:
             continue
         kind, below = inner
         count = _count(below)
-        found.append(_whole(kind, _unflatten(remaining[:count], below)))
+        found.append(_instance_of(kind, _unflatten(remaining[:count], below)))
         del remaining[:count]
     return tree_unflatten(found, spec.outer)
 
@@ -194,7 +197,7 @@ def _count(spec: _Spec) -> int:
 
 
 def _parts_of(leaf: Any) -> Any:
-    """Returns what a leaf is made of, or None if it is one."""
+    """Returns the attributes of a dataclass or block mask; None for a plain leaf."""
     if isinstance(leaf, BlockMask):
         return dict(vars(leaf))
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
@@ -202,22 +205,27 @@ def _parts_of(leaf: Any) -> Any:
     return None
 
 
-def _whole(kind: Any, parts: Any) -> Any:
-    whole = object.__new__(kind)
+def _instance_of(kind: Any, parts: Any) -> Any:
+    """Returns an instance with these attributes. `__init__` does not run: a copy must not validate again."""
+    instance = object.__new__(kind)
     for name, value in parts.items():
-        object.__setattr__(whole, name, value)
-    return whole
+        object.__setattr__(instance, name, value)
+    return instance
 
 
 # -- buffers ------------------------------------------------------------------------------------------------
 
 
 class InputBuffers:
-    """The memory in which a step finds its inputs, for inputs of one kind.
+    """The inputs of a graph: one buffer for each copied tensor, at a constant address.
 
     Args:
-        inputs: the first of their kind.
-        pool: whose device and stream are used.
+        inputs: the first with this key.
+        pool: gives device and stream.
+
+    Attributes:
+        buffers: in the order of `Inputs.tensors`.
+        arguments: (args, kwargs) for the step, with the buffers in place of the tensors.
     """
 
     def __init__(self, inputs: Inputs, pool: GraphPool) -> None:
@@ -232,8 +240,8 @@ class InputBuffers:
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.
 
-        Streams: on the pool's stream, inside a turn. Tensors of the host travel on a stream of their own, so
-        that they arrive while the step before is running; for all of them it is one copy.
+        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are transferred on another
+            stream, in one copy, while the step before is running.
 
         Raises:
             StepInputError: a constant has changed.
@@ -253,13 +261,13 @@ class InputBuffers:
 
     def _refuse(self, constants: tuple[tuple[int, float], ...]) -> None:
         changed = [
-            (place, old, new)
-            for (place, old), (_, new) in zip(self._constants, constants, strict=True)
+            (index, old, new)
+            for (index, old), (_, new) in zip(self._constants, constants, strict=True)
             if old != new
         ]
         raise StepInputError(
             "a number that a graphed step was built with has changed",
-            expected=", ".join(f"input {place} = {old!r}" for place, old, _ in changed),
-            got=", ".join(f"input {place} = {new!r}" for place, _, new in changed),
-            fix="pass a tensor: torch.tensor(x); or step.reset(), to begin anew",
+            expected=", ".join(f"input {index} = {old!r}" for index, old, _ in changed),
+            got=", ".join(f"input {index} = {new!r}" for index, _, new in changed),
+            fix="pass a tensor: torch.tensor(x); or call step.reset() first",
         )

@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from shardgrad.errors import StepOutputError
 
-__all__ = ["clones", "detached", "scalars"]
+__all__ = ["clones", "detached", "local_tensor", "scalars", "used_on"]
 
 
 def detached(outputs: Any) -> Any:
     """Returns a step's outputs without their autograd graph.
 
     Raises:
-        StepOutputError: something besides tensors and None is among them, which no replay brings up to date.
+        StepOutputError: an output is neither a tensor nor None, so a replay could not update it.
     """
 
     def check(path: Any, leaf: Any) -> Any:
@@ -27,7 +28,7 @@ def detached(outputs: Any) -> Any:
         raise StepOutputError(
             f"a graphed step returned a {type(leaf).__name__}, output{keystr(path)}",
             expected="tensors and None, in any tree",
-            got=f"{leaf!r}, which would be the same for ever",
+            got=f"{leaf!r}, which would be the same after every replay",
             fix="return the tensor it was made of, without .item(); or compute it outside of the step",
         )
 
@@ -36,20 +37,27 @@ def detached(outputs: Any) -> Any:
 
 
 def clones(outputs: Any) -> Any:
-    """Returns copies, which no later replay overwrites. Streams: made on the current stream."""
+    """Returns copies, which no later replay overwrites.
+
+    Streams: the current one.
+    """
     return tree_map(lambda leaf: None if leaf is None else leaf.clone(), outputs)
 
 
-def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
-    """Returns the outputs, and tells the allocator that another stream is going to use them.
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a DTensor on this rank, and any other tensor as it is."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
-    For those of an eager step, and copies. The memory of a graph's outputs belongs to the graph.
+
+def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
+    """Returns the outputs, and tells the allocator that `stream` uses them.
+
+    For the outputs of an eager step, and for copies. The memory of a graph's outputs belongs to the graph.
     """
     if stream is not None:
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor):
-                local: torch.Tensor = getattr(leaf, "_local_tensor", leaf)
-                local.record_stream(stream)
+                local_tensor(leaf).record_stream(stream)
     return outputs
 
 

@@ -1,7 +1,7 @@
-"""Where graphed steps run: one stream, and the memory that their graphs share.
+"""The stream that graphed steps run on, and the memory pool that their graphs share.
 
-Graphs of one pool take turns on its stream, so what one leaves behind in the pool another may use, and nobody
-has to wait for anything but the stream.
+Graphs of one pool run on its stream one after the other, so a graph may reuse memory of the pool that an
+earlier one left, and no wait is needed but for the stream.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait_for_stream
 from shardgrad.errors import CaptureError
 
 __all__ = ["DeviceGraph", "GraphPool"]
@@ -26,14 +26,14 @@ class DeviceGraph(Protocol):
         """Launches the recorded work on the current stream."""
 
     def reset(self) -> None:
-        """Gives up the recorded work and its memory."""
+        """Frees the recorded work and its memory."""
 
 
 class GraphPool:
-    """A stream and a pool of memory for graphs that never overlap.
+    """A stream and a memory pool for graphs that never run at the same time.
 
-    Pass one to several `graphed_step`s that use the same model, for example one for training and one for
-    evaluation: they share memory then.
+    Steps that use the same model, for example one for training and one for evaluation, share memory if they
+    share a pool.
 
     Args:
         device: of the models and optimizers; None for the current accelerator, or the CPU without one.
@@ -42,8 +42,8 @@ class GraphPool:
         device: as given, with an index.
         stream: on which steps run; None on the CPU.
         can_capture: False where the device has no graphs: steps run eagerly there.
-        nbytes: reserved by the captures so far, beyond what eager steps had reserved.
-        calls: of all steps that run here; each may overwrite what an earlier one returned.
+        nbytes: bytes that captures have reserved so far, beyond what eager steps had reserved.
+        calls: number of calls of all steps of this pool; each may overwrite what an earlier one returned.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -57,28 +57,28 @@ class GraphPool:
 
     @contextmanager
     def turn(self) -> Iterator[Stream]:
-        """Makes the pool's stream current. It waits for the caller's stream, and afterwards the other way.
+        """Makes the pool's stream current inside the block.
 
         Yields:
             The caller's stream, None on the CPU.
+
+        Streams: the pool's stream waits for the caller's; after the block the caller's waits for the pool's.
         """
         if self.stream is None:
             yield None
             return
         caller = torch.accelerator.current_stream(self.device)
-        if caller != self.stream:
-            self.stream.wait_stream(caller)
+        wait_for_stream(self.stream, caller)
         with self.stream:
             yield caller
-        if caller != self.stream:
-            caller.wait_stream(self.stream)
+        wait_for_stream(caller, self.stream)
 
     @contextmanager
     def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:
-        """Records what is launched on the pool's stream, and on streams that join it, instead of running it.
+        """Captures what the block launches on the pool's stream, and on streams that join it.
 
-        Inside `turn`. The host waits for the device first. If the block raises, nothing is left of the
-        capture.
+        Called inside `turn`. The host waits for the device first. If the block raises, the capture is
+        ended and its graph destroyed.
 
         Raises:
             CaptureError: this thread's stream is being captured already.
@@ -91,8 +91,8 @@ class GraphPool:
                 fix="call the inner function itself; it becomes part of the outer graph",
             )
         gc.collect()  # a tensor of a dead cycle must not be freed into the capture
-        torch.accelerator.synchronize(self.device)
-        # What eager steps have reserved and not in use, the graph may have.
+        wait_for_device(self.device)
+        # So that the graph may reserve what eager steps hold in the cache and do not use.
         torch.get_device_module(self.device).empty_cache()
         reserved = self._reserved()
         graph = self._begin(generators)
@@ -101,7 +101,7 @@ class GraphPool:
         try:
             yield graph
         except BaseException:
-            self._give_up(graph, generators)
+            self._discard(graph, generators)
             raise
         finally:
             if collecting:
@@ -121,11 +121,11 @@ class GraphPool:
             for generator in generators:
                 graph.register_generator_state(generator)
             self._handle = self._handle or torch.cuda.graph_pool_handle()
-            # Not "global": another thread of the process group looks at its events all the time.
+            # Not "global": the watchdog thread of a process group queries events all the time.
             graph.capture_begin(self._handle, capture_error_mode="thread_local")
         elif generators:
             raise CaptureError(
-                f"graphs of {self.device.type} know the device's own random numbers only",
+                f"graphs of {self.device.type} support the device's default generator only",
                 expected="operations without generator=",
                 got=f"{len(generators)} generators",
                 fix="leave torch.Generator out of graphed_step(...), and generator= out of the step",
@@ -135,22 +135,23 @@ class GraphPool:
             graph.capture_begin()
         return graph
 
-    def _give_up(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
+    def _discard(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
+        """Ends a failed capture and destroys its graph."""
         try:
             graph.capture_end()
         except Exception:
-            # What the device says of a capture that was broken off adds nothing.
+            # The cause is the exception that ended the block; this one adds nothing to it.
             if self.device.type == "cuda":
-                self._tell_torch(generators)
+                self._end_in_torch(generators)
         graph.reset()
 
-    def _tell_torch(self, generators: Sequence[torch.Generator]) -> None:
-        """Ends for torch a capture that CUDA has ended already."""
+    def _end_in_torch(self, generators: Sequence[torch.Generator]) -> None:
+        """Ends torch's side of a capture that CUDA has ended already."""
         with suppress(RuntimeError):
-            # The allocator would go on to hold back memory that other streams have used.
+            # Otherwise the allocator keeps deferring frees of memory that other streams have used.
             torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
         with suppress(RuntimeError):
-            # Generators of torch 2.11 draw nothing until a capture that they took part in has ended well.
+            # Generators of torch 2.11 cannot be used until a capture that they are registered with succeeds.
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)

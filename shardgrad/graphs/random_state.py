@@ -1,4 +1,4 @@
-"""The random numbers that a step draws."""
+"""The state of the random number generators that a step may draw from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["RandomState"]
 
 
 class RandomState:
-    """The state of the host's, of one device's, and of further generators at the moment this was made."""
+    """A copy of the state of the host's generator, of one device's, and of further ones."""
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self._others = [(generator, generator.get_state()) for generator in generators]
@@ -19,8 +19,8 @@ class RandomState:
         self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._state = None if self._module is None else self._module.get_rng_state(device)
 
-    def put_back(self) -> None:
-        """Makes all of them go on from that moment."""
+    def restore(self) -> None:
+        """Puts all of them back into this state."""
         for generator, state in self._others:
             generator.set_state(state)
         torch.set_rng_state(self._host)

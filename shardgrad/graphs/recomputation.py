@@ -1,16 +1,16 @@
-"""Regions that backward computes again (`torch.utils.checkpoint`), while a graph is recorded.
+"""Regions that backward recomputes (`torch.utils.checkpoint`), inside a capture.
 
-By default a region saves the state of random numbers, to draw the same ones again. That state cannot be read
-during a capture. A region that draws none does not need it. One that draws is refused: it would draw others.
+By default a region saves the state of random numbers in forward, to draw the same ones when it is recomputed.
+That state cannot be read during a capture. A region that draws no random numbers does not need it, so nothing
+is saved then; a region that draws when it is recomputed is refused, because it would draw other numbers.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,25 +20,26 @@ from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import CaptureError
+from shardgrad.graphs.torch_patches import Patch, Replacement
 
-__all__ = ["draws_again", "recorded_without_random_state"]
+__all__ = ["captured_recomputation", "draws_again"]
 
 
 def draws_again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether an operation draws random numbers that have to be those of an earlier forward.
 
-    To be asked while the operation runs, in the thread in which it does.
+    Called while the operation runs, in the thread that runs it.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     names = (argument.name for argument in func._schema.arguments)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Attention is tagged whether it drops anything or not.
+    # Attention has the tag whether or not it drops anything.
     return given.get("dropout_p", given.get("p")) != 0 and _is_recomputing()
 
 
 def _is_recomputing() -> bool:
-    """Returns whether a region that preserves the state of random numbers is being computed again."""
+    """Returns whether a region that preserves the state of random numbers is being recomputed."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == checkpoint.__file__:
@@ -51,18 +52,40 @@ def _is_recomputing() -> bool:
 
 
 @contextmanager
-def recorded_without_random_state() -> Iterator[None]:
-    """Lets regions be captured that preserve the state of random numbers, as long as they draw none.
+def captured_recomputation() -> Iterator[None]:
+    """Captures regions that preserve the state of random numbers, as long as they draw none.
 
     Raises:
         CaptureError: inside the block, from a backward that draws.
     """
-    _let_regions_save_nothing()
-    with _Guard():
+
+    def replacements() -> Iterator[Replacement]:
+        yield checkpoint, "get_device_states", _without_captured_devices
+
+    with _patch.active(replacements), _RefuseDraws():
         yield
 
 
-class _Guard(TorchDispatchMode):
+_patch = Patch()
+
+
+def _without_captured_devices(get_device_states: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's function, which saves no state where the calling thread is capturing."""
+
+    @functools.wraps(get_device_states)
+    def readable_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+        devices = {
+            t.device for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.device.type != "cpu"
+        }
+        if any(map(is_capturing, devices)):
+            return [], []
+        states: tuple[list[int], list[torch.Tensor]] = get_device_states(*args)
+        return states
+
+    return readable_device_states
+
+
+class _RefuseDraws(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
@@ -84,21 +107,3 @@ class _Guard(TorchDispatchMode):
                 fix="move the dropout out of the region",
             )
         return func(*args, **kwargs)
-
-
-@cache
-def _let_regions_save_nothing() -> None:
-    """Has regions save no state of a device that is captured. For good: threads may capture together."""
-    get_device_states = checkpoint.get_device_states
-
-    @functools.wraps(get_device_states)
-    def states_if_readable(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
-        devices = {
-            t.device for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.device.type != "cpu"
-        }
-        if any(map(is_capturing, devices)):
-            return [], []
-        states: tuple[list[int], list[torch.Tensor]] = get_device_states(*args)
-        return states
-
-    checkpoint.get_device_states = states_if_readable

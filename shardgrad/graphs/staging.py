@@ -1,4 +1,4 @@
-"""Tensors of the host on their way to the device."""
+"""Copies of host tensors to the device: one transfer a call, overlapped with the step before."""
 
 from __future__ import annotations
 
@@ -6,80 +6,85 @@ from collections.abc import Sequence
 
 import torch
 
+from shardgrad.engine.streams import EagerEvent, wait_for_stream
 from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["HostStaging"]
 
 _ALIGNMENT = 256
-_ROUNDS = 2  # one travels while the step before it runs
+_BUFFERS = 2  # one is transferred while the step before uses the other
 
 
-class _Round:
-    """Pinned memory, memory of the device, and when each is free again."""
+class _StagingBuffer:
+    """Pinned host memory and device memory of one transfer.
+
+    Attributes:
+        host: uint8, pinned on CUDA.
+        device: uint8, as many bytes on the device.
+        sent: recorded after the transfer, the last use of `host`.
+        unpacked: recorded after the copy into the step's inputs, the last use of `device`.
+    """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.sent = torch.Event(device)
-        self.taken = torch.Event(device)
-        self.used = False
+        self.sent = EagerEvent(device)
+        self.unpacked = EagerEvent(device)
 
 
 class HostStaging:
-    """Moves tensors of fixed shapes from the host in one copy, which nothing but its reader waits for.
+    """Copies host tensors of fixed shapes to the device in one transfer.
 
     Args:
-        tensors: the first ones.
-        pool: whose device and stream are used.
+        tensors: host tensors with the shapes and dtypes of those to come.
+        pool: gives device and stream.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], pool: GraphPool) -> None:
         self._pool = pool
-        self._begins: list[int] = []
+        self._offsets: list[int] = []
         nbytes = 0
         for tensor in tensors:
-            self._begins.append(nbytes)
+            self._offsets.append(nbytes)
             nbytes += -(-tensor.numel() * tensor.itemsize // _ALIGNMENT) * _ALIGNMENT
-        self._turn = 0
+        self._next = 0
         self._stream: torch.Stream | None = None
-        self._rounds: list[_Round] = []
+        self._buffers: list[_StagingBuffer] = []
         if tensors:
             self._stream = torch.Stream(pool.device)
-            self._rounds = [_Round(nbytes, pool.device) for _ in range(_ROUNDS)]
-            # The memory came from the pool's stream, where its last owner may still be at work.
-            self._stream.wait_stream(torch.accelerator.current_stream(pool.device))
+            self._buffers = [_StagingBuffer(nbytes, pool.device) for _ in range(_BUFFERS)]
+            # The memory came from the pool's stream, where its previous owner may still be in use.
+            wait_for_stream(self._stream, torch.accelerator.current_stream(pool.device))
 
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copies host tensors into tensors of the device.
 
-        Streams: the host waits until the call before the last one has left its memory; the transfer goes to a
-        stream of its own, and the pool's stream copies what has arrived.
+        Streams: the host waits until the transfer before the last one is done. The transfer runs on a stream
+        for transfers only; the current stream waits for it and copies into `targets`.
         """
-        way = self._stream
-        if way is None:
+        transfer = self._stream
+        if transfer is None:
             return
-        self._turn = (self._turn + 1) % _ROUNDS
-        of = self._rounds[self._turn]
-        if of.used:
-            of.sent.synchronize()
-            of.taken.wait(way)
-        for source, begin in zip(sources, self._begins, strict=True):
-            _piece(of.host, begin, source).copy_(source)
-        with way:
-            of.device.copy_(of.host, non_blocking=True)
-        of.sent.record(way)
+        self._next = (self._next + 1) % _BUFFERS
+        buffer = self._buffers[self._next]
+        buffer.sent.wait_on_host()
+        buffer.unpacked.wait(transfer)
+        for source, offset in zip(sources, self._offsets, strict=True):
+            _view_like(buffer.host, offset, source).copy_(source)
+        with transfer:
+            buffer.device.copy_(buffer.host, non_blocking=True)
+        buffer.sent.record(transfer)
         stream = torch.accelerator.current_stream(self._pool.device)
-        of.sent.wait(stream)
-        pieces = [_piece(of.device, b, s) for b, s in zip(self._begins, sources, strict=True)]
-        torch._foreach_copy_(list(targets), pieces)
-        of.taken.record(stream)
-        of.used = True
+        buffer.sent.wait(stream)
+        views = [_view_like(buffer.device, o, s) for o, s in zip(self._offsets, sources, strict=True)]
+        torch._foreach_copy_(list(targets), views)
+        buffer.unpacked.record(stream)
 
 
-def _piece(flat: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes from `begin` on as a tensor like another."""
+def _view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes from `offset` on as a tensor with the shape, dtype and memory order of another."""
     nbytes = like.numel() * like.itemsize
-    return flat[begin : begin + nbytes].view(like.dtype).as_strided(like.shape, _dense_strides(like))
+    return flat[offset : offset + nbytes].view(like.dtype).as_strided(like.shape, _dense_strides(like))
 
 
 def _dense_strides(like: torch.Tensor) -> tuple[int, ...]:

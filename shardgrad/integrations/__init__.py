@@ -1,8 +1,9 @@
-"""Optimizers of other projects on our parameters. Nothing here is imported by `import shardgrad`.
+"""Optimizers of other projects on sharded parameters. `import shardgrad` does not import this package.
 
-`shardgrad.integrations.transformer_engine.fused_adam` and `shardgrad.integrations.apex.fused_adam` bind what
-these projects have; `availability` says which of them can be used here, and why not the others. A partner is
-imported by the first call that needs it, never before: its native libraries may be large, or broken.
+`shardgrad.integrations.transformer_engine.fused_adam` and `shardgrad.integrations.apex.fused_adam` wrap the
+optimizers of these projects; `availability` returns which of them are usable, and why the others are not. A
+partner, one of these packages, is imported by the first call that needs it, since its native libraries may be
+large or broken.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _PARTNERS = ("apex", "transformer_engine")
 
 
 def availability() -> dict[str, str]:
-    """Imports each partner and says in a sentence whether it can be used.
+    """Imports each partner and returns whether it is usable.
 
     Returns:
-        By partner's name: its version, or why it is not usable.
+        By name of the partner: its version, or one sentence that says why it is not usable.
     """
     return {name: import_module(f"{__name__}.{name}").probe().words for name in _PARTNERS}
 

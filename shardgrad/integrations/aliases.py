@@ -1,12 +1,11 @@
-"""What a partner is given instead of our parameters.
+"""Plain parameters over the local shards, which an external optimizer gets instead of DTensors.
 
 [Note: Aliases]
-A partner's kernel takes addresses. A DTensor has none, a gradient that owes a factor ([Note: Owed factor] in
-`engine/pending_scale.py`) must be paid before anybody looks at its address, and some releases of the
-kernels go
-wrong when a rank holds no row of a parameter. So a partner never sees our parameters. Each has an *alias*: a
-plain parameter over the same memory, whose gradient is a plain view of the gradient shard, set before each
-step. A parameter without elements on this rank has an alias that the partner is never shown.
+A kernel of an external optimizer takes addresses. A DTensor has none, a gradient with a pending scale
+([Note: Owed factor] in `engine/pending_scale.py`) must be scaled before its address is used, and some
+releases of the kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
+parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
+gradient shard, set before each step. The alias of a parameter without elements on this rank is not passed.
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, is_replaced, local_of, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.param import FSDPParam, is_replaced, local_of, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of
-from shardgrad.sharding.dtensor import face_like
+from shardgrad.sharding.dtensor import dtensor_like
 
 __all__ = ["Alias", "bind_gradients", "make_alias"]
 
 
 class Alias:
-    """One parameter, as a partner sees it. See [Note: Aliases].
+    """The alias of one parameter. See [Note: Aliases].
 
     Args:
-        param: the parameter, a plain tensor here.
-        name: for messages.
+        param: the parameter, here one that no unit shards.
+        name: name for error messages.
 
     Attributes:
-        param: as given.
-        name: as given.
-        local: a plain parameter over the same memory on this rank.
-        attribute: where the program finds the parameter's gradient.
-        grad_dtype: of the gradient.
-        is_sharded: True if a unit shards it.
+        param: the parameter.
+        name: name for error messages.
+        local: plain parameter over the same memory on this rank.
+        attribute: attribute of the parameter that holds its gradient, "grad" or "decoupled_grad".
+        grad_dtype: dtype of the gradient.
+        is_sharded: True if a unit shards the parameter.
     """
 
     attribute = "grad"
@@ -57,26 +56,26 @@ class Alias:
 
     @property
     def is_empty(self) -> bool:
-        """True if this rank holds no element, so that the partner is not shown the alias."""
+        """True if this rank holds no element of the parameter."""
         return self.local.numel() == 0
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns a piece of state as the program sees it: like the parameter."""
+        """Returns local optimizer state in the form of the parameter: a DTensor if the parameter is one."""
         return local
 
     def require_same(self) -> None:
-        """Refuses to go on if the parameter's memory is not what the alias shows.
+        """Checks that the alias and the parameter have the same memory.
 
         Raises:
-            OptimizerParameterError: it was replaced.
+            OptimizerParameterError: the parameter was replaced or moved.
         """
         if is_replaced(self.param):
-            raise _replaced(self.name, "a parameter of the model, and not the one from before fully_shard")
+            raise _replaced(self.name, "a parameter of the model, not the one from before fully_shard")
         if self.param.data_ptr() != self.local.data_ptr():
             raise _replaced(self.name, "the memory it had when the optimizer was built")
 
     def show(self, grad: torch.Tensor | None, attribute: str) -> None:
-        """Sets the alias' gradient, which the partner reads.
+        """Sets the alias' gradient, which the external optimizer reads.
 
         Raises:
             GradientError: its dtype is not the one that was checked when the optimizer was built.
@@ -93,11 +92,11 @@ class Alias:
         setattr(self.local, attribute, grad)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns what the program has bound; for parameters that no unit shards."""
+        """Returns the gradient of a parameter that no unit shards."""
         return self.param.grad
 
     def forget(self, *, set_to_none: bool) -> None:
-        """Sets the program's gradient to None, or to zero."""
+        """Sets the parameter's gradient to None, or to zero."""
         grad = getattr(self.param, self.attribute, None)
         if grad is not None and set_to_none:
             setattr(self.param, self.attribute, None)
@@ -106,35 +105,35 @@ class Alias:
 
 
 class ShardedAlias(Alias):
-    """An alias of a parameter that a unit shards.
+    """The alias of a parameter that a unit shards.
 
     Args:
-        managed: the parameter.
+        managed: the sharded parameter.
 
     Attributes:
-        managed: as given.
+        managed: the sharded parameter.
     """
 
     is_sharded = True
 
-    def __init__(self, managed: ManagedParam) -> None:
+    def __init__(self, managed: FSDPParam) -> None:
         self.managed = managed
         super().__init__(managed.sharded, managed.name)
-        self.attribute = managed.group.gradient_policy.attribute
-        self.grad_dtype = managed.group.gradient_dtype
+        self.attribute = group_of(managed).gradient_policy.attribute
+        self.grad_dtype = group_of(managed).gradient_dtype
 
     def _memory(self) -> torch.Tensor:
         return local_of(self.managed.sharded)
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
         """See `Alias.wrap`: a DTensor."""
-        return face_like(local, cast(DTensor, self.param))
+        return dtensor_like(local, cast(DTensor, self.param))
 
     def require_same(self) -> None:
         """See `Alias.require_same`."""
         managed = self.managed
         if managed.sharded is not self.param or local_of(self.param) is not managed.expected_local:
-            raise _replaced(managed.name, "the piece of the shard that the engine gathers from")
+            raise _replaced(managed.name, "the part of the shard that the engine all-gathers from")
         if local_of(self.param).data_ptr() != self.local.data_ptr():
             raise _replaced(managed.name, "the shard it had when the optimizer was built")
 
@@ -153,10 +152,10 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
 
     Args:
         param: a parameter that shardgrad shards, or a plain dense one.
-        name: for messages, if no unit knows a better one.
+        name: name for error messages, if no unit knows the qualified name.
 
     Raises:
-        OptimizerParameterError: it has no data yet, is not dense, or belongs to another engine.
+        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another engine.
     """
     managed = managed_by(param)
     why = fix = ""
@@ -170,7 +169,7 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
     if why:
         raise OptimizerParameterError(
             f"an optimizer was given parameter {name if managed is None else managed.name}, and {why}",
-            expected="contiguous parameters with data, sharded by shardgrad.fully_shard or by nobody",
+            expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not at all",
             got=why,
             fix=fix,
         )
@@ -178,14 +177,14 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
 
 
 def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tensor]:
-    """Gives every alias the gradient that its parameter has now, with all factors paid.
+    """Sets the gradient of every alias to that of its parameter, with pending scales applied.
 
     Args:
-        aliases: of one optimizer.
-        attribute: where the partner looks.
+        aliases: the aliases of one optimizer.
+        attribute: attribute that the external optimizer reads.
 
     Returns:
-        Device scalars, each above zero if somebody found some of these gradients not finite.
+        Device scalars, each above zero if a non-finite value was found among some of these gradients.
 
     Streams: the current stream, which backward has made wait for the gradients.
     Capture: safe; which parameters have a gradient is fixed by the capture.
@@ -197,7 +196,7 @@ def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tenso
     for alias in aliases:
         alias.require_same()
         if isinstance(alias, ShardedAlias):
-            by_group.setdefault(alias.managed.group, []).append(alias)
+            by_group.setdefault(group_of(alias.managed), []).append(alias)
         else:
             alias.show(alias.gradient(), attribute)
     verdicts: dict[int, torch.Tensor] = {}
@@ -219,7 +218,7 @@ def _views(
     places = [shard.place_of(member.param) for member in members]
     known = [place for place in places if place is not None]
     live: Mapping[int, bool] = dict(zip(known, shard.settle(known), strict=True))
-    # The kernel gets an address: nobody would notice a read, so what is owed is paid here.
+    # The kernel gets an address and its read cannot be intercepted, so a pending scale is applied here.
     shard.pay()
     views = [shard.view(place) if place is not None and live[place] else None for place in places]
     return views, shard.nonfinite

@@ -1,18 +1,17 @@
-"""apex' FusedAdam on our parameters.
+"""apex' FusedAdam on sharded parameters.
 
 [Note: Limits of apex]
-apex has had one version number, 0.1, for years, so nothing here depends on it.
+apex has had one version number, 0.1, for years, so nothing here depends on the version.
 
-* PyPI's `apex` is another project, and ours needs its native library `amp_C`: both are looked for.
-* It reads `param.grad` only. A decoupled gradient is refused.
-* Kernels take the parameter's dtype from the gradient, unchecked, and would read another one as garbage.
-  Refused.
-* A launch is dropped if its last tensor is empty. Empty aliases are not shown.
-* `master_weights` needs `capturable`, and is ignored for bfloat16. Both refused.
-* Master weights are made when it is built and not saved, so training that is resumed would go back to the
-  weights of that moment. Here they are copied again at the first step, and saved.
-* `add_param_group` does not reach the masters, so new parameters would stand still. Refused.
-* With `capturable`, a group's own learning rate must be a tensor. It is made one.
+* PyPI's `apex` is another project, and NVIDIA's needs its native library `amp_C`: both are checked.
+* It reads `param.grad` only. A decoupled gradient raises.
+* Kernels assume that the parameter has the gradient's dtype, without a check. Other dtypes raise.
+* A launch does nothing if its last tensor is empty. Empty aliases are not passed.
+* `master_weights` needs `capturable`, and is ignored for bfloat16. Both raise.
+* Master weights are created by the constructor and not saved, so a resumed run would return to the weights of
+  that moment. Here they are copied from the parameters at the first step, and saved.
+* `add_param_group` does not create master weights, so new parameters would not be trained. It raises.
+* With `capturable`, a group's learning rate must be a tensor. It is converted.
 
 Source: `apex/optimizers/fused_adam.py`, `csrc/multi_tensor_adam.cu` and `csrc/multi_tensor_apply.cuh` in
 NVIDIA/apex, commit 6424da3b.
@@ -42,7 +41,7 @@ _KERNELS = ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_a
 
 
 def probe() -> Probe:
-    """Imports apex, if it is there, and says whether it is NVIDIA's and its FusedAdam is usable."""
+    """Imports apex, if it is installed, and checks that it is NVIDIA's and its FusedAdam is usable."""
     found, modules = load(
         "apex' FusedAdam",
         modules=("apex", "apex.optimizers", "amp_C"),
@@ -52,7 +51,7 @@ def probe() -> Probe:
     )
     why = found.why_not
     if "apex" in modules and "apex.optimizers" not in modules:
-        why = f"a package called apex is there, but not NVIDIA's with optimizers ({why})"
+        why = f"a package called apex is installed, but not NVIDIA's with optimizers ({why})"
     elif "apex.optimizers" in modules and "amp_C" not in modules:
         why = f"apex was built without its CUDA extension ({why})"
     elif not why:
@@ -73,28 +72,28 @@ def fused_adam(
     master_weights: bool = False,
     **options: Any,
 ) -> BoundOptimizer:
-    """Returns apex' FusedAdam, bound to sharded parameters.
+    """Returns apex' FusedAdam over sharded parameters.
 
     Args:
-        params_or_model: a model, of which the trainable parameters are taken; or as for any torch optimizer.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, unless `adam_w_mode=False`.
-        bias_correction: of the moments.
+        betas: decay rates of the two moments.
+        eps: number added to the root of the second moment.
+        weight_decay: weight decay, decoupled unless `adam_w_mode=False`.
+        bias_correction: correct the bias of the moments.
         capturable: for CUDA graphs: learning rate and step count are device tensors, and a step with
-            gradients that are not finite is skipped on the device.
+            non-finite gradients is skipped on the device.
         master_weights: train float32 copies of float16 parameters; needs `capturable`.
         **options: `adam_w_mode`.
 
     Streams: a step runs on the current stream, which backward has made wait for the gradients.
 
-    Capture: safe with `capturable=True`, after one step outside.
+    Capture: safe with `capturable=True`, after one step outside of the capture.
 
     Raises:
         PartnerUnavailableError: there is no usable apex.
-        OptionError, UnsupportedError: options it cannot have, or that the model contradicts.
-        OptimizerParameterError: parameters it cannot update. See [Note: Limits of apex].
+        OptionError, UnsupportedError: options that it does not support, or that contradict the model.
+        OptimizerParameterError: parameters that it cannot update. See [Note: Limits of apex].
     """
     options = {**options, "capturable": capturable, "master_weights": master_weights}
     group_defaults = {
@@ -163,7 +162,7 @@ class _Apex(Partner):
 
 
 def _find(optimizer: Optimizer, local: nn.Parameter, name: str) -> torch.Tensor:
-    """Returns a tensor of a parameter's state. Masters lie in groups of their own."""
+    """Returns a tensor of a parameter's state. Master weights are in separate groups."""
     found: torch.Tensor
     if name != "master_param":
         found = optimizer.state[local][name]

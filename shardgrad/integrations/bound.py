@@ -1,4 +1,4 @@
-"""A partner's optimizer behind the face of a torch optimizer over our parameters."""
+"""A torch optimizer over sharded parameters whose steps are taken by a partner's optimizer."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ __all__ = ["BoundOptimizer"]
 class BoundOptimizer(Optimizer):
     """A torch optimizer over sharded parameters whose steps a partner takes. See [Note: Aliases].
 
-    `param_groups` hold the program's own parameters, so schedulers, `clip_grad_norm_`, loss scalers and
-    checkpoints work as with any optimizer. `state_dict` has a DTensor for each piece of state, under the
-    names that TransformerEngine uses, and step counts in the groups.
+    `param_groups` hold the parameters of the model, so schedulers, `clip_grad_norm_`, loss scalers and
+    checkpoints work as with any optimizer. `state_dict` has a DTensor for each state tensor, with the names
+    that TransformerEngine uses, and step counts in the groups.
 
     Args:
-        params_or_model: a model, of which the trainable parameters are taken; or as for any torch optimizer.
-        defaults: of the hyperparameters that every group has.
-        partner: what takes the steps.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
+        defaults: default hyperparameters of the groups.
+        partner: the partner that takes the steps.
 
     Attributes:
-        partner: the other project's optimizer, over aliases.
+        partner: the partner's optimizer, over aliases.
 
     Raises:
         OptionError, OptimizerParameterError: nothing was built.
@@ -76,11 +76,11 @@ class BoundOptimizer(Optimizer):
         groups = []
         for group, aliases in zip(self.param_groups, self._aliases, strict=True):
             if self.capturable:
-                # A learning rate of its own for each group, and for the program, which schedulers fill.
+                # One tensor per group, which schedulers fill, and a copy for the partner.
                 group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device).clone()
             shown = [alias.local for alias in aliases if not alias.is_empty]
             if not shown:
-                # Without a parameter a group would count no steps on this rank.
+                # A group without parameters would count no steps on this rank.
                 placeholder = nn.Parameter(torch.zeros(1, device=self._device), requires_grad=False)
                 setattr(placeholder, self._kind.attribute, torch.zeros(1, device=self._device))
                 self._placeholders.append(placeholder)
@@ -93,22 +93,22 @@ class BoundOptimizer(Optimizer):
         return self._kind.build(groups, defaults)
 
     def _start(self, alias: Alias) -> None:
-        """Makes a parameter's state, and shows it in `state`."""
+        """Creates a parameter's state, and makes it visible in `state`."""
         if not alias.is_empty:
             self._kind.start(self.partner, alias)
         shown = self._empty_state(alias) if alias.is_empty else self._kind.shown(self.partner, alias)
         self.state[alias.param] = {name: alias.wrap(tensor) for name, tensor in shown.items()}
 
     def _empty_state(self, alias: Alias) -> Mapping[str, torch.Tensor]:
-        """Returns what this rank has of a parameter without elements here."""
+        """Returns the state of a parameter without elements on this rank."""
         dtypes = self._kind.state_dtypes(alias)
         return {name: torch.empty_like(alias.local.detach(), dtype=dtype) for name, dtype in dtypes.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Works while the optimizer is built; refused afterwards.
+        """Adds a group while the optimizer is built; not supported afterwards.
 
         Raises:
-            UnsupportedError: a partner's state does not grow with its groups.
+            UnsupportedError: called after construction. A partner's state does not grow with its groups.
         """
         if self._is_built:
             raise unsupported(
@@ -121,15 +121,15 @@ class BoundOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient, as the partner does.
+        """Updates every parameter that has a gradient, with the partner's optimizer.
 
         Streams: runs on the current stream of the parameters' device, which backward has made wait for the
             gradients.
-        Capture: safe with `capturable=True`, after one step outside.
+        Capture: safe with `capturable=True`, after one step outside of the capture.
 
         Raises:
             OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed.
-            CaptureError: a first step that would be part of a graph.
+            CaptureError: the first step is being captured.
         """
         loss = None
         if closure is not None:
@@ -147,7 +147,7 @@ class BoundOptimizer(Optimizer):
         return loss
 
     def _hand_over_options(self) -> None:
-        """Gives the partner's groups what schedulers, or the program, have changed."""
+        """Copies hyperparameters, which schedulers may have changed, into the partner's groups."""
         for group, theirs in zip(self.param_groups, self.partner.param_groups, strict=True):
             for key in self.defaults:
                 mine = theirs[key]
@@ -173,10 +173,10 @@ class BoundOptimizer(Optimizer):
         self._has_fresh_masters = True
 
     def _scaler(self, verdicts: list[torch.Tensor]) -> _Verdict | None:
-        """Returns what tells a capturable partner to skip, and what to divide by; None if nobody has."""
+        """Returns what a capturable partner asks a loss scaler; None if no gradient was checked or scaled."""
         if not self.capturable:
             return None
-        # Loss scalers leave these two as attributes for the length of a step.
+        # Loss scalers set these two attributes for the duration of a step.
         verdict: torch.Tensor | None = getattr(self, "found_inf", None)
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found = [v.detach().reshape(()).float() for v in (verdict, *verdicts) if v is not None]
@@ -198,7 +198,7 @@ class BoundOptimizer(Optimizer):
     # -- state ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and groups as TransformerEngine does: float32, or int16 remainders, in DTensors."""
+        """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16 remainders."""
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         numbers = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
@@ -223,20 +223,20 @@ class BoundOptimizer(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what `state_dict()` returned here, in TransformerEngine's FusedAdam, or in torch's AdamW.
+        """Loads a state dict of this class, of TransformerEngine's FusedAdam or of torch's AdamW.
 
-        State is copied into the buffers that exist, so a captured graph stays valid. Master weights that the
-        state does not have are copied from the parameters at the next step.
+        State is copied into the existing buffers, so a captured graph stays valid. If the saved state lacks
+        master weights, they are copied from the parameters at the next step.
 
         Raises:
-            OptimizerStateError: it does not fit; nothing was changed.
+            OptimizerStateError: the state does not fit; nothing was changed.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         dtypes = {a: self._kind.state_dtypes(a) for a in chain.from_iterable(self._aliases)}
         loaded, steps = resolve(self._aliases, dtypes, state_dict)
-        # One without a master here, and all are made anew: half of them would not belong together.
+        # If one master is missing, all are copied from the parameters: a mixture would be inconsistent.
         with_master = [x for x in loaded if "master_param" in dtypes[x.alias]]
         self._has_fresh_masters = all("master_param" in x.values for x in with_master)
         for item in loaded:
@@ -271,7 +271,7 @@ class BoundOptimizer(Optimizer):
             theirs["step"] = torch.tensor([count], dtype=torch.int, device=self._device)
 
     def __getstate__(self) -> NoReturn:
-        """Refuses to be pickled or copied: aliases lie in buffers that belong to the model."""
+        """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or copied."""
         raise DeepcopyError(
             f"{self._kind.name} over sharded parameters cannot be copied or pickled",
             expected="state_dict()",
@@ -281,12 +281,12 @@ class BoundOptimizer(Optimizer):
 
 
 class _Verdict:
-    """Answers what a capturable FusedAdam asks a loss scaler, without looking at gradients again.
+    """Implements the loss scaler methods that a capturable FusedAdam calls, with results known already.
 
-    The partner would look at this rank's part only, and ranks would decide differently.
+    The partner would check this rank's gradients only, and ranks would decide differently.
 
     Args:
-        skip: device scalar, 1 if nothing may change, else 0.
+        skip: device scalar, 1 to skip the step, else 0.
         scale: device scalar that gradients are divided by.
     """
 

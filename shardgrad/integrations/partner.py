@@ -1,4 +1,4 @@
-"""What `BoundOptimizer` asks of a partner, and what partners have in common."""
+"""The interface between `BoundOptimizer` and a partner's optimizer, and what partners have in common."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class Partner(ABC):
-    """One release of one project's FusedAdam, and the options it is to be built with.
+    """One release of a project's FusedAdam, with the options to build it.
 
     Args:
-        probe: what was found.
-        options: keyword arguments of the constructor, without those that a group has.
-        device_types: of the devices it runs on.
+        probe: result of importing the package.
+        options: keyword arguments of the constructor, without those of a parameter group.
+        device_types: device types it runs on.
 
     Attributes:
-        name: of the optimizer, for messages.
-        capturable: as in `options`.
+        name: name and release of the optimizer, for error messages.
+        capturable: whether a step can be captured, as in `options`.
+        has_masters: whether it trains master copies of parameters, as in `options`.
     """
 
     def __init__(self, probe: Probe, options: Mapping[str, Any], device_types: Sequence[str]) -> None:
@@ -47,23 +48,23 @@ class Partner(ABC):
 
     @property
     def attribute(self) -> str:
-        """The attribute of a parameter that it reads gradients from."""
+        """The attribute of a parameter that the optimizer reads gradients from."""
         return "decoupled_grad" if self._options.get("use_decoupled_grad") else "grad"
 
     def agree(self, aliases: Sequence[Alias]) -> None:
-        """Refuses to read gradients from another attribute than the one the engine binds.
+        """Checks that the optimizer reads gradients from the attribute that the engine sets.
 
-        A partner skips a parameter whose gradient is None, so a disagreement would train nothing, silently.
+        A partner skips a parameter whose gradient is None, so a mismatch would silently train nothing.
 
         Raises:
-            OptionError: naming a parameter.
+            OptionError: the attributes differ; names a parameter.
         """
         for alias in aliases:
             if alias.is_sharded and alias.attribute != self.attribute:
                 raise self.disagrees(alias, "GradientPolicy(decoupled=False), or shardgrad.optim.AdamW")
 
     def disagrees(self, alias: Alias, fix: str) -> OptionError:
-        """Returns the error for a gradient that would be looked for in the wrong place."""
+        """Returns the error for a gradient that is in another attribute."""
         return OptionError(
             f"{self.name} would read param.{self.attribute}, and the engine binds param.{alias.attribute}",
             expected="one attribute for both: param.grad, or param.decoupled_grad",
@@ -73,10 +74,10 @@ class Partner(ABC):
         )
 
     def check(self, groups: Sequence[Sequence[Alias]]) -> None:
-        """Refuses parameters that this release cannot update, or would update wrongly.
+        """Checks that this release updates all parameters correctly.
 
         Raises:
-            OptimizerParameterError: naming one.
+            OptimizerParameterError: it does not; names a parameter.
         """
         for alias in (alias for group in groups for alias in group):
             dtype, device = alias.local.dtype, alias.local.device
@@ -114,17 +115,17 @@ class Partner(ABC):
         )
 
     def refuses_option(self, got: str, expected: str, fix: str) -> OptionError:
-        """Returns the error for an option that this release cannot have."""
+        """Returns the error for an option that this release does not support."""
         return OptionError(f"{self.name} cannot have {got}", expected=expected, got=got, fix=fix)
 
     # -- while it exists --------------------------------------------------------------------------------
 
     def build(self, groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
-        """Builds it over aliases, with the groups' own hyperparameters."""
+        """Builds the optimizer over parameter groups of aliases."""
         return self._factory(groups, **defaults, **self._options)
 
     def state_dtypes(self, alias: Alias) -> Mapping[str, torch.dtype]:
-        """Returns the state a parameter has, by name, in the dtypes in which it is saved."""
+        """Returns the names of a parameter's state tensors, with the dtypes in which they are saved."""
         dtypes = dict.fromkeys(MOMENTS, torch.float32)
         if self.keeps_master(alias):
             dtypes["master_param"] = self.master_dtype(alias)
@@ -132,7 +133,7 @@ class Partner(ABC):
 
     @abstractmethod
     def keeps_master(self, alias: Alias) -> bool:
-        """Returns whether a copy of the parameter is what is really trained."""
+        """Returns whether the optimizer trains a master copy of the parameter."""
 
     def master_dtype(self, alias: Alias) -> torch.dtype:
         """Returns the dtype in which a master copy is saved."""
@@ -140,15 +141,15 @@ class Partner(ABC):
 
     @abstractmethod
     def start(self, optimizer: Optimizer, alias: Alias) -> None:
-        """Makes the state of a parameter, as the first step would."""
+        """Creates the state of a parameter, as the first step would."""
 
     @abstractmethod
     def read(self, optimizer: Optimizer, alias: Alias) -> Mapping[str, torch.Tensor]:
-        """Returns a parameter's state as it is saved, with scales taken out; tensors or views of them."""
+        """Returns a parameter's unscaled state as it is saved; tensors or views of them."""
 
     @abstractmethod
     def shown(self, optimizer: Optimizer, alias: Alias) -> Mapping[str, torch.Tensor]:
-        """Returns those tensors of a parameter's state that say what they mean, without a scale."""
+        """Returns those tensors of a parameter's state that are stored without a scale."""
 
     @abstractmethod
     def write(self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
-"""Finding out whether a partner is there, which version it is, and what it accepts.
+"""Imports a partner's package and checks its version and the options it accepts.
 
-A package that can be found proves little: a native library may be missing or built for another torch, and the
-name may belong to somebody else (`apex` on PyPI is a web framework of 2013). So a partner is imported, looked
-at, and either used or refused with the reason.
+That a package can be found proves little: a native library may be missing or built for another torch, and the
+name may belong to another project (`apex` on PyPI is a web framework of 2013). So the package is imported and
+checked.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _BROKEN = (ImportError, OSError, RuntimeError, AssertionError, AttributeError, S
 
 @dataclass(frozen=True)
 class Release:
-    """A version, as far as limits depend on it.
+    """The version of a partner.
 
     Attributes:
-        text: as the package says it; empty if it says nothing.
+        text: the package's version; empty if it has none.
     """
 
     text: str
@@ -37,8 +37,7 @@ class Release:
     def has(self, major: int, minor: int) -> bool:
         """Returns whether this is release `major.minor` or a later one.
 
-        A development or release-candidate build of `major.minor` may lack what the release has, and an
-        unknown version anything: both count as older.
+        A development or release-candidate build of `major.minor`, and an unknown version, count as older.
         """
         found = re.match(r"(\d+)\.(\d+)(.*)", self.text)
         if found is None:
@@ -53,14 +52,14 @@ class Release:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found of a partner.
+    """The result of importing a partner.
 
     Attributes:
-        name: of the optimizer, for messages.
-        release: of the package.
-        factory: the optimizer's class; None if it is not usable.
-        why_not: one sentence, if it is not.
-        install: what to type.
+        name: name of the optimizer, for error messages.
+        release: version of the package.
+        factory: class of the optimizer; None if it is not usable.
+        why_not: why it is not usable, one sentence; else empty.
+        install: command that installs the package.
     """
 
     name: str
@@ -71,14 +70,14 @@ class Probe:
 
     @property
     def words(self) -> str:
-        """The version if the partner is usable, else the reason why it is not."""
+        """Name and version if the partner is usable, else the reason why it is not."""
         return self.why_not or f"{self.name} {self.release}"
 
     def require(self) -> Callable[..., Optimizer]:
         """Returns the optimizer's class.
 
         Raises:
-            PartnerUnavailableError: it is not usable.
+            PartnerUnavailableError: the partner is not usable.
         """
         if self.factory is None:
             raise PartnerUnavailableError(
@@ -90,10 +89,10 @@ class Probe:
         return self.factory
 
     def require_options(self, options: Mapping[str, Any]) -> None:
-        """Refuses keyword arguments that this version does not know.
+        """Checks that this version accepts keyword arguments.
 
         Raises:
-            OptionError: naming them.
+            OptionError: it does not accept some; names them.
         """
         known = _keywords(self.require())
         unknown = sorted(set(options) - known)
@@ -109,17 +108,17 @@ class Probe:
 def load(
     name: str, *, modules: Iterable[str], where: str, keywords: Iterable[str], install: str
 ) -> tuple[Probe, Mapping[str, Any]]:
-    """Imports a partner's modules and looks for `FusedAdam`.
+    """Imports a partner's modules and looks up `FusedAdam`.
 
     Args:
-        name: of the optimizer, for messages.
-        modules: all that must be importable; the first one names the package, and knows its version.
-        where: the module that has `FusedAdam`.
-        keywords: arguments it must have.
-        install: what to type if it is missing.
+        name: name of the optimizer, for error messages.
+        modules: modules that must be importable; the first one is the package, which has the version.
+        where: the module that defines `FusedAdam`.
+        keywords: arguments that `FusedAdam` must accept.
+        install: command that installs the package.
 
     Returns:
-        The probe, without a check of the version; and the modules that were imported.
+        The probe, whose version is not checked yet, and the imported modules by name.
     """
     found: dict[str, Any] = {}
     why = ""
@@ -133,14 +132,14 @@ def load(
     factory = None
     if not why:
         factory = getattr(found[where], "FusedAdam", None)
-        why = _stranger(where, factory, keywords)
+        why = _mismatch(where, factory, keywords)
     package = found.get(next(iter(modules)))
     release = Release(str(getattr(package, "__version__", "")))
     return Probe(name, release, None if why else factory, why, install), found
 
 
-def _stranger(where: str, factory: Any, keywords: Iterable[str]) -> str:
-    """Returns why what was found is not the optimizer we mean; empty if it is."""
+def _mismatch(where: str, factory: Any, keywords: Iterable[str]) -> str:
+    """Returns why an object is not the expected optimizer class; empty if it is."""
     if not (isinstance(factory, type) and issubclass(factory, Optimizer)):
         return f"{where} has no optimizer called FusedAdam"
     missing = sorted(set(keywords) - _keywords(factory))

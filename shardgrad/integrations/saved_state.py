@@ -1,4 +1,4 @@
-"""A partner's state as `state_dict` has it: like TransformerEngine's own under DTensor parameters."""
+"""Loads optimizer state in the format of TransformerEngine's FusedAdam with DTensor parameters."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["Loaded", "resolve"]
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a saved state holds for one parameter on this rank.
+    """The saved state of one parameter on this rank.
 
     Attributes:
-        alias: of the parameter.
-        values: this rank's part, by name; what the state says nothing about is left out.
+        alias: alias of the parameter.
+        values: this rank's part of each state tensor in the saved state, by name.
     """
 
     alias: Alias
@@ -33,18 +33,19 @@ def resolve(
     dtypes: Mapping[Alias, Mapping[str, torch.dtype]],
     state_dict: Mapping[str, Any],
 ) -> tuple[list[Loaded], list[int]]:
-    """Looks through a saved state without changing anything.
+    """Checks a saved state and returns this rank's part of it. Changes nothing.
 
     Args:
-        aliases: of every group.
-        dtypes: of the state of each parameter, by name.
-        state_dict: what `state_dict()` returned here, in TransformerEngine's FusedAdam, or in torch's AdamW.
+        aliases: the aliases of every parameter group.
+        dtypes: dtypes of the state tensors of each parameter, by name.
+        state_dict: result of `state_dict()` of this class, of TransformerEngine's FusedAdam or of torch's
+            AdamW.
 
     Returns:
-        What there is for each parameter, and the step count of each group.
+        The state of each parameter, and the step count of each group.
 
     Raises:
-        OptimizerStateError: it does not fit.
+        OptimizerStateError: the saved state does not fit.
     """
     saved_groups = state_dict["param_groups"]
     ours, theirs = [len(group) for group in aliases], [len(group["params"]) for group in saved_groups]
@@ -73,7 +74,7 @@ def _values(
         value = saved.get(name)
         if value is None:
             continue
-        # A remainder is bits; anything else is a number.
+        # An int16 remainder has the bits of a float; other dtypes are numbers that can be converted.
         if (dtype is torch.int16) != (value.dtype is torch.int16):
             raise misfit(f"{name} of parameter {alias.name} is kept otherwise", str(dtype), str(value.dtype))
         into = alias.wrap(alias.local.detach())
@@ -82,7 +83,7 @@ def _values(
 
 
 def _steps(group: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Returns a group's step count: its own, or the highest of its parameters, where torch keeps it."""
+    """Returns a group's step count; torch has it in each parameter's state, of which the highest counts."""
     if "step" in group:
         return int(group["step"])
     of_params = [state.get(key, {}).get("step", 0) for key in group["params"]]

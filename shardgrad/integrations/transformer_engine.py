@@ -1,22 +1,23 @@
-"""TransformerEngine's FusedAdam on our parameters.
+"""TransformerEngine's FusedAdam on sharded parameters.
 
 [Note: Limits of TransformerEngine]
-What a release cannot do, as far as it concerns a caller; numbers are those of issues and pull requests there.
+Limits of releases that concern a caller; numbers are those of issues and pull requests of the project.
 
-* Before 2.6 a kernel takes one dtype for parameter and gradient (#1888). The release is refused.
-* Before 2.13 `capturable` wants float32 moments (#2632). Others are refused.
+* Before 2.6 a kernel takes one dtype for parameter and gradient (#1888). The release is not supported.
+* Before 2.13 `capturable` needs float32 moments (#2632). Others raise.
 * Before 2.14 state of a DTensor parameter is not always a DTensor (#2424, #2795). Aliases are plain.
-* Before 2.18 a launch is dropped if its last tensor is empty (#3207, #3212). Empty aliases are not shown.
-* Before 2.20 `capturable` wants gradients in the parameter's dtype (#3358, #3414). Others are refused.
+* Before 2.18 a launch does nothing if its last tensor is empty (#3207, #3212). Empty aliases are not passed.
+* Before 2.20 `capturable` needs gradients in the parameter's dtype (#3358, #3414). Others raise.
 * Before 2.20 a group without parameters counts no steps (#3318). Such a group gets a placeholder.
 
 In all releases:
 
-* A gradient that is None is skipped without a word, also if it is in the other attribute. Refused.
+* A parameter whose gradient is None is skipped silently, also if the gradient is in the other attribute. That
+  raises here.
 * `capturable` takes float32 masters only, no remainders, and moments that are both float32 or both bfloat16.
-* Float16 and bfloat16 in one group raise in the middle of a step. Refused before.
+* Float16 and bfloat16 in one group raise in the middle of a step. Here they raise before it.
 * Float32 parameters get a master copy that nothing updates. It is not saved.
-* With `capturable`, whether a step counts is decided by the verdict on the step before it.
+* With `capturable`, the step count follows the found_inf of the step before.
 
 Source: `transformer_engine/pytorch/optimizers/fused_adam.py` and `common/multi_tensor/adam.cu` in
 NVIDIA/TransformerEngine, tags v2.4 to v2.18 and commit d0067d0d.
@@ -48,9 +49,9 @@ _SHOWN = (torch.float32, torch.bfloat16, torch.int16)
 
 
 def probe() -> Probe:
-    """Imports TransformerEngine, if it is there, and says whether its FusedAdam is usable.
+    """Imports TransformerEngine, if it is installed, and checks that its FusedAdam is usable.
 
-    Importing it loads large native libraries.
+    The import loads large native libraries.
     """
     found, _ = load(
         "TransformerEngine's FusedAdam",
@@ -79,30 +80,31 @@ def fused_adam(
     use_decoupled_grad: bool | None = None,
     **options: Any,
 ) -> BoundOptimizer:
-    """Returns TransformerEngine's FusedAdam, bound to sharded parameters.
+    """Returns TransformerEngine's FusedAdam over sharded parameters.
 
     Args:
-        params_or_model: a model, of which the trainable parameters are taken; or as for any torch optimizer.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
         lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, unless `adam_w_mode=False`.
-        bias_correction: of the moments.
+        betas: decay rates of the two moments.
+        eps: number added to the root of the second moment.
+        weight_decay: weight decay, decoupled unless `adam_w_mode=False`.
+        bias_correction: correct the bias of the moments.
         capturable: for CUDA graphs: learning rate and step count are device tensors, and a step with
-            gradients that are not finite is skipped on the device.
+            non-finite gradients is skipped on the device.
         master_weights: train float32 copies of 16-bit parameters.
-        use_decoupled_grad: None to follow the model's `GradientPolicy`; True and False must agree with it.
-        **options: others that the installed release takes: `adam_w_mode`, `master_weight_dtype`,
+        use_decoupled_grad: None follows the model's `GradientPolicy`; True and False must agree with it.
+        **options: other options of the installed release: `adam_w_mode`, `master_weight_dtype`,
             `exp_avg_dtype`, `exp_avg_sq_dtype`, `store_param_remainders`.
 
     Streams: a step runs on the current stream, which backward has made wait for the gradients.
 
-    Capture: safe with `capturable=True`, after one step outside.
+    Capture: safe with `capturable=True`, after one step outside of the capture.
 
     Raises:
         PartnerUnavailableError: there is no usable TransformerEngine.
-        OptionError, UnsupportedError: options that the release cannot have, or that the model contradicts.
-        OptimizerParameterError: parameters it cannot update. See [Note: Limits of TransformerEngine].
+        OptionError, UnsupportedError: options that the release does not support, or that contradict the
+            model.
+        OptimizerParameterError: parameters that it cannot update. See [Note: Limits of TransformerEngine].
     """
     options = {
         **options,
@@ -172,7 +174,7 @@ class _TransformerEngine(Partner):
             )
 
     def agree(self, aliases: Sequence[Alias]) -> None:
-        """See `Partner.agree`. Left open, the option follows the policy."""
+        """See `Partner.agree`. An option of None follows the policy."""
         if self._options["use_decoupled_grad"] is None:
             self._options["use_decoupled_grad"] = any(a.attribute == "decoupled_grad" for a in aliases)
         for alias in aliases:
@@ -243,7 +245,7 @@ class _TransformerEngine(Partner):
 
     def write(self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor) -> None:
         """See `Partner.write`."""
-        # The partner scales what it is given in place, so it is given a copy.
+        # The partner scales its argument in place, so it gets a copy.
         optimizer.set_scaled_state(local, name, value.clone())  # type: ignore[attr-defined]
 
 

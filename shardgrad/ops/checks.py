@@ -1,4 +1,4 @@
-"""What every reference refuses; csrc/checks.cpp says the same for the compiled kernels."""
+"""Argument checks of the references; csrc/checks.cpp has those of the compiled kernels."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["check_data", "check_memory", "check_scalar", "compute_dtype", "divid
 _DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16, torch.float64))
 
 
-def check_data(name: str, tensors: Sequence[Tensor], home: Tensor) -> None:
+def check_data(name: str, tensors: Sequence[Tensor], target: Tensor) -> None:
     """Refuses tensors of another dtype or device than the ops take, and those without their memory.
 
     Args:
         name: what the caller knows the tensors as.
         tensors: data that a kernel is about to read or write.
-        home: a tensor on the device where they must be.
+        target: a tensor on the device where they must be.
 
     Raises:
         RuntimeError: a tensor breaks one of the rules.
@@ -26,16 +26,16 @@ def check_data(name: str, tensors: Sequence[Tensor], home: Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype not in _DTYPES:
             raise RuntimeError(f"{name} must be float32, bfloat16, float16 or float64")
-        check_memory(name, tensor, home)
+        check_memory(name, tensor, target)
 
 
-def check_memory(name: str, tensor: Tensor, home: Tensor) -> None:
-    """Refuses a tensor of any dtype that is elsewhere, not contiguous, or without its memory.
+def check_memory(name: str, tensor: Tensor, target: Tensor) -> None:
+    """Refuses a tensor of any dtype that is on another device, not contiguous, or without its memory.
 
     Raises:
         RuntimeError: the tensor breaks one of the rules.
     """
-    if tensor.device != home.device:
+    if tensor.device != target.device:
         raise RuntimeError(f"{name} must be on the device of the tensor written to")
     if not tensor.is_contiguous():
         raise RuntimeError(f"{name} must be contiguous")
@@ -44,7 +44,7 @@ def check_memory(name: str, tensor: Tensor, home: Tensor) -> None:
         raise RuntimeError(f"{name} lies in a storage that was freed or shrunk")
 
 
-def check_scalar(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype], home: Tensor) -> None:
+def check_scalar(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype], target: Tensor) -> None:
     """Refuses an optional tensor that is not one number of one of `dtypes`.
 
     Raises:
@@ -55,7 +55,7 @@ def check_scalar(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype]
     if tensor.dtype not in dtypes or tensor.numel() != 1:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise RuntimeError(f"{name} must be {allowed} with 1 element")
-    check_memory(name, tensor, home)
+    check_memory(name, tensor, target)
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
@@ -64,7 +64,7 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
 
 
 def divide_(value: Tensor, divisor: float) -> None:
-    """Divides in place, truly."""
+    """Divides in place; a true division, rounded once."""
     # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which rounds twice.
     if divisor != 1:
         value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))

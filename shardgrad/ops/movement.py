@@ -1,6 +1,6 @@
-"""Data movement between whole parameters and chunks: `pack`, `unpack`, `sum_chunks`.
+"""Data movement between unsharded parameters and chunks: `pack`, `unpack`, `sum_chunks`.
 
-The vocabulary is that of `sharding/layout.py`. The three ops share one contract:
+The terms are those of `sharding/layout.py`. The three ops share one contract:
 
 Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel, span,
     shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs its numbers
@@ -39,7 +39,7 @@ def pack(
     divisor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Cuts whole gradients into pieces and writes them, scaled and cast, into the chunks of all ranks.
+    """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of all ranks.
 
     The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k * shard_numel` on
     of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as a tail, is never touched.
@@ -75,7 +75,7 @@ def pack(
 
 
 def unpack(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
-    """Puts the pieces of all ranks together into whole parameters: the inverse of `pack`.
+    """Puts the pieces of all ranks together into unsharded parameters: the inverse of `pack`.
 
     Args:
         chunks: the chunk of each rank in order, 1-D contiguous, one dtype, one number of elements.
@@ -149,7 +149,7 @@ class _Row(NamedTuple):
     unsharded_offset: int
 
 
-# The checks below say what those in csrc/checks.cpp say, in fewer words where torch's own errors are good.
+# The same checks as in csrc/checks.cpp, with fewer messages where torch's own errors are clear.
 
 
 def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
@@ -171,7 +171,7 @@ def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
         raise RuntimeError("chunks must share one dtype and one number of elements")
 
 
-# Writing through `.data`, which has a version counter of its own, keeps the caller's as it is.
+# `.data` has another version counter, so writing through it leaves the caller's as it is.
 
 
 @torch.no_grad()
@@ -226,11 +226,11 @@ def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor
                 f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded buffer"
             )
         if row.numel > 0:
-            whole = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)
-            into += whole
+            parts = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)
+            into += parts
             pieces += [
                 chunk.narrow(0, row.shard_offset, part.numel())
-                for chunk, part in zip(chunks, whole, strict=False)
+                for chunk, part in zip(chunks, parts, strict=False)
             ]
     if into:
         torch._foreach_copy_(into, pieces)

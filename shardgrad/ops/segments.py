@@ -1,4 +1,4 @@
-"""Segments: parameters that one launch updates, and the table that says where each of them lies.
+"""Segments: the parameters of one launch, and the table of their places in memory.
 
 A *segment* is the parameters of one group that one optimizer group treats alike. Its parameters, gradients
 and optimizer states lie in flat 1-D tensors; its table has one row for each parameter:
@@ -14,10 +14,11 @@ and optimizer states lie in flat 1-D tensors; its table has one row for each par
 | first_tile | number of tiles before this row; a row is cut into tiles of `TILE_NUMEL` elements |
 
 Unlike the table of the movement ops it lies on the device of the data: it changes only when the model does,
-and 10,000 parameters are one launch. A kernel therefore cannot check it without a wait, so whoever builds one
-calls `check_rows`, once. Kernels for the CPU check it again in every call, where it costs next to nothing.
+and 10,000 parameters are one launch. A kernel therefore cannot check it without a wait, so the code that
+builds a table calls `check_rows`, once. Kernels for the CPU check it again in every call, where that is
+cheap.
 
-A row is *live* if `touched[flag_index] > 0`. Rows that are not are left alone completely.
+A row is *live* if `touched[flag_index] > 0`. A row that is not live is neither read nor written.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def check_segment(
     touched: Tensor,
     rows: Tensor,
     tiles: int,
-    home: Tensor,
+    target: Tensor,
     limits: dict[str, int],
 ) -> None:
     """Refuses a table, or `touched`, that the references could not use.
@@ -151,14 +152,14 @@ def check_segment(
         touched: see the module's docstring.
         rows: the table.
         tiles: their number.
-        home: a tensor on the device where everything must be.
+        target: a tensor on the device where everything must be.
         limits: elements of the tensor that each offset points into, by the name of its column.
 
     Raises:
         RuntimeError: the arguments disagree.
     """
-    check_data("touched", [touched], home)
-    check_memory("rows", rows, home)
+    check_data("touched", [touched], target)
+    check_memory("rows", rows, target)
     if rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] != 7:
         raise RuntimeError("rows must be int64 of shape [parameters, 7]")
     total = 0

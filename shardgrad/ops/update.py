@@ -1,6 +1,6 @@
 """Optimizer updates of a whole segment in one launch: `adam_` and `sgd_`.
 
-The vocabulary is that of `segments.py` and of [Note: Exact weights] in `weights.py`. Both ops share:
+The terms are those of `segments.py` and of [Note: Exact weights] in `weights.py`. Both ops share:
 
 Dtypes: parameters, gradients and states are float32, bfloat16, float16 or float64, independently. Arithmetic
     runs in float32, or in float64 if the parameter is float64; what depends on the step only (bias
@@ -149,7 +149,7 @@ def sgd_(
 
 
 class _Update(NamedTuple):
-    """What both rules get, whatever they do with it."""
+    """The arguments that both rules have in common."""
 
     param: Tensor
     grad: Tensor
@@ -201,7 +201,7 @@ def _check_update(
     check_segment(update.touched, update.rows, tiles, param, limits)
 
 
-# Writing through `.data`, which has a version counter of its own, keeps the caller's as it is.
+# `.data` has another version counter, so writing through it leaves the caller's as it is.
 
 
 def _take_steps(
@@ -249,7 +249,7 @@ def _seed(param: Tensor, master: Tensor | None, stochastic_rounding: bool, seed:
     return seed if stochastic_rounding and master is None and param.dtype == torch.bfloat16 else None
 
 
-# Each product and sum is an op of its own, so that it is rounded like those of the compiled kernels; torch's
+# Each product and sum is a separate op, so that it is rounded like those of the compiled kernels; torch's
 # `alpha` and `addcdiv` may be contracted.
 
 

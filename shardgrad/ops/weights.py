@@ -1,14 +1,14 @@
-"""How a parameter's value is stored between two updates; what update.py's references share.
+"""Storage of exact parameter values between updates, for the references of update.py.
 
 [Note: Exact weights]
 A parameter of a half-width dtype loses most of an update to rounding. Three ways to keep it:
 
-- a float32 *master* holds the exact value, and the parameter is that value rounded to nearest even. Whoever
-  wrote the weights last wins: where the parameter's bits are not those of the rounded master, somebody else
-  has written it (a checkpoint was loaded), and the update starts from the parameter;
+- a float32 *master* holds the exact value, and the parameter is that value rounded to nearest even. The
+  last write counts: where the parameter's bits are not those of the rounded master, the program has written
+  it (a checkpoint was loaded), and the update starts from the parameter;
 - an int16 *remainder*, for bfloat16 only, holds the lower half of the float32 value's bits, as a signed
   number, and the parameter is the upper half, rounded half up. Together they are the exact value in 4 bytes.
-  A parameter written by somebody else keeps its old remainder, at most half of its last place;
+  A parameter that the program writes keeps its old remainder, at most half of its last place;
 - *stochastic rounding*, for bfloat16 only, stores nothing: the parameter is rounded up or down with a
   probability that makes it right on average. The coin is a hash of seed, step and the element's index, so
   the same run gives the same bits on every device. Infinities and NaNs stay what they are.

@@ -24,12 +24,11 @@ def clip_grad_norm_(
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
     The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is not
-    written: the optimizers of `shardgrad.optim` multiply by it in their own pass, and whoever else reads a
-    `param.grad` finds the clipped values ([Note: Owed factor] in `engine/pending_scale.py`). Only where
-    part of a
-    unit's gradients is clipped are those multiplied at once. If a gradient is not finite, the optimizers of
-    `shardgrad.optim` skip their next step. (The verdict is kept with the shards: an optimizer over a model
-    without any unit has to be given `check_finite=True`.)
+    written: the optimizers of `shardgrad.optim` multiply by it in their kernels, and any other reader of
+    `param.grad` gets the clipped values (`engine/pending_scale.py`). If only part of a unit's gradients is
+    clipped, those are multiplied at once. If a gradient is not finite, the optimizers of
+    `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an optimizer over a
+    model without units needs `check_finite=True`.)
 
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.

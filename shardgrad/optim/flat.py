@@ -5,19 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer
 
-from shardgrad.engine.param import ManagedParam, is_replaced, managed_by
-from shardgrad.engine.param_group import ParamGroup
-from shardgrad.errors import DeepcopyError, OptimizerParameterError
+from shardgrad.engine.param import FSDPParam, is_replaced, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.streams import is_capturing
+from shardgrad.errors import CaptureError, DeepcopyError, OptimizerParameterError
+from shardgrad.optim.contents import Contents
 from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
-from shardgrad.optim.state import load_state
+from shardgrad.optim.state import copies_into, load_state
 
 __all__ = ["FlatOptimizer", "Update"]
 
@@ -77,37 +80,58 @@ class FlatOptimizer(Optimizer):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False) -> None:
         self._segments: list[tuple[Segment, int]] = []
+        self._segments_made = 0
+        # Each parameter's entry of `state` as it was made: a program may empty or replace the public one.
+        self._entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._skipped: torch.Tensor | None = None
         self._check_finite = check_finite
+        self._contents = Contents([], {})
         super().__init__(params, defaults)
 
     # -- groups -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds parameters with hyperparameters of their own; see `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters with its hyperparameters; see `torch.optim.Optimizer.add_param_group`.
 
         Raises:
             OptionError, OptimizerParameterError: nothing was added.
         """
+        self._follow_program()
         super().add_param_group(param_group)
         plain = self.param_groups.pop()
-        group = OptimGroup({**self.torch_keys, **plain}, self.hypers, self.fixed, self.validate_group)
-        segments = self._segments_of(group, len(self.param_groups))
-        if "capturable" in self.torch_keys and any(segment.device.type != "cpu" for segment in segments):
-            group["capturable"] = True  # to torch: step counts are on the device. It refuses that on the CPU
-        for segment in segments:
-            self.state_dtypes(segment, group)  # what it refuses, it refuses before anything is added
+        group = self._mirrored(plain)
+        segments = self._new_segments(group, len(self.param_groups))
         self.param_groups.append(group)
         for segment in segments:
-            segment.number = len(self._segments)
             self._segments.append((segment, len(self.param_groups) - 1))
             if segment.has_data:
                 self._allocate(segment, group)
+        self._follow_state()
+
+    def _mirrored(self, group: Mapping[str, Any]) -> OptimGroup:
+        """Returns a group whose hyperparameters have mirrors on the device."""
+        return OptimGroup(
+            {**self.torch_keys, **self.defaults, **group}, self.hypers, self.fixed, self.validate_group
+        )
+
+    def _new_segments(self, group: OptimGroup, index: int) -> list[Segment]:
+        """Makes a group's segments. Raises whatever there is to refuse; changes nothing then."""
+        segments = self._segments_of(group, index)
+        for segment in segments:
+            self.state_dtypes(segment, group)
+        if "capturable" in self.torch_keys and any(segment.device.type != "cpu" for segment in segments):
+            group["capturable"] = True  # to torch: step counts are on the device. It refuses that on the CPU
+        for segment in segments:
+            segment.number = self._segments_made
+            self._segments_made += 1
+        return segments
 
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
-        names = group.get("param_names") or [f"{i} of group {index}" for i in range(len(group["params"]))]
-        sharded: dict[ParamGroup, list[ManagedParam]] = {}
+        names = group.get("param_names", ())
+        if len(names) != len(group["params"]):  # none, or the program has replaced the parameters only
+            names = [f"{i} of group {index}" for i in range(len(group["params"]))]
+        sharded: dict[ParamGroup, list[FSDPParam]] = {}
         plain: list[Segment] = []
         for param, name in zip(group["params"], names, strict=True):
             managed = managed_by(param)
@@ -115,19 +139,19 @@ class FlatOptimizer(Optimizer):
             if managed is None:
                 plain.append(PlainSegment(param, name))
             else:
-                sharded.setdefault(managed.group, []).append(managed)
+                sharded.setdefault(group_of(managed), []).append(managed)
         self._refuse_two_engines(group, sharded)
         return [*(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()), *plain]
 
-    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+    def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         if not param.is_floating_point():
             what = "complex" if param.is_complex() else str(param.dtype)
             raise self._cannot_update(
                 name, f"it is {what}", "floating-point parameters; torch.optim has others"
             )
-        if managed is not None and not managed.group.is_flat:
+        if managed is not None and not group_of(managed).is_flat:
             raise self._cannot_update(
-                name, "its shard is a tensor subclass of its own (fsdp_pre_all_gather)", "torch.optim for it"
+                name, "its shard is a tensor subclass (fsdp_pre_all_gather)", "torch.optim for it"
             )
         if managed is None and is_replaced(param):
             raise self._cannot_update(
@@ -150,10 +174,78 @@ class FlatOptimizer(Optimizer):
     def _cannot_update(param: Any, why: str, fix: str) -> OptimizerParameterError:
         return OptimizerParameterError(
             f"an optimizer was given parameter {param}, and {why}",
-            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or by nobody",
+            expected="dense floating-point parameters, sharded by shardgrad.fully_shard or plain",
             got=why,
             fix=fix,
         )
+
+    # -- what a program edits by hand --------------------------------------------------------------------
+
+    def _follow_program(self) -> None:
+        """Does what torch's optimizers do when a program has edited groups or state; see `contents.py`.
+
+        A state entry that was removed starts over from zero, and one that was replaced is copied in. Groups
+        may be removed, replaced, or have other parameters.
+
+        Streams: copies go to the current stream.
+        Capture: nothing may have been edited.
+
+        Raises:
+            CaptureError, OptimizerParameterError, OptimizerStateError, OptionError: nothing was changed.
+        """
+        same_groups = self._contents.same_groups(self.param_groups)
+        if same_groups and self._contents.same_state(self.state):
+            return
+        self._require_no_capture()
+        if not same_groups:
+            self._follow_groups()
+        self._follow_state()
+
+    def _require_no_capture(self) -> None:
+        if any(is_capturing(segment.device) for segment, _ in self._segments):
+            raise CaptureError(
+                "the optimizer's groups or state were edited while a graph is being captured",
+                expected="the groups and the state of before the capture",
+                got="an entry that was removed or replaced, which every replay would repeat",
+                fix="edit optimizer.param_groups and optimizer.state between calls of the graphed step",
+            )
+
+    def _follow_groups(self) -> None:
+        """Makes segments for the groups there are now; those whose parameters stay together are kept."""
+        groups = [g if isinstance(g, OptimGroup) else self._mirrored(g) for g in self.param_groups]
+        params = [param for group in groups for param in group["params"]]
+        if len(set(map(id, params))) < len(params):
+            raise self._cannot_update(
+                "of two groups", "it would be updated twice", "one group for each parameter"
+            )
+        before = {tuple(map(id, segment.params)): segment for segment, _ in self._segments}
+        segments = [
+            (before.get(tuple(map(id, segment.params)), segment), index)
+            for index, group in enumerate(groups)
+            for segment in self._new_segments(group, index)
+        ]
+        self.param_groups[:] = groups
+        self._segments = segments
+        for segment, index in segments:
+            if segment.has_data and not segment.is_allocated:
+                self._allocate(segment, groups[index])
+
+    def _follow_state(self) -> None:
+        """Takes over what a program has put into `state`, and zeroes what it has removed."""
+        allocated = [
+            param for segment, _ in self._segments if segment.is_allocated for param in segment.params
+        ]
+        edited = {}
+        for number, param in enumerate(allocated):
+            entry, public = self._entries[param], self.state.get(param, {})
+            if len(public) != len(entry) or any(public.get(key) is not entry[key] for key in entry):
+                edited[param] = list(copies_into(number, entry, public))
+        with torch.no_grad():
+            for into, value in chain.from_iterable(edited.values()):
+                into.copy_(value)
+        for param in edited:
+            self.state[param] = dict(self._entries[param])
+        self._contents = Contents(self.param_groups, self.state)
 
     # -- state ------------------------------------------------------------------------------------------
 
@@ -173,10 +265,13 @@ class FlatOptimizer(Optimizer):
         segment.allocate(self.state_dtypes(segment, group))
         pieces = {name: segment.local_views(flat) for name, flat in segment.state.items()}
         for i, param in enumerate(segment.params):
-            self.state[param] = {
+            entry = {
                 "step": segment.steps[i],
                 **{name: segment.face(i, views[i]) for name, views in pieces.items()},
             }
+            self._entries[param] = entry
+            # What is there already belongs to a parameter that comes from another group; it is copied in.
+            self.state.setdefault(param, dict(entry))
         if self._skipped is None:  # not under a capture, whose every replay would make it zero again
             self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
 
@@ -184,7 +279,7 @@ class FlatOptimizer(Optimizer):
         """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
 
         State is copied into the buffers that exist, so a captured graph stays valid. A piece may be a DTensor
-        with any placements, or a whole tensor.
+        with any placements, or an unsharded tensor.
 
         Raises:
             OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has hyperparameters that
@@ -195,10 +290,12 @@ class FlatOptimizer(Optimizer):
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        self._follow_program()
         for segment, index in self._segments:
             if not segment.is_allocated:
                 self._require_data(segment)
                 self._allocate(segment, self._group(index))
+        self._follow_state()
         load_state(self.param_groups, self.state, state_dict, ignored=self.torch_keys)  # type: ignore[arg-type]
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -238,15 +335,18 @@ class FlatOptimizer(Optimizer):
 
     def _launches(self) -> list[tuple[Segment, OptimGroup, Launch]]:
         """Describes the launches of a step. Whatever can be wrong is noticed here."""
+        self._follow_program()
         launches = []
         for segment, index in self._segments:
             launch = segment.settle()
             if launch is not None:
                 launches.append((segment, self._group(index), launch))
-        for segment, group, _ in launches:
-            if not segment.is_allocated:
-                self._require_data(segment)
-                self._allocate(segment, group)
+        late = [(segment, group) for segment, group, _ in launches if not segment.is_allocated]
+        for segment, group in late:
+            self._require_data(segment)
+            self._allocate(segment, group)
+        if late:
+            self._follow_state()
         return launches
 
     def _update_all(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> None:
@@ -266,7 +366,7 @@ class FlatOptimizer(Optimizer):
             self.update(update)
 
     def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
-        """Returns a device scalar, above zero if the gradients are not finite; None if nobody has looked."""
+        """Returns a device scalar, above zero if the gradients are not finite; None if none were checked."""
         # torch's scaler leaves the number 0 if it met no gradient.
         of_scaler = getattr(self, "found_inf", None)
         verdicts_there = (of_scaler, *(launch.nonfinite for _, _, launch in launches))
@@ -278,12 +378,12 @@ class FlatOptimizer(Optimizer):
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
     def _scale(self, launch: Launch) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by: what they owe, and torch's loss scale taken out again."""
+        """Returns what gradients are multiplied by: their pending scale, over torch's loss scale."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is None:
-            return launch.owed
+            return launch.pending_scale
         inverse = grad_scale.detach().reshape(()).float().reciprocal()
-        return inverse if launch.owed is None else inverse * launch.owed
+        return inverse if launch.pending_scale is None else inverse * launch.pending_scale
 
     @property
     def skipped_steps(self) -> torch.Tensor:
@@ -298,14 +398,16 @@ class FlatOptimizer(Optimizer):
 
         Streams: zeros are written on the current stream. Capture: safe.
         """
+        self._follow_program()
         for segment, _ in self._segments:
             segment.forget_gradients(set_to_none=set_to_none)
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> Hashable:
-        """Returns what the host decides by: constants of the launches, and which segments there are."""
-        segments = tuple((index, segment.facts()) for segment, index in self._segments)
+    def guards(self) -> Hashable:
+        """Returns the host state that decides a step: constants of launches, and which segments there are."""
+        self._follow_program()
+        segments = tuple((index, segment.guards()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
         return segments, groups, self._check_finite
 
@@ -318,8 +420,8 @@ class FlatOptimizer(Optimizer):
                 for name, flat in segment.state.items():
                     yield f"{name} of segment {segment.number}", flat
 
-    def image(self) -> Callable[[], None]:
-        """Returns a function that puts the host's side back into its present state."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the present host state."""
         captured = [self._group(i).captured for i in range(len(self.param_groups))]
 
         def restore() -> None:
@@ -329,7 +431,7 @@ class FlatOptimizer(Optimizer):
         return restore
 
     def forget_captures(self) -> None:
-        """Says that no graph holds a step of this optimizer: its constants may be assigned again."""
+        """Allows constants to be assigned again: no graph holds a step of this optimizer."""
         for i in range(len(self.param_groups)):
             self._group(i).captured = False
 
@@ -348,6 +450,6 @@ class FlatOptimizer(Optimizer):
             )
 
 
-def _in_order(group: ParamGroup, members: Iterable[ManagedParam]) -> list[ManagedParam]:
+def _in_order(group: ParamGroup, members: Iterable[FSDPParam]) -> list[FSDPParam]:
     chosen = {id(managed) for managed in members}
     return [managed for managed in group.params if id(managed) in chosen]

@@ -1,10 +1,10 @@
-"""Loss scaling for fp16, without a host read."""
+"""Loss scaling for float16 gradients, without a host read."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -19,13 +19,19 @@ from shardgrad.optim.selection import select
 __all__ = ["GradScaler"]
 
 
+class _ScalerState(NamedTuple):
+    """The scale, float32, and the number of good steps in a row, int32; device scalars."""
+
+    scale: torch.Tensor
+    good_steps: torch.Tensor
+
+
 class GradScaler:
-    """Multiplies a loss so that fp16 gradients do not vanish, and takes the factor out again.
+    """Multiplies a loss so that float16 gradients do not underflow, and divides gradients by the factor.
 
     Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and clipping,
     `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on the device, and
-    gradients are not written: they owe the inverse of the scale ([Note: Owed factor] in
-    `engine/pending_scale.py`).
+    gradients are not written: the inverse of the scale is their pending scale (`engine/pending_scale.py`).
 
     Args:
         init_scale: the first scale.
@@ -60,9 +66,8 @@ class GradScaler:
         self._growth_interval = growth_interval
         self._enabled = enabled
         self._initial = (init_scale, 0)
-        self._scale: torch.Tensor | None = None
-        self._good_steps: torch.Tensor
-        # Per optimizer since the last `update`: what was found in its gradients.
+        self._state: _ScalerState | None = None
+        # For each optimizer since the last `update`: None after `unscale_`, after `step` its verdict.
         self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = weakref.WeakKeyDictionary()
 
     def scale(self, outputs: Any) -> Any:
@@ -157,14 +162,14 @@ class GradScaler:
         verdicts = [found for found in self._found.values() if found is not None]
         self._found.clear()
         if new_scale is not None:
-            if self._scale is None:
+            if self._state is None:
                 self._initial = (float(new_scale), 0)
             elif isinstance(new_scale, torch.Tensor):
-                self._scale.copy_(new_scale)
+                self._state.scale.copy_(new_scale)
             else:
-                self._scale.fill_(new_scale)
+                self._state.scale.fill_(new_scale)
             return
-        if not verdicts or self._scale is None:
+        if not verdicts or self._state is None:
             raise OptionError(
                 "No inf checks were recorded prior to update.",
                 expected="scaler.scale(loss) and scaler.step(optimizer) before scaler.update()",
@@ -173,8 +178,8 @@ class GradScaler:
             )
         found = sum(verdicts[1:], verdicts[0])
         torch._amp_update_scale_(
-            self._scale,
-            self._good_steps,
+            self._state.scale,
+            self._state.good_steps,
             found,
             self._growth_factor,
             self._backoff_factor,
@@ -183,28 +188,30 @@ class GradScaler:
 
     def _on(self, device: torch.device) -> torch.Tensor:
         """Returns the scale, float32, making it on this device at the first call."""
-        if self._scale is None:
+        if self._state is None:
             if is_capturing(device):
                 raise CaptureError(
                     "a loss scaler meets its first loss while a graph is being captured",
                     expected="one iteration before the capture",
-                    got="a scale that every replay would set back to where it began",
+                    got="a scale that every replay would reset",
                     fix="one iteration as warm-up",
                 )
             scale, good_steps = self._initial
-            self._scale = torch.full((), scale, dtype=torch.float32, device=device)
-            self._good_steps = torch.full((), good_steps, dtype=torch.int32, device=device)
-        return self._scale.to(device)
+            self._state = _ScalerState(
+                torch.full((), scale, dtype=torch.float32, device=device),
+                torch.full((), good_steps, dtype=torch.int32, device=device),
+            )
+        return self._state.scale.to(device)
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def facts(self) -> Hashable:
-        """Returns what the host decides by: settings, and which optimizers were unscaled since `update`."""
+    def guards(self) -> Hashable:
+        """Returns the host state that decides a step: settings, and optimizers unscaled since `update`."""
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
-        return settings, self._scale is None, tuple(map(id, self._found))
+        return settings, self._state is None, tuple(map(id, self._found))
 
-    def image(self) -> Callable[[], None]:
-        """Returns a function that puts the host's side back into its present state."""
+    def snapshot(self) -> Callable[[], None]:
+        """Returns a function that restores the present host state."""
         found = dict(self._found)
 
         def restore() -> None:
@@ -215,9 +222,9 @@ class GradScaler:
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the scale and the count of good steps."""
-        if self._scale is not None:
-            yield "loss scale", self._scale
-            yield "good steps of the loss scale", self._good_steps
+        if self._state is not None:
+            yield "loss scale", self._state.scale
+            yield "good steps of the loss scale", self._state.good_steps
 
     # -- reading and saving -----------------------------------------------------------------------------
 
@@ -225,7 +232,7 @@ class GradScaler:
         """Returns the scale; the host waits for the device."""
         if not self._enabled:
             return 1.0
-        return self._initial[0] if self._scale is None else float(self._scale.item())
+        return self._initial[0] if self._state is None else float(self._state.scale.item())
 
     def is_enabled(self) -> bool:
         """Returns whether the scaler does anything."""
@@ -240,7 +247,9 @@ class GradScaler:
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
-            "_growth_tracker": self._initial[1] if self._scale is None else int(self._good_steps.item()),
+            "_growth_tracker": self._initial[1]
+            if self._state is None
+            else int(self._state.good_steps.item()),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -262,9 +271,9 @@ class GradScaler:
         self._backoff_factor = float(state_dict["backoff_factor"])
         self._growth_interval = int(state_dict["growth_interval"])
         self._initial = (float(state_dict["scale"]), int(state_dict["_growth_tracker"]))
-        if self._scale is not None:
-            self._scale.fill_(self._initial[0])
-            self._good_steps.fill_(self._initial[1])
+        if self._state is not None:
+            self._state.scale.fill_(self._initial[0])
+            self._state.good_steps.fill_(self._initial[1])
 
 
 def _params(optimizer: Optimizer) -> list[torch.Tensor]:

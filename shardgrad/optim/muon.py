@@ -1,9 +1,9 @@
-"""`Muon` over sharded matrices: momentum where the pieces are, orthogonalisation where the owner is.
+"""`Muon` over sharded matrices: every matrix is orthogonalised by one rank.
 
-A step goes over the waves of [Note: Owned matrices] in `ownership.py`. For each: momentum on this rank's
-pieces; an exchange that makes matrices whole on their owners; Newton-Schulz, batched by shape; an exchange
-back; weight decay and the update on the pieces. What depends on the step is read from device memory, and a
-parameter without a gradient, or a step to be skipped, is a mask, not a branch.
+A step goes over the buckets of [Note: Owned matrices] in `ownership.py`. For each: momentum of this rank's
+pieces; an exchange after which owners have unsharded matrices; Newton-Schulz, batched by shape; an exchange
+back; weight decay and the update of the pieces. What changes from step to step is read from device memory; a
+parameter without a gradient, or a step to be skipped, is a mask and not a branch.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.param import ManagedParam, managed_by
+from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import group_of
 from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import CaptureError, OptimizerParameterError, OptionError, unsupported
 from shardgrad.optim.flat import FlatOptimizer, Update
 from shardgrad.optim.hyper import Hyper, at_least_zero
-from shardgrad.optim.muon_wave import Member, Staging, Wave
+from shardgrad.optim.muon_bucket import Bucket, BucketPlan, Member, Staging
 from shardgrad.optim.newton_schulz import COEFFICIENTS
-from shardgrad.optim.ownership import waves
+from shardgrad.optim.ownership import buckets
 from shardgrad.optim.precision import Master, Precision
 from shardgrad.optim.segment import Segment
 
@@ -103,7 +104,7 @@ class Muon(FlatOptimizer):
         self._precision = Precision(momentum_dtype, master)
         self._ns_dtype = ns_dtype
         self._staging = Staging()
-        self._plans: dict[tuple[tuple[int, str | None], ...], list[Wave]] = {}
+        self._plans: dict[tuple[tuple[int, str | None], ...], list[Bucket]] = {}
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -116,7 +117,7 @@ class Muon(FlatOptimizer):
         }
         super().__init__(params, defaults, check_finite=check_finite)
 
-    def _validate_param(self, param: torch.Tensor, name: str, managed: ManagedParam | None) -> None:
+    def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         super()._validate_param(param, name, managed)
         if param.ndim != 2:
             raise OptimizerParameterError(
@@ -125,23 +126,25 @@ class Muon(FlatOptimizer):
                 got=f"shape {tuple(param.shape)}",
                 fix="a second optimizer for the others: shardgrad.optim.AdamW",
             )
-        if managed is not None and (managed.cut.dim or managed.cut.came_as_dtensor):
+        if managed is not None and (managed.sharding.dim or managed.sharding.came_as_dtensor):
             raise OptimizerParameterError(
-                f"Muon was given parameter {name}, of which a rank does not hold whole rows",
-                expected="matrices that data parallelism cuts along dim 0, and nothing else cuts",
-                got=f"a DTensor with placements {managed.cut.placements}",
+                f"Muon was given parameter {name}, whose rows are cut",
+                expected="matrices that are sharded along dim 0 by data parallelism only",
+                got=f"a DTensor with placements {managed.sharding.placements}",
                 fix="shardgrad.optim.AdamW, or torch.optim.Muon, for this parameter",
             )
         if managed is None and isinstance(param, DTensor):
             raise OptimizerParameterError(
                 f"Muon was given parameter {name}, which another engine shards",
-                expected="matrices sharded by shardgrad.fully_shard, or by nobody",
+                expected="matrices that shardgrad.fully_shard shards, or plain tensors",
                 got=f"a DTensor with placements {param.placements}",
                 fix="shardgrad.fully_shard, or torch.optim.Muon for this parameter",
             )
-        if managed is not None and not reaches(managed.group.mesh.shard_group, managed.group.home.device):
+        if managed is not None and not reaches(
+            group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
+        ):
             raise unsupported(
-                f"Muon under CPUOffloadPolicy without a backend for {managed.group.home.device}",
+                f"Muon under CPUOffloadPolicy without a backend for {group_of(managed).shard_memory.device}",
                 instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to host',
             )
 
@@ -168,7 +171,7 @@ class Muon(FlatOptimizer):
         dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])
-            dtypes["momentum_buffer"] = segment.dtype if managed is None else managed.group.gradient_dtype
+            dtypes["momentum_buffer"] = segment.dtype if managed is None else group_of(managed).gradient_dtype
         return dtypes
 
     # -- a step -----------------------------------------------------------------------------------------
@@ -178,23 +181,23 @@ class Muon(FlatOptimizer):
         self.update_all([update])
 
     def update_all(self, updates: Sequence[Update]) -> None:
-        """Takes waves one after the other. Which ones there are depends on what the ranks agree about.
+        """Updates the buckets one after the other. Which ones there are is the same on all ranks.
 
         A segment is here if a parameter of it has a gradient. Gradients are bound from flags that the
         reduction has summed over ranks ([Note: Live flags] in `engine/grad_shard.py`), so every rank has the
         same segments, and joins the same exchanges.
         """
         left = list(updates)
-        for wave in self._plan(updates):
-            wave.run(left[: len(wave.members)])
-            del left[: len(wave.members)]
+        for bucket in self._buckets(updates):
+            bucket.run(left[: len(bucket.members)])
+            del left[: len(bucket.members)]
 
-    def _plan(self, updates: Sequence[Update]) -> list[Wave]:
+    def _buckets(self, updates: Sequence[Update]) -> list[Bucket]:
         # A table's identity stands for everything it was made from; members keep it alive.
         key = tuple((id(update.launch.rows), update.group["adjust_lr_fn"]) for update in updates)
-        plan = self._plans.get(key)
-        if plan is not None:
-            return plan
+        known = self._plans.get(key)
+        if known is not None:
+            return known
         if updates and is_capturing(updates[0].segment.device):
             raise CaptureError(
                 "Muon meets these gradients for the first time while a graph is being captured",
@@ -203,29 +206,27 @@ class Muon(FlatOptimizer):
                 fix="take a step as warm-up; a graph keeps the addresses that it finds",
             )
         members = [Member(update) for update in updates]
-        plan = []
-        for _, run in groupby(members, key=lambda m: (id(m.options), id(m.transport), m.segment.device)):
-            together = list(run)
-            cut = waves([member.shapes for member in together], together[0].world_size)
-            plan += [Wave([together[i] for i in wave], self._ns_dtype) for wave in cut]
-        grew = self._staging.reserve([need for wave in plan for need in wave.needs()])
-        self._forget_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
-        for wave in plan:
-            wave.settle_in(self._staging)
-        self._plans[key] = plan
-        return plan
+        plans: list[BucketPlan] = []
+        for _, same in groupby(members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)):
+            together = list(same)
+            ranges = buckets([member.shapes for member in together], together[0].world_size)
+            plans += [BucketPlan([together[i] for i in indices], self._ns_dtype) for indices in ranges]
+        grew = self._staging.reserve([need for plan in plans for need in plan.needs()])
+        self._drop_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
+        self._plans[key] = [Bucket(plan, self._staging) for plan in plans]
+        return self._plans[key]
 
-    def _forget_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
-        """Drops plans whose gradients have moved elsewhere, or all; they hold on to memory."""
+    def _drop_plans(self, updates: Sequence[Update], *, everything: bool) -> None:
+        """Drops plans whose gradients have moved, or all of them; they keep memory alive."""
         if any(self._group(i).captured for i in range(len(self.param_groups))):
             return  # a graph may still write where its plan lies
         now = {id(update.segment): update.launch.rows for update in updates}
 
-        def is_useful(plan: list[Wave]) -> bool:
-            members = [member for wave in plan for member in wave.members]
+        def is_current(plan: list[Bucket]) -> bool:
+            members = [member for bucket in plan for member in bucket.members]
             return all(now.get(id(member.segment), member.rows) is member.rows for member in members)
 
-        self._plans = {key: plan for key, plan in self._plans.items() if not everything and is_useful(plan)}
+        self._plans = {key: plan for key, plan in self._plans.items() if not everything and is_current(plan)}
 
 
 def _require(condition: bool, key: str, expected: str, group: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Norms over gradients, without a host read: one pass over each shard, then one small all-reduce.
 
-Shards of one group of ranks are added up before they travel, so a model on one mesh needs a single message of
-two numbers; replicas (HSDP) hold the same gradients and are not counted twice. Sums are float64 and their
+Shards of one group of ranks are added up before they are sent, so a model on one mesh needs a single message
+of two numbers; replicas (HSDP) hold the same gradients and are not counted twice. Sums are float64 and their
 order is fixed, so a norm is the same bits from run to run.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.diagnosis.flight_recorder import journal
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, select
@@ -184,15 +184,15 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         value.copy_(there)
         return
     if not math.isinf(norm_type):
-        with journal.line(group).awaited(_WHAT, value):
+        with recorder.group_log(group).waiting(_WHAT, value):
             dist.all_reduce(value, group=group)
         return
-    # One message: an extreme and a count. A minimum is a maximum of the opposite; what NaN becomes in a
-    # backend's maximum is not defined, so it travels as an infinity, and the count tells.
+    # One message: an extreme and a count. A minimum is a maximum of the negative values. A backend's maximum
+    # of NaN is not defined, so NaN is sent as an infinity, and the count has it.
     sign = math.copysign(1.0, norm_type)
     total, count = value.unbind()
     message = torch.stack([(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count])
-    with journal.line(group).awaited(_WHAT, message):
+    with recorder.group_log(group).waiting(_WHAT, message):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     total, count = message.unbind()
     value.copy_(torch.stack([total * sign, count]))

@@ -1,18 +1,17 @@
-"""Which rank orthogonalises which matrix, and where its pieces lie while they travel; integers only.
+"""Which rank orthogonalises which matrix, and the layout of the buffers they are exchanged in; integers only.
 
 [Note: Owned matrices]
-Newton-Schulz needs a matrix whole. Every matrix therefore has one *owner* in its shard group. Its pieces
-travel there, it is orthogonalised there and nowhere else, and the results travel back: two exchanges, each
-an all-to-all of this rank's pieces. No rank ever holds a matrix that it does not own.
+Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. The owner
+receives the pieces of all ranks, orthogonalises the matrix and sends the results back: two exchanges, each an
+all-to-all. A rank never holds a matrix that it does not own.
 
-Matrices are exchanged in *waves*: consecutive segments that together have enough work to keep every rank
-busy. A unit with seven matrices on 64 ranks would leave 57 of them idle, one wave for the whole model would
-need staging for the whole model; a wave is as long as it takes until no single matrix is more than a rank's
-fair share.
+Matrices are exchanged in *buckets*: consecutive segments that together have enough work for every rank. A
+unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the model would need
+staging for the model; a bucket ends as soon as no single matrix is more than a rank's fair share.
 
-      outgoing, rank 0:  | pieces of matrices of rank 0 | pad | pieces of matrices of rank 1 | pad | ...
-      incoming, rank 0:  | pieces from rank 0 | pad | pieces from rank 1 | pad | ...
-      whole,    rank 0:  | matrices of one shape | pad | matrices of another shape | pad | ...
+      send buffer, rank 0:     | pieces of matrices of rank 0 | pad | pieces of matrices of rank 1 | pad | ...
+      receive buffer, rank 0:  | pieces from rank 0 | pad | pieces from rank 1 | pad | ...
+      matrices, rank 0:        | matrices of one shape | pad | matrices of another shape | pad | ...
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from dataclasses import dataclass
 
 from shardgrad.sharding.layout import Piece, ShardLayout
 
-__all__ = ["Arrival", "Batch", "Exchange", "Run", "owners", "waves", "work"]
+__all__ = ["Batch", "BufferSlice", "Exchange", "ReceivedPiece", "buckets", "owners", "work"]
 
 Shape = tuple[int, int]
 
-# What travels between two ranks, and every batch, starts on a multiple of so many elements: 128 bytes in
+# Every batch, and what is sent between two ranks, starts on a multiple of so many elements: 128 bytes in
 # bfloat16, for the reason given in layout.py.
-_EDGE_NUMEL = 64
+_ALIGNMENT_NUMEL = 64
 
 
 def work(shape: Sequence[int]) -> int:
@@ -65,15 +64,15 @@ def owners(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
     return chosen
 
 
-def waves(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> list[range]:
-    """Cuts segments, in order, into waves.
+def buckets(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> list[range]:
+    """Divides segments, in order, into buckets.
 
     Args:
         segments: for each, the shapes of its matrices.
         world_size: ranks of the shard group.
 
     Returns:
-        Ranges of indices that cover all segments. Every wave but the last has at least `world_size` times
+        Ranges of indices that cover all segments. Every bucket but the last has at least `world_size` times
         the work of its heaviest matrix, and would not without its last segment.
     """
     cut = []
@@ -91,7 +90,7 @@ def waves(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> list[
 
 
 @dataclass(frozen=True)
-class Run:
+class BufferSlice:
     """Consecutive elements of a buffer."""
 
     offset: int
@@ -99,21 +98,21 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A piece that comes to its owner.
+class ReceivedPiece:
+    """A piece that the owner of its matrix receives.
 
     Attributes:
-        matrix: its index.
-        source: the rank it comes from.
-        incoming: first element among what arrives.
-        whole: first element among whole matrices.
+        matrix: index of the matrix.
+        source: rank that sends it.
+        receive_offset: of its first element in the receive buffer.
+        matrix_offset: of its first element among the unsharded matrices.
         numel: elements, at least 1.
     """
 
     matrix: int
     source: int
-    incoming: int
-    whole: int
+    receive_offset: int
+    matrix_offset: int
     numel: int
 
 
@@ -123,7 +122,7 @@ class Batch:
 
     Attributes:
         shape: of each.
-        offset: first element among whole matrices.
+        offset: of the first element among the unsharded matrices.
         matrices: their indices.
     """
 
@@ -139,29 +138,29 @@ class Batch:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part in bringing matrices to their owners; the way back is the same with both sides swapped.
+    """One rank's part in sending pieces to owners; the results are sent back with both sides swapped.
 
     Attributes:
         owners: a rank per matrix.
         sent: elements for each rank, padding included.
         received: elements from each rank.
-        departures: for each matrix, where this rank's piece lies among what is sent; maybe empty.
-        arrivals: pieces of the matrices this rank owns.
+        send_slices: for each matrix, this rank's piece in the send buffer; it may be empty.
+        received_pieces: pieces of the matrices that this rank owns.
         batches: these matrices, by shape.
-        whole_numel: elements of the buffer that holds them.
+        matrices_numel: elements of the buffer of these matrices.
     """
 
     owners: tuple[int, ...]
     sent: tuple[int, ...]
     received: tuple[int, ...]
-    departures: tuple[Run, ...]
-    arrivals: tuple[Arrival, ...]
+    send_slices: tuple[BufferSlice, ...]
+    received_pieces: tuple[ReceivedPiece, ...]
     batches: tuple[Batch, ...]
-    whole_numel: int
+    matrices_numel: int
 
     @classmethod
     def of(cls, shapes: Sequence[Sequence[int]], world_size: int, rank: int) -> Exchange:
-        """Plans the exchange of a wave, for one rank.
+        """Plans the exchange of a bucket, for one rank.
 
         Args:
             shapes: global shapes of the matrices, in an order that all ranks share.
@@ -170,45 +169,45 @@ class Exchange:
         """
         pieces = ShardLayout.of(shapes, world_size, alignment=1, with_flags=False).pieces
         chosen = owners(shapes, world_size)
-        departures: list[Run] = [Run(0, 0)] * len(shapes)
+        send_slices: list[BufferSlice] = [BufferSlice(0, 0)] * len(shapes)
         sent: list[int] = []
         for owner in range(world_size):
-            parcel, numel = _parcel(pieces, chosen, owner, source=rank)
-            for matrix, run in parcel:
-                departures[matrix] = Run(sum(sent) + run.offset, run.numel)
+            message, numel = _message(pieces, chosen, owner, source=rank)
+            for matrix, part in message:
+                send_slices[matrix] = BufferSlice(sum(sent) + part.offset, part.numel)
             sent.append(numel)
-        batches, places, whole_numel = _batches(pieces, chosen, rank)
-        arrivals: list[Arrival] = []
-        received: list[int] = []
+        batches, places, matrices_numel = _batches(pieces, chosen, rank)
+        received: list[ReceivedPiece] = []
+        received_numels: list[int] = []
         for source in range(world_size):
-            parcel, numel = _parcel(pieces, chosen, rank, source=source)
-            for matrix, run in parcel:
-                if run.numel:
+            message, numel = _message(pieces, chosen, rank, source=source)
+            for matrix, part in message:
+                if part.numel:
                     begin = pieces[matrix].rows(source)[0] * pieces[matrix].shape[1]
-                    incoming = sum(received) + run.offset
-                    arrivals.append(Arrival(matrix, source, incoming, places[matrix] + begin, run.numel))
-            received.append(numel)
+                    offset = sum(received_numels) + part.offset
+                    received.append(ReceivedPiece(matrix, source, offset, places[matrix] + begin, part.numel))
+            received_numels.append(numel)
         return cls(
             tuple(chosen),
             tuple(sent),
+            tuple(received_numels),
+            tuple(send_slices),
             tuple(received),
-            tuple(departures),
-            tuple(arrivals),
             batches,
-            whole_numel,
+            matrices_numel,
         )
 
 
-def _parcel(
+def _message(
     pieces: Sequence[Piece], chosen: Sequence[int], owner: int, *, source: int
-) -> tuple[list[tuple[int, Run]], int]:
-    """Lays out what one rank sends another: (matrix, run) in order, and the number of elements."""
-    parcel, offset = [], 0
+) -> tuple[list[tuple[int, BufferSlice]], int]:
+    """Lays out what one rank sends another: (matrix, slice) in order, and the number of elements."""
+    message, offset = [], 0
     for matrix, piece in enumerate(pieces):
         if chosen[matrix] == owner:
-            parcel.append((matrix, Run(offset, piece.local_numel(source))))
+            message.append((matrix, BufferSlice(offset, piece.local_numel(source))))
             offset += piece.local_numel(source)
-    return parcel, _up_to_edge(offset)
+    return message, _aligned(offset)
 
 
 def _batches(
@@ -225,9 +224,9 @@ def _batches(
         for i, matrix in enumerate(matrices):
             places[matrix] = offset + i * shape[0] * shape[1]
         batches.append(batch)
-        offset += _up_to_edge(batch.numel)
+        offset += _aligned(batch.numel)
     return tuple(batches), places, offset
 
 
-def _up_to_edge(numel: int) -> int:
-    return -(-numel // _EDGE_NUMEL) * _EDGE_NUMEL
+def _aligned(numel: int) -> int:
+    return -(-numel // _ALIGNMENT_NUMEL) * _ALIGNMENT_NUMEL

@@ -1,4 +1,4 @@
-"""In which dtypes an optimizer keeps what it keeps.
+"""The dtypes of an optimizer's state.
 
 [Note: Exact weights]
 A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding. Three ways out, all written
@@ -33,7 +33,7 @@ class Precision:
 
     Attributes:
         moment_dtype: of moments and momentum; None for float32, or float64 under float64 parameters.
-        master: what is kept beside weights of 16 bits.
+        master: what is kept next to 16-bit weights.
         stochastic_rounding: round bf16 weights up or down at random, without bias.
         seed: of that.
     """

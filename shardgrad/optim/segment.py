@@ -1,19 +1,21 @@
-"""What one launch of an optimizer's kernel updates.
+"""Segments: the parameters that one launch of an optimizer's kernel updates.
 
 [Note: Segments]
-The parameters of one group that one entry of `param_groups` updates are a *segment*: they lie in one flat
-shard, their gradients in another, their moments in flat buffers of the segment's own, and a table in device
-memory says which ranges belong together. A launch takes the flat buffers and the table, whatever the number
-of parameters. Nothing is looked up through `param.grad`: the engine knows where gradients lie.
+The parameters of one parameter group of the engine that one entry of `param_groups` updates are a *segment*:
+they lie in one flat shard, their gradients in another, their moments in flat buffers that belong to the
+segment, and a table in device memory says which ranges belong together. A launch takes the flat buffers and
+the table, whatever the number of parameters. Nothing is looked up through `param.grad`: the engine knows
+where gradients are.
 
-A parameter that no unit shards (left out on purpose, or a model without any unit) is a segment by itself.
+A parameter that no unit shards is a segment alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import cast
 
 import torch
@@ -21,14 +23,38 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.param import ManagedParam, Snapshot, is_replaced
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import FSDPParam, is_replaced, local_of
+from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
-from shardgrad.sharding.dtensor import face_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
+
+# What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
+_storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
+
+
+class _StorageCheck:
+    """Detects that a program has replaced the data of sharded parameters.
+
+    Args:
+        params: sharded parameters.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = list(params)
+        self._locals = list(map(local_of, self._params))
+        self._storages = list(map(_storage_of, self._params))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """False if a local tensor or a storage was replaced, which torch allows: `param.data = x`."""
+        return (
+            all(map(is_, map(local_of, self._params), self._locals))
+            and list(map(_storage_of, self._params)) == self._storages
+        )
 
 
 @dataclass(frozen=True)
@@ -41,8 +67,8 @@ class Launch:
         touched: flags, one for each row's `flag_index`; the parameter is updated if its flag is above zero.
         rows: int64 table on the device; see `ops.segment_rows`.
         tiles: as `ops.segment_rows` counted them.
-        owed: device scalar that gradients are still to be multiplied by, or None.
-        nonfinite: device scalar, above zero if somebody found the gradients not finite, or None.
+        pending_scale: device scalar that gradients are still to be multiplied by, or None.
+        nonfinite: device scalar, above zero if gradients were found not finite; None if none were checked.
     """
 
     param: torch.Tensor
@@ -50,39 +76,61 @@ class Launch:
     touched: torch.Tensor
     rows: torch.Tensor
     tiles: int
-    owed: torch.Tensor | None
+    pending_scale: torch.Tensor | None
     nonfinite: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _State:
+    """The state of a segment.
+
+    Attributes:
+        steps: float32, updates per parameter.
+        ticket: int32 scratch of the kernels.
+        flat: buffers by name, each with as many elements as the segment.
+    """
+
+    steps: torch.Tensor
+    ticket: torch.Tensor
+    flat: dict[str, torch.Tensor]
 
 
 class Segment(ABC):
     """Parameters that are updated by one launch, and their state.
 
-    Attributes:
+    Args:
         params: the optimizer's own objects, in the order of their state.
-        names: of the parameters, for messages.
-        device: where everything lies.
-        dtype: of the parameters.
         numel: elements of each flat state buffer.
-        rank: which of the shards this is.
+        rank: in the shard group.
+
+    Attributes:
+        params: as given.
+        numel: as given.
+        rank: as given.
         number: the optimizer's count of its segments.
-        steps: float32, updates per parameter; None before `allocate`.
-        ticket: int32 scratch of the kernels; None before `allocate`.
-        state: flat buffers by name, each `numel` elements; empty before `allocate`.
     """
 
-    params: list[nn.Parameter]
-    names: list[str]
-    device: torch.device
-    dtype: torch.dtype
-    numel: int
-    rank = 0
-
-    def __init__(self) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], numel: int, *, rank: int = 0) -> None:
+        self.params = list(params)
+        self.numel = numel
+        self.rank = rank
         self.number = 0
-        self.steps: torch.Tensor
-        self.ticket: torch.Tensor
-        self.state: dict[str, torch.Tensor] = {}
-        self.is_allocated = False
+        self._state: _State | None = None
+
+    @property
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Names of the parameters, for messages."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Device of parameters, gradients and state."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
 
     @property
     @abstractmethod
@@ -90,17 +138,42 @@ class Segment(ABC):
         """False while parameters are on the meta device."""
 
     @property
-    def state_device(self) -> torch.device | None:
-        """Where the state is; None before `allocate`."""
-        return self.steps.device if self.is_allocated else None
+    def is_allocated(self) -> bool:
+        """True once there is state."""
+        return self._state is not None
 
-    def facts(self) -> Hashable:
-        """Returns what decides the launch besides addresses that never change. Called at every replay."""
+    @property
+    def steps(self) -> torch.Tensor:
+        """Float32, updates per parameter. Only after `allocate`."""
+        return self._require_state().steps
+
+    @property
+    def ticket(self) -> torch.Tensor:
+        """Int32 scratch of the kernels. Only after `allocate`."""
+        return self._require_state().ticket
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """Flat buffers by name, each `numel` elements. Only after `allocate`."""
+        return self._require_state().flat
+
+    def _require_state(self) -> _State:
+        if self._state is None:
+            raise RuntimeError(f"the segment of {self.names[0]} has no state yet")
+        return self._state
+
+    @property
+    def state_device(self) -> torch.device | None:
+        """Device of the state; None before `allocate`."""
+        return None if self._state is None else self._state.steps.device
+
+    def guards(self) -> Hashable:
+        """Returns what decides a launch, apart from addresses that never change. Called at every replay."""
         return self.is_allocated
 
     @abstractmethod
     def settle(self) -> Launch | None:
-        """Makes the device's picture agree with what the program has bound, and describes the launch.
+        """Updates the device's flags to what the program has bound, and describes the launch.
 
         Returns:
             None if no parameter has a gradient.
@@ -120,7 +193,7 @@ class Segment(ABC):
 
     @abstractmethod
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Returns a parameter's piece of state as a program sees it: a DTensor like the parameter's."""
+        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the parameter."""
 
     @abstractmethod
     def forget_gradients(self, *, set_to_none: bool) -> None:
@@ -131,13 +204,32 @@ class Segment(ABC):
         return base + (self.number << 40) + (self.rank << 16)
 
     def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Makes zeroed state buffers, for good."""
-        self.steps = torch.zeros(len(self.params), dtype=torch.float32, device=self.device)
-        self.ticket = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.state = {
-            name: torch.zeros(self.numel, dtype=dtype, device=self.device) for name, dtype in dtypes.items()
-        }
-        self.is_allocated = True
+        """Allocates zeroed state buffers, at constant addresses from then on."""
+        device = self.device
+        self._state = _State(
+            steps=torch.zeros(len(self.params), dtype=torch.float32, device=device),
+            ticket=torch.zeros(1, dtype=torch.int32, device=device),
+            flat={
+                name: torch.zeros(self.numel, dtype=dtype, device=device) for name, dtype in dtypes.items()
+            },
+        )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """The table of a launch for one gradient shard.
+
+    Attributes:
+        shard: the gradient shard.
+        places: of the segment's parameters in it, without frozen ones.
+        rows: see `Launch`.
+        tiles: see `Launch`.
+    """
+
+    shard: GradShard
+    places: list[int]
+    rows: torch.Tensor
+    tiles: int
 
 
 class ShardedSegment(Segment):
@@ -148,38 +240,32 @@ class ShardedSegment(Segment):
         members: those of its parameters that are updated, in the group's order.
     """
 
-    def __init__(self, group: ParamGroup, members: Sequence[ManagedParam]) -> None:
-        super().__init__()
-        self._group = group
-        self._members = list(members)
-        self.params = [managed.sharded for managed in members]
+    def __init__(self, group: ParamGroup, members: Sequence[FSDPParam]) -> None:
         self._place = {id(managed): i for i, managed in enumerate(group.params)}
         self._offsets = []
         offset = 0
         for managed in members:
             self._offsets.append(offset)
             offset += group.layout.pieces[self._place[id(managed)]].span
-        self.numel = offset
-        self.rank = group.mesh.shard_rank
-        self._shard: GradientShard | None = None
+        super().__init__([managed.sharded for managed in members], offset, rank=group.mesh.shard_rank)
+        self._group = group
+        self._members = list(members)
         self._generation = group.generation
-        self._snapshot = Snapshot(self.params)
-        self._places: list[int] = []
-        self._rows: torch.Tensor
-        self._tiles = 0
+        self._storage_check = _StorageCheck(self.params)
+        self._table: _Table | None = None
 
     @property
-    def names(self) -> list[str]:  # type: ignore[override]
+    def names(self) -> list[str]:
         """Fully qualified once a forward has run."""
         return [managed.name for managed in self._members]
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:
         """Where the group's shards live, also while the parameters are on the meta device."""
-        return self._group.home.device
+        return self._group.shard_memory.device
 
     @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    def dtype(self) -> torch.dtype:
         """Of the group's shard."""
         return self._group.dtype
 
@@ -198,12 +284,13 @@ class ShardedSegment(Segment):
         shard = gradients_of(self._group, self.params)
         if shard is None:
             return None
-        if shard is not self._shard:
-            self._tabulate(shard)
-        if not any(shard.settle(self._places)):
+        table = self._table
+        if table is None or table.shard is not shard:
+            table = self._table = self._table_for(shard)
+        if not any(shard.settle(table.places)):
             return None
         return Launch(
-            self._group.shard, shard.flat, shard.flags, self._rows, self._tiles, shard.owed, shard.nonfinite
+            self._group.shard, shard.flat, shard.flags, table.rows, table.tiles, shard.owed, shard.nonfinite
         )
 
     def _require_same_params(self) -> None:
@@ -218,29 +305,29 @@ class ShardedSegment(Segment):
                         where=f"unit {self._group.name}",
                         fix="build the optimizer after the last change of this kind",
                     )
-            self._snapshot = Snapshot(self.params)
+            self._storage_check = _StorageCheck(self.params)
             self._generation = self._group.generation
-        if self._snapshot.still_holds:
+        if self._storage_check.is_unchanged:
             return
-        if any(managed.group is not self._group for managed in self._members):
+        if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
                 f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
                 "optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
-                where=f"unit {self._members[0].group.name}",
+                where=f"unit {group_of(self._members[0]).name}",
                 fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(
             f"the data of a parameter among {', '.join(self.names)} was replaced",
             expected="the piece of the shard that the engine gathers from",
-            got="a tensor of its own, which the next forward would not see",
+            got="another tensor, which the next forward would not see",
             where=f"unit {self._group.name}",
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
 
-    def _tabulate(self, shard: GradientShard) -> None:
-        """Builds the table for this gradient shard. A frozen parameter has no gradient and no row."""
+    def _table_for(self, shard: GradShard) -> _Table:
+        """Builds the table for a gradient shard. A frozen parameter has no gradient and no row."""
         pieces, places = [], []
         for i, (managed, offset) in enumerate(zip(self._members, self._offsets, strict=True)):
             place = shard.place_of(managed.sharded)
@@ -251,18 +338,17 @@ class ShardedSegment(Segment):
             gradient = shard.piece(place).shard_offset
             pieces.append((piece.shard_offset, gradient, offset, numel, i, place))
             places.append(place)
-        rows, self._tiles = ops.segment_rows(pieces)
+        rows, tiles = ops.segment_rows(pieces)
         ops.check_rows(
             rows,
-            self._tiles,
+            tiles,
             param_numel=self._group.shard.numel(),
             grad_numel=shard.values.numel(),
             state_numel=self.numel,
             steps_numel=len(self.params),
             touched_numel=shard.flags.numel(),
         )
-        self._rows = rows.to(self.device)
-        self._shard, self._places = shard, places
+        return _Table(shard, places, rows.to(self.device), tiles)
 
     def local_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """See `Segment.local_views`."""
@@ -275,7 +361,7 @@ class ShardedSegment(Segment):
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
-        return face_like(in_own_storage(local), cast(DTensor, self.params[index]))
+        return dtensor_like(in_own_storage(local), cast(DTensor, self.params[index]))
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""
@@ -298,9 +384,6 @@ class PlainSegment(Segment):
     """
 
     def __init__(self, param: nn.Parameter, name: str) -> None:
-        super().__init__()
-        self.params = [param]
-        self.names = [name]
         local = _local(param)
         if not _is_dense(local):
             raise OptimizerParameterError(
@@ -309,20 +392,30 @@ class PlainSegment(Segment):
                 got=f"shape {tuple(local.shape)} with strides {local.stride()}",
                 fix="param.data = param.data.contiguous()",
             )
-        self.dtype = param.dtype
-        self.numel = local.numel()
+        super().__init__([param], local.numel())
+        self._names = [name]
+        self._dtype = param.dtype
         self._form = _form_of(local)
-        rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
-        self._table = rows
-        self._rows: torch.Tensor | None = None
+        self._host_rows, self._tiles = ops.segment_rows([(0, 0, 0, self.numel, 0, 0)])
+        self._rows_and_flag: tuple[torch.Tensor, torch.Tensor] | None = None  # on the device
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def names(self) -> list[str]:
+        """See `Segment.names`."""
+        return self._names
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """See `Segment.dtype`."""
+        return self._dtype
+
+    @property
+    def device(self) -> torch.device:
         """Of the parameter, which may have been on the meta device when the optimizer was built."""
         return _local(self.params[0]).device
 
-    def facts(self) -> Hashable:
-        """See `Segment.facts`."""
+    def guards(self) -> Hashable:
+        """See `Segment.guards`."""
         return self.is_allocated, self.device.type
 
     @property
@@ -346,21 +439,14 @@ class PlainSegment(Segment):
         if grad.stride() != local.stride():
             # Memory orders differ: only then is a gradient copied.
             grad = torch.empty_like(local, dtype=grad.dtype).copy_(grad)
-        if self._rows is None:
-            self._rows = self._table.to(local.device)
-            self._touched = torch.ones(1, dtype=torch.float32, device=local.device)
-        return Launch(
-            _in_memory_order(local),
-            _in_memory_order(grad),
-            self._touched,
-            self._rows,
-            self._tiles,
-            None,
-            None,
-        )
+        if self._rows_and_flag is None:
+            flag = torch.ones(1, dtype=torch.float32, device=local.device)
+            self._rows_and_flag = self._host_rows.to(local.device), flag
+        rows, flag = self._rows_and_flag
+        return Launch(_in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None, None)
 
     def _require_in_use(self) -> None:
-        """Refuses a parameter that nothing computes with any more: its optimizer would train nothing."""
+        """Refuses a parameter that is no longer part of the model: it would not be trained."""
         param, got = self.params[0], ""
         if is_replaced(param):
             got = "the parameter from before fully_shard, which has put a sharded one in its place"
@@ -375,7 +461,7 @@ class PlainSegment(Segment):
             )
 
     def _check(self, local: torch.Tensor, grad: torch.Tensor) -> None:
-        # Moments lie in the memory order that the parameter had, on its device.
+        # State has the memory order and the device that the parameter had.
         device = self.state_device or local.device
         if _form_of(local) != self._form or local.device != device:
             shape, strides, dtype = self._form
@@ -402,7 +488,7 @@ class PlainSegment(Segment):
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
         """See `Segment.face`."""
         param = self.params[0]
-        return face_like(local, param) if isinstance(param, DTensor) else local
+        return dtensor_like(local, param) if isinstance(param, DTensor) else local
 
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """See `Segment.forget_gradients`."""

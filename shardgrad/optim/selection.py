@@ -1,4 +1,4 @@
-"""Which gradients belong to a set of parameters, and what is done to all of them at once."""
+"""The gradients of a set of parameters, and multiplying all of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.grad_shard import GradientShard
-from shardgrad.engine.param import ManagedParam, managed_by
-from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -22,12 +23,12 @@ class Selection:
     Attributes:
         shard: where they are.
         places: their indices.
-        is_whole: True if no other parameter of the shard has a gradient.
+        is_complete: True if no other parameter of the shard has a gradient.
     """
 
-    shard: GradientShard
+    shard: GradShard
     places: tuple[int, ...]
-    is_whole: bool
+    is_complete: bool
 
 
 @dataclass(frozen=True)
@@ -43,16 +44,16 @@ class Gradients:
     plain: list[torch.Tensor]
 
     def multiply(self, factor: torch.Tensor) -> None:
-        """Multiplies all of them: those of whole shards later, by whoever reads them, others at once.
+        """Multiplies all of them: complete shards later, when they are read, the others at once.
 
         Args:
-            factor: float32 device scalar; kept. See [Note: Owed factor] in `engine/pending_scale.py`.
+            factor: float32 device scalar; kept. See `engine/pending_scale.py`.
 
         Streams: the current stream. Capture: safe.
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
-            if selection.is_whole:
+            if selection.is_complete:
                 selection.shard.owe(factor)
             else:
                 selection.shard.pay()
@@ -61,15 +62,14 @@ class Gradients:
             torch._foreach_mul_(at_once, factor)
 
 
-def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradientShard | None:
+def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
     """Returns a group's gradient shard; None if there has been no backward and nothing was assigned."""
-    if not group.has_gradients:
+    grads = grads_of(group)
+    if grads.shard is None:
         attribute = group.gradient_policy.attribute
         if all(getattr(param, attribute, None) is None for param in params):
             return None
-        if group.gradient_layout is None:
-            group.refresh_trainable()
-    return group.gradients()
+    return grads.require_shard()
 
 
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -83,12 +83,12 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[ManagedParam]] = {}
+    by_group: dict[ParamGroup, list[FSDPParam]] = {}
     plain = []
     for param in dict.fromkeys(params):
         managed = managed_by(param)
         if managed is not None:
-            by_group.setdefault(managed.group, []).append(managed)
+            by_group.setdefault(group_of(managed), []).append(managed)
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

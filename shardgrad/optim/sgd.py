@@ -34,7 +34,7 @@ class SGD(FlatOptimizer):
         fused: see `foreach`.
         decoupled_weight_decay: take `lr * weight_decay` of the weight off it instead of the L2 penalty.
         moment_dtype: of the momentum; None for float32, or float64 under float64 parameters.
-        master: "float32" or "remainder" beside 16-bit weights. See [Note: Exact weights].
+        master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
         stochastic_rounding: of bf16 weights without a master.
         seed: of that.
         check_finite: see `FlatOptimizer`.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from shardgrad.errors import OptimizerStateError
 from shardgrad.optim.hyper import OptimGroup
 
-__all__ = ["load_state", "local_part", "misfit"]
+__all__ = ["copies_into", "load_state", "local_part", "misfit"]
 
 # A list of copies to make, once everything has been looked at.
 _Copies = list[tuple[torch.Tensor, torch.Tensor]]
@@ -33,9 +33,9 @@ def load_state(
         state_dict: what is loaded.
         ignored: keys of groups that are checked, and not taken over.
 
-    A parameter the state has nothing about starts anew. State of torch's optimizers that has no place here
-    (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a master copy) is
-    made from the parameter at the next step.
+    A parameter that the state does not mention starts from zero state. State of torch's optimizers that has
+    no place here (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a
+    master copy) is made from the parameter at the next step.
 
     Raises:
         OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
@@ -49,7 +49,7 @@ def load_state(
     saved_state = state_dict["state"]
     copies: _Copies = []
     for number, (key, param) in enumerate(zip(ids, params, strict=True)):
-        copies += _copies(number, state[param], saved_state.get(key, {}))
+        copies += copies_into(number, state[param], saved_state.get(key, {}))
     for group, saved in zip(groups, saved_groups, strict=True):
         group.check({key: value for key, value in saved.items() if key != "params"})
     with torch.no_grad():
@@ -59,7 +59,7 @@ def load_state(
         group.update({k: value for k, value in saved.items() if k != "params" and k not in ignored})
 
 
-def _copies(
+def copies_into(
     number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what has to be copied for one parameter, after looking at all of it."""
@@ -100,8 +100,9 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
     """Returns this rank's part of a saved tensor.
 
     Args:
-        into: what it is for: a DTensor, or a whole tensor.
-        value: a DTensor with any placements on any mesh, or a whole tensor. A collective if it has to move.
+        into: the target: a DTensor, or an unsharded tensor.
+        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if it has to
+            move.
         what: its name, for the message.
 
     Raises:

@@ -1,9 +1,9 @@
-"""Putting this engine where programs look for torch's FSDP2, so that they need no change of their own.
+"""Replacing torch's FSDP2 by this engine in unmodified programs.
 
-A program has `fully_shard` as an attribute of one of torch's packages, or as a copy that a `from` import left
-in its own globals. So the function is looked for by identity in the globals of every module. What goes there
-is a stand-in made for one patch, which nothing can hold for another reason: when the patch ends, the stand-in
-is found again, also in modules that were imported meanwhile, and torch's function put back.
+A program refers to `fully_shard` as an attribute of one of torch's packages, or by a `from` import in its
+globals. So the function is looked up by identity in the globals of every module, and replaced by a function
+made for this patch: when the patch ends, that function is looked up in the same way, also in modules imported
+in the meantime, and torch's function is put back.
 
 Classes stay as they are. A module that this engine shards is an instance of torch's `FSDPModule` (see
 `shardgrad.module`), and policies, `UnshardHandle` and `DTensor` are torch's own, so `isinstance` holds from
@@ -35,17 +35,18 @@ _REPLACED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
 
 @contextmanager
 def patch() -> Iterator[None]:
-    """Makes programs in this process shard with shardgrad while active, where they ask for FSDP2.
+    """Makes programs in this process shard with shardgrad instead of FSDP2 inside the block.
 
-    `fully_shard` and the functions beside it are replaced in every module that has them: torch's
-    packages, frameworks that are imported already, and those imported meanwhile. Models keep the engine they
-    were sharded with, before and afterwards.
+    `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced in every module that has
+    them: torch's packages, and frameworks imported before or during the patch. Models keep the engine they
+    were sharded with.
 
-    A copy that is no global of a module (in a closure, a default argument, an attribute of an object) stays
-    what it was if it was made before. If it was made meanwhile, it is torch's again afterwards.
+    A reference that is not a global of a module (in a closure, a default argument, an attribute of an object)
+    is not replaced if it was made before; if it was made during the patch, it calls torch's function
+    afterwards.
 
-    Patches may be nested. They are not for a process in which another thread is importing modules. Each
-    process needs its own: `torchrun -m shardgrad.patch script.py` patches every rank.
+    Patches may be nested. They are not safe while another thread imports modules. Each process has to be
+    patched: `torchrun -m shardgrad.patch script.py` patches every rank.
 
     Streams: none.
     Capture: safe; it touches no device.
@@ -61,7 +62,7 @@ def patch() -> Iterator[None]:
 
 
 class _Replacement:
-    """One function of torch's, ours, and the stand-in that calls one of them.
+    """A function of torch, ours, and the function that calls one of them.
 
     Attributes:
         active: whether the stand-in calls ours.

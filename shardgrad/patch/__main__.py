@@ -22,10 +22,10 @@ _TRANSPARENT = {
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
-    """Run SCRIPT with its ARGUMENTS as `python` would, with shardgrad in the place of FSDP2.
+    """Run SCRIPT with its ARGUMENTS as `python` would, with shardgrad instead of FSDP2.
 
-    On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes that SCRIPT starts by
-    itself are not patched; put `with shardgrad.patch():` into what they run.
+    On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes that SCRIPT starts are
+    not patched; use `with shardgrad.patch():` in what they run.
     """
     sys.argv = [script, *arguments]
     with patch():

@@ -1,7 +1,7 @@
-"""What a training step will need, before there is a cluster to run it on: memory, traffic, time.
+"""Predicts memory, traffic and time of a training step without the machine that runs it.
 
-The engine itself answers. Its real code lays out, shards and trains the model on tensors that have shapes
-and no memory, among ranks that do not exist (`world.py`, `rehearsal.py`); what it allocates and launches is
-written down (`recording.py`), and a cost model turns that into time (`cost.py`, `timeline.py`). Nothing here
-repeats the engine's arithmetic, so nothing here can disagree with it.
+The engine's real code shards and trains the model on fake tensors in a fake process group (`world.py`,
+`rehearsal.py`). A recorder collects what it allocates and launches (`recording.py`), and a cost model
+computes the time (`cost.py`, `timeline.py`). The engine's arithmetic is not repeated here, so it cannot
+differ.
 """

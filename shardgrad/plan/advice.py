@@ -1,4 +1,4 @@
-"""What to change: every change is rehearsed, not guessed, with a few blocks of the model (`depth.py`)."""
+"""Suggests changes. Each one is rehearsed with a few blocks of the model (`depth.py`)."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 from shardgrad.plan.depth import estimate, shallow
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Calibration, Plan
-from shardgrad.training.failure import TrainingError
+from shardgrad.train.failure import TrainingError
 
 __all__ = ["Advice", "advise"]
 
-_WORTH = 1.01  # less than one per cent is not worth a line
+_WORTH = 1.01  # an improvement below one per cent is not reported
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what it is predicted to do.
+    """A suggested change and its predicted effect.
 
     Attributes:
-        option: what to type.
-        why: in a few words.
-        needed_nbytes: of a device, afterwards.
-        tokens_per_s: of a rank, afterwards.
-        fits: whether the device has it, afterwards.
+        option: the option of `shardgrad plan`.
+        why: reason, a short phrase.
+        needed_nbytes: memory that a device must have after the change.
+        tokens_per_s: tokens per second of a rank after the change.
+        fits: whether the device has enough memory after the change.
     """
 
     option: str
@@ -45,12 +45,12 @@ class _Change:
 
 
 def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advice]:
-    """Returns the changes that help most: those that make it fit, or, where it does, that make it faster.
+    """Returns the most effective changes: those that make the plan fit, or faster if it fits already.
 
     Args:
-        plan: what there is.
-        calibration: as it was made with.
-        most: how many to return.
+        plan: the plan.
+        calibration: calibration of the plan.
+        most: largest number of changes to return.
     """
     changes = [change for change in _changes(plan) if not _is_hopeless(plan, change)]
     depth = plan.rehearsal.blocks
@@ -62,7 +62,7 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
             tried = shallow(plan.request.but(**change.fields), depth) if change.fields else as_it_is
             after = estimate(tried, change.machine, calibration, depth)
         except TrainingError:
-            continue  # not with this model, or not with this mesh
+            continue  # not possible with this model or mesh
         needed = int(plan.needed_nbytes + after.needed_nbytes - base.needed_nbytes)
         tokens_per_s = plan.tokens_per_s * after.tokens_per_s / base.tokens_per_s
         fits = needed <= change.machine.device.memory_nbytes
@@ -72,14 +72,14 @@ def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advic
         return sorted(faster, key=lambda a: -a.tokens_per_s)[:most]
     worth = (_WORTH - 1) * plan.peak_nbytes
     smaller = [a for a in found if plan.needed_nbytes - a.needed_nbytes > worth]
-    # What fits comes first, the fastest of it before the others; then what is nearest to fitting.
+    # Changes that fit come first, in the order of speed; then the others, in the order of memory.
     return sorted(smaller, key=lambda a: (not a.fits, -a.tokens_per_s if a.fits else a.needed_nbytes))[:most]
 
 
 def _is_hopeless(plan: Plan, change: _Change) -> bool:
-    """Whether the weights and what the optimizer keeps alone are more than the device has.
+    """Returns whether weights and optimizer states alone take more memory than the device has.
 
-    Gradients, activations and whole layers come on top, so that nobody need rehearse it to know.
+    Gradients, activations and unsharded layers need more, so such a change need not be rehearsed.
     """
     after, numel = plan.request.but(**change.fields), plan.rehearsal.parameters
     weight_nbytes = 2 if after.precision == "bf16" else 4
@@ -91,7 +91,7 @@ def _is_hopeless(plan: Plan, change: _Change) -> bool:
 
 
 def _changes(plan: Plan) -> Iterator[_Change]:
-    """Yields what could be changed; where the plan does not fit, only what takes memory away."""
+    """Yields possible changes; if the plan does not fit, only those that reduce memory."""
     request, machine = plan.request, plan.machine
 
     def but(option: str, why: str, **fields: object) -> _Change:
@@ -104,9 +104,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
             activation_checkpointing=True,
         )
     elif plan.fits:
-        yield but(
-            "without --activation-checkpointing", "nothing is computed twice", activation_checkpointing=False
-        )
+        yield but("without --activation-checkpointing", "no recomputation", activation_checkpointing=False)
     if request.batch_size % 2 == 0:
         size, count = request.batch_size // 2, request.accumulate * 2
         yield but(
@@ -128,26 +126,26 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
     if machine.launch_s and plan.timeline.host_s > 0.9 * plan.timeline.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)
-        yield _Change("--graph", "the host is what takes the time", {}, graphed)
+        yield _Change("--graph", "the step is limited by the host", {}, graphed)
 
 
 def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Change]:
     request, per_node = plan.request, plan.machine.devices_per_node
     if request.stage != "2" and (plan.fits or request.stage == "1"):
-        yield but("--stage 2", "parameters are gathered once a step, and stay", stage="2")
+        yield but("--stage 2", "parameters are gathered once a step and not resharded", stage="2")
     if request.stage != "3":
-        yield but("--stage 3", "parameters are there only while they are needed", stage="3")
+        yield but("--stage 3", "parameters are unsharded only while they are needed", stage="3")
     if request.no_sync:
-        yield but("without --no-sync", "gradients are cut after each micro-batch", no_sync=False)
+        yield but("without --no-sync", "gradients are sharded after each micro-batch", no_sync=False)
     elif plan.fits and request.accumulate > 1 and request.stage == "2":
-        yield but("--stage 1", "gradients travel once a step, and are whole until then", stage="1")
+        yield but("--stage 1", "gradients are reduced once a step, and unsharded until then", stage="1")
     elif plan.fits and request.accumulate > 1 and request.stage != "1":
-        yield but("--no-sync", "gradients travel once a step, and are whole until then", no_sync=True)
+        yield but("--no-sync", "gradients are reduced once a step, and unsharded until then", no_sync=True)
     if request.shards > per_node and request.ranks % per_node == 0:
         replicas = request.ranks // per_node
         yield but(
             f"--mesh {replicas}x{per_node}",
-            "gathers stay inside a node, only reduced gradients leave it",
+            "all-gathers stay inside a node, only reduced gradients leave it",
             mesh=f"{replicas}x{per_node}",
         )
     if request.replicas > 1 and request.stage == "3":

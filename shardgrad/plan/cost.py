@@ -1,18 +1,18 @@
-"""How long things take: kernels by a roofline, collectives by latency and bandwidth.
+"""Durations of kernels, by a roofline, and of collectives, by latency and bandwidth.
 
-Kernels. `max(flops / rate, bytes / bandwidth)`, each of them a stated share of the maker's peak. A given MFU
-scales all of forward and backward by one number, so that their sum is what it says.
+Kernels. `max(flops / rate, bytes / bandwidth)`, with rate and bandwidth as fractions of the manufacturer's
+peak. A measured MFU scales the kernels of forward and backward by one factor.
 
-Collectives. The model that NCCL chooses its algorithms by (`ncclTopoTuneModel` in src/graph/tuning.cc): a
-start, a latency for each step of a ring or tree, and bytes over a bus bandwidth; the best of three protocols
-is taken:
+Collectives. The model by which NCCL selects its algorithms (`ncclTopoTuneModel` in src/graph/tuning.cc): a
+start-up time, a latency for each step of a ring or tree, and bytes over a bus bandwidth; the fastest of three
+protocols is taken:
 
     ring, all-gather or reduce-scatter of S bytes over n ranks on m nodes:
         start + (n - m) near + (m - 1) far + S (n - 1) / n / B
     ring, all-reduce: twice the steps, twice the bytes
     tree, all-reduce: start + 2 ((n / m - 1) near + log2(m) far) + 2 S / (0.92 B)
 
-where B is the smaller of the link's bandwidth and of what the node's cards bring in for these ranks.
+where B is the smaller of the link's bandwidth and the network bandwidth into a node for these ranks.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.recording import Event, Kernel, Transfer
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
-__all__ = ["CostModel", "Place", "compute_s", "model_flops"]
+__all__ = ["AxisLayout", "CostModel", "compute_s", "model_flops"]
 
 # Of the bandwidth, by NCCL's protocols: LL sends a flag with every word, LL128 one with every 120 bytes.
 _PROTOCOL_SHARES = (0.5, 0.92, 1.0)
@@ -37,19 +37,19 @@ _TREE_SHARE = 0.92
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where the ranks of one axis are.
+class AxisLayout:
+    """The distribution of the ranks of one mesh axis over nodes.
 
     Attributes:
-        ranks: that take part.
-        nodes: they are spread over.
+        ranks: number of ranks.
+        nodes: number of nodes.
     """
 
     ranks: int
     nodes: int
 
     @classmethod
-    def of(cls, axis: str, ranks: int, shards: int, devices_per_node: int) -> Place:
+    def of(cls, axis: str, ranks: int, shards: int, devices_per_node: int) -> AxisLayout:
         """Places an axis: neighbouring ranks share a node, replicas are `shards` ranks apart."""
         stride = shards if axis == "replicate" else 1
         per_node = max(1, min(ranks, devices_per_node // stride if stride < devices_per_node else 1))
@@ -57,7 +57,7 @@ class Place:
 
     @property
     def ranks_per_node(self) -> int:
-        """Of this axis."""
+        """Ranks of this axis in one node."""
         return -(-self.ranks // self.nodes)
 
 
@@ -66,9 +66,9 @@ class CostModel:
     """Durations on a machine.
 
     Attributes:
-        machine: see `hardware.py`.
-        shards: ranks of the shard axis, which decides where replicas are.
-        compute_scale: forward's and backward's kernels take this times what the roofline says.
+        machine: the machine.
+        shards: size of the shard axis, which determines the distance between replicas.
+        compute_scale: factor on the roofline's duration of kernels in forward and backward.
     """
 
     machine: Machine
@@ -84,81 +84,81 @@ class CostModel:
         return seconds if kernel.is_engine or kernel.phase == "optimizer" else seconds * self.compute_scale
 
     def transfer_s(self, transfer: Transfer) -> float:
-        """Returns the seconds of one collective that has its links for itself."""
+        """Returns the seconds of one collective without other traffic on its links."""
         if transfer.ranks == 1:
             return 0.0
-        place = Place.of(transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node)
+        layout = AxisLayout.of(transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node)
         if self.machine.device.is_synchronous:
             link = self.machine.link
-            return link.hop_s[0] * (place.ranks - 1) + transfer.sent_nbytes / link.bandwidth
-        options = [self._ring_s(transfer, place, protocol) for protocol in range(3)]
+            return link.hop_s[0] * (layout.ranks - 1) + transfer.sent_nbytes / link.bandwidth
+        options = [self._ring_s(transfer, layout, protocol) for protocol in range(3)]
         if transfer.kind == "all-reduce":
-            options += [self._tree_s(transfer, place, protocol) for protocol in range(3)]
+            options += [self._tree_s(transfer, layout, protocol) for protocol in range(3)]
         return min(options)
 
     def links_of(self, transfer: Transfer) -> str:
         """Returns "network" if a collective leaves the node, else the name of the link inside."""
-        place = Place.of(transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node)
-        return self.machine.link.name if place.nodes == 1 else "network"
+        layout = AxisLayout.of(transfer.axis, transfer.ranks, self.shards, self.machine.devices_per_node)
+        return self.machine.link.name if layout.nodes == 1 else "network"
 
-    def _bandwidth(self, place: Place, protocol: int) -> float:
+    def _bandwidth(self, layout: AxisLayout, protocol: int) -> float:
         inside, share = self.machine.link.bandwidth, _PROTOCOL_SHARES[protocol]
-        if place.nodes == 1:
+        if layout.nodes == 1:
             return inside * share
-        outside = self.machine.network_bandwidth(place.ranks_per_node)
-        whole = min(inside, outside) if place.ranks_per_node > 1 else outside
+        outside = self.machine.network_bandwidth(layout.ranks_per_node)
+        whole = min(inside, outside) if layout.ranks_per_node > 1 else outside
         return min(whole * share, _LL_BETWEEN_NODES) if protocol == 0 else whole * share
 
-    def _ring_s(self, transfer: Transfer, place: Place, protocol: int) -> float:
+    def _ring_s(self, transfer: Transfer, layout: AxisLayout, protocol: int) -> float:
         machine = self.machine
-        # With one rank in each node nothing hides a step of the network; NCCL counts the tree's latency then.
-        far = machine.network.tree_hop_s if place.ranks_per_node == 1 else machine.network.hop_s
+        # With one rank in each node nothing hides a step of the network; NCCL then uses the tree's latency.
+        far = machine.network.tree_hop_s if layout.ranks_per_node == 1 else machine.network.hop_s
         rounds = 2 if transfer.kind == "all-reduce" else 1
         near = machine.link.hop_s[protocol]
-        if place.nodes > 1:
+        if layout.nodes > 1:
             near = max(near, _POST_S)
-        steps = (place.ranks - place.nodes) * near + (place.nodes - 1) * far[protocol]
-        bandwidth = self._bandwidth(place, protocol)
-        moved = rounds * transfer.nbytes * (place.ranks - 1) / place.ranks
+        steps = (layout.ranks - layout.nodes) * near + (layout.nodes - 1) * far[protocol]
+        bandwidth = self._bandwidth(layout, protocol)
+        moved = rounds * transfer.nbytes * (layout.ranks - 1) / layout.ranks
         return machine.start_s[protocol] + rounds * steps + moved / bandwidth
 
-    def _tree_s(self, transfer: Transfer, place: Place, protocol: int) -> float:
+    def _tree_s(self, transfer: Transfer, layout: AxisLayout, protocol: int) -> float:
         machine = self.machine
-        inside = (place.ranks_per_node - 1) * machine.link.tree_hop_s[protocol]
-        outside = math.log2(place.nodes) * machine.network.tree_hop_s[protocol]
-        bandwidth = self._bandwidth(place, protocol) * _TREE_SHARE
+        inside = (layout.ranks_per_node - 1) * machine.link.tree_hop_s[protocol]
+        outside = math.log2(layout.nodes) * machine.network.tree_hop_s[protocol]
+        bandwidth = self._bandwidth(layout, protocol) * _TREE_SHARE
         return machine.start_s[protocol] + 2 * (inside + outside) + 2 * transfer.nbytes / bandwidth
 
 
 def model_flops(events: Iterable[Event]) -> float:
-    """Returns what PaLM counts for a step (arXiv 2204.02311, appendix B): three times the forward's products.
+    """Returns PaLM's count of FLOPs of a step (arXiv 2204.02311, appendix B): three times those of forward.
 
-    Recomputation is not counted. Attention counts as if it were not causal, as there.
+    Recomputation is not counted. Attention counts as if it were not causal.
     """
     return 3 * sum(e.palm_flops for e in events if isinstance(e, Kernel) and e.phase == "forward")
 
 
 def compute_s(events: Iterable[Event], cost: CostModel) -> float:
-    """Returns the seconds of the model's own kernels in forward and backward, one after the other."""
+    """Returns the sum of the durations of the model's kernels in forward and backward, in seconds."""
     own = (e for e in events if isinstance(e, Kernel) and not e.is_engine and e.phase != "optimizer")
     return sum(cost.kernel_s(kernel) for kernel in own)
 
 
 def scaled_to_mfu(cost: CostModel, events: Iterable[Event], mfu: float) -> CostModel:
-    """Returns the cost model in which forward and backward reach `mfu` where nothing else takes time.
+    """Returns the cost model in which forward and backward reach an MFU without communication.
 
     Raises:
-        UsageError: `mfu` is not a share.
+        UsageError: `mfu` is not between 0 and 1.
     """
     if not 0 < mfu <= 1:
-        raise UsageError(f"--mfu is {mfu}: give a share of the peak, such as 0.4.")
+        raise UsageError(f"--mfu is {mfu}: give a fraction of the peak, such as 0.4.")
     events = list(events)
     peak = cost.machine.device.flops[_main_dtype(events)]
     return scaled_to_time(cost, events, model_flops(events) / (peak * mfu))
 
 
 def scaled_to_time(cost: CostModel, events: Iterable[Event], seconds: float) -> CostModel:
-    """Returns the cost model in which forward and backward alone take this long."""
+    """Returns the cost model in which forward and backward take these seconds without communication."""
     plain = CostModel(cost.machine, cost.shards)
     return CostModel(cost.machine, cost.shards, seconds / compute_s(events, plain))
 

@@ -1,11 +1,12 @@
-"""A deep model from two shallow ones.
+"""Extrapolates a deep model from two shallow ones.
 
-The blocks of a model are alike: each adds the same memory, the same traffic and, once communication and
-compute have found their rhythm, the same time. So two rehearsals with a few blocks, and a straight line
-through both, tell what many blocks take, in a fraction of the time.
+The blocks of a model are alike: each adds the same memory, the same traffic and, in the steady state, the
+    same
+time. So a line through two rehearsals with a few blocks predicts a model with many blocks, in a fraction of
+the time.
 
-Both are odd, or both even, as the deep model is: units take turns on two stagings, and which of the two the
-largest ones meet in depends on how many blocks lie between them.
+Both depths have the parity of the deep model: units alternate between two slots, and which slot the largest
+units use depends on the number of blocks between them.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ _FEWEST, _APART = 3, 2
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step of the deep model takes, on one rank.
+    """The prediction for a step of the deep model, on one rank.
 
     Attributes:
-        peak_nbytes: allocated at most.
-        needed_nbytes: of a device.
-        step_s: seconds.
-        exposed_s: of it, in which compute waits.
-        tokens_per_s: of one rank.
-        mfu: as PaLM counts.
-        fits: whether the machine's device has the memory.
+        peak_nbytes: peak of allocated memory.
+        needed_nbytes: memory that a device must have.
+        step_s: seconds of the step.
+        exposed_s: seconds in which compute waits.
+        tokens_per_s: tokens per second of one rank.
+        mfu: MFU with PaLM's count of FLOPs.
+        fits: whether the device has enough memory.
     """
 
     peak_nbytes: int
@@ -49,11 +50,11 @@ class Estimate:
 
 
 def shallow(request: Request, depth: int) -> list[Rehearsal]:
-    """Rehearses with three and with five blocks, with four and six, or with as many as there are.
+    """Rehearses with three and five blocks, or with four and six, or with all blocks if there are fewer.
 
     Args:
-        request: of the deep model.
-        depth: blocks that it has.
+        request: request for the deep model.
+        depth: number of its blocks.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.
@@ -69,13 +70,13 @@ def _depths(depth: int) -> list[int]:
 def estimate(
     rehearsals: Sequence[Rehearsal], machine: Machine, calibration: Calibration, depth: int
 ) -> Estimate:
-    """Follows the line through shallow rehearsals to the deep model.
+    """Extrapolates shallow rehearsals to the deep model.
 
     Args:
-        rehearsals: what `shallow` returned.
-        machine: to put them on.
-        calibration: a measured time is that of the deep model, and is left out here.
-        depth: blocks that it has.
+        rehearsals: result of `shallow`.
+        machine: the machine.
+        calibration: calibration; a measured time is that of the deep model, and is not used.
+        depth: number of blocks of the deep model.
     """
     calibration = dataclasses.replace(calibration, compute_s=None)
     plans = [plan_of(rehearsal, machine, calibration) for rehearsal in rehearsals]

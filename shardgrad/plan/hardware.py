@@ -1,8 +1,7 @@
-"""Machines: what a device computes, holds and sends, and where each number comes from.
+"""Specifications of devices, links and networks, with the source of each number.
 
-Peaks are the makers', dense, without sparsity. What a program reaches of them is in `Device.matmul_share` and
-`Device.bandwidth_share`: shares that a well-tuned transformer reaches, not promises; `--mfu` replaces them
-by a measurement.
+Peaks are the manufacturers', dense, without sparsity. `Device.matmul_share` and `Device.bandwidth_share` are
+the fractions that a well-tuned transformer reaches; `--mfu` replaces them by a measurement.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from shardgrad.plan.request import MOST_RANKS, require_range
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import suggestion
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import suggestion
 
 __all__ = ["DEVICES", "LINKS", "NETWORKS", "Device", "Link", "Machine", "machine_of"]
 
@@ -28,16 +27,16 @@ class Device:
     """One accelerator.
 
     Attributes:
-        name: as people say it.
-        memory_nbytes: what the allocator could have if nobody else took anything.
-        taken_nbytes: what the driver's context, NCCL's buffers and the libraries' workspaces take of it.
-        flops: dense peak per second, by dtype ("fp32", "bf16", ...).
-        bandwidth: of its memory, bytes per second.
-        matmul_share: of the peak that large matrix products reach.
-        bandwidth_share: of the bandwidth that elementwise kernels reach.
-        is_synchronous: True if work is done when the call returns (a CPU): nothing overlaps but transfers.
-        link: name of its fastest link inside a node.
-        source: where the numbers are from.
+        name: name on the command line.
+        memory_nbytes: memory of the device in bytes.
+        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries' workspaces.
+        flops: dense peak FLOP/s by dtype ("fp32", "bf16", ...).
+        bandwidth: memory bandwidth in bytes per second.
+        matmul_share: fraction of the peak that large matrix products reach.
+        bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
+        is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
+        link: name of the fastest link inside a node.
+        source: source of the numbers.
     """
 
     name: str
@@ -54,15 +53,15 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """What connects devices, seen by one collective that has it for itself.
+    """A link between devices or nodes, used by one collective at a time.
 
     Attributes:
-        name: as on the command line.
-        bandwidth: bytes per second; of one device inside a node, of a whole node between nodes (see
+        name: name on the command line.
+        bandwidth: bytes per second; per device inside a node, per network card between nodes (see
             `Machine.network_bandwidth`).
         hop_s: seconds for a step of a ring, by NCCL's protocol (LL, LL128, Simple).
-        tree_hop_s: the same for a step of a tree.
-        source: where the numbers are from.
+        tree_hop_s: seconds for a step of a tree, by NCCL's protocol.
+        source: source of the numbers.
     """
 
     name: str
@@ -198,7 +197,7 @@ DEVICES: Mapping[str, Device] = {
             1.0,
             True,
             "loopback",
-            "one core, an order of magnitude; measure your own: python -m benchmarks.plan",
+            "one core, an order of magnitude; measure your own: python -m benchmarks plan",
         ),
     )
 }
@@ -206,16 +205,16 @@ DEVICES: Mapping[str, Device] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """Devices, what connects them, and what the host adds.
+    """A cluster: devices, links, and launch costs of the host.
 
     Attributes:
-        device: each of them.
-        devices_per_node: a node's.
-        link: inside a node.
-        network: one card between nodes.
-        cards_per_node: network cards of a node.
-        launch_s: host seconds for each operation that is launched one by one; 0 where a graph replays them.
-        start_s: seconds until a collective moves its first byte, by NCCL's protocol.
+        device: specification of each device.
+        devices_per_node: number of devices in a node.
+        link: link between the devices of a node.
+        network: one network card.
+        cards_per_node: number of network cards in a node.
+        launch_s: host seconds per launched operation; 0 if a graph replays them.
+        start_s: seconds until a collective sends its first byte, by NCCL's protocol.
     """
 
     device: Device
@@ -227,13 +226,14 @@ class Machine:
     start_s: tuple[float, float, float] = _us(6.6, 14.0, 8.4)
 
     def network_bandwidth(self, ranks_per_node: int) -> float:
-        """Returns bytes per second that a collective with this many ranks in each node gets into a node.
+        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks per node.
 
-        All cards of a node work for a collective that all its devices join, and its data enters each node
-        once. A collective with fewer ranks in a node runs beside its siblings, which use the other cards.
+        A collective that all devices of a node join uses all network cards, and its data enters each node
+        once. A collective with fewer ranks in a node runs at the same time as those of the other devices,
+        which use the other cards.
         """
-        whole = self.cards_per_node * self.network.bandwidth
-        return whole * ranks_per_node / self.devices_per_node
+        of_node = self.cards_per_node * self.network.bandwidth
+        return of_node * ranks_per_node / self.devices_per_node
 
 
 # An operation launched by eager PyTorch costs the host 5 to 10 microseconds in Python, dispatcher and driver.
@@ -250,19 +250,19 @@ def machine_of(
     memory_gib: float | None = None,
     is_graphed: bool = False,
 ) -> Machine:
-    """Returns the machine that these words describe.
+    """Returns the machine that the command line's options describe.
 
     Args:
         device: a key of `DEVICES`.
-        devices_per_node: devices that the fast link connects.
-        link: a key of `LINKS`; None for the device's own.
+        devices_per_node: number of devices in a node.
+        link: a key of `LINKS`; None for the device's default.
         network: a key of `NETWORKS`.
-        cards_per_node: None for one for each device.
-        memory_gib: of each device, if it is another than the device's.
+        cards_per_node: number of network cards in a node; None for one per device.
+        memory_gib: memory of each device in GiB; None for the device's default.
         is_graphed: the host launches one graph instead of every operation.
 
     Raises:
-        UsageError: there is no such thing, or a number is not positive and finite.
+        UsageError: there is no such device, link or network, or a number is not positive and finite.
     """
     require_range("--node", devices_per_node, MOST_RANKS)
     require_range("--cards", cards_per_node, MOST_RANKS)

@@ -1,4 +1,4 @@
-"""Memory over one step: what is allocated after each event, and to whom it belongs."""
+"""Memory over one step: allocated bytes after each event, by owner."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from shardgrad.plan.rehearsal import Rehearsal
 
 __all__ = ["MemoryCurve", "Moment", "memory_of"]
 
-# What nobody keeps from step to step is named after the phase in which it was allocated.
+# The owner of storages that do not outlive the step is named after the phase of their allocation.
 _PASSING = {
     "forward": "activations",
-    "backward": "whole gradients and temporaries",
+    "backward": "unsharded gradients and temporaries",
     "optimizer": "temporaries",
 }
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes at one point of the step.
+    """Allocated bytes at one point of the step.
 
     Attributes:
-        event: how many events came before.
-        nbytes: by owner.
+        event: number of events before it.
+        nbytes: number of bytes by owner.
     """
 
     event: int
@@ -31,7 +31,7 @@ class Moment:
 
     @property
     def total(self) -> int:
-        """Of all owners."""
+        """Number of bytes of all owners."""
         return sum(self.nbytes.values())
 
 
@@ -40,10 +40,10 @@ class MemoryCurve:
     """Memory of rank 0 in a steady step.
 
     Attributes:
-        moments: one for each event that changed something, in order.
-        peak: the moment at which most was allocated.
-        reserved_nbytes: what a caching allocator keeps: the sum of the peaks of the streams, since memory of
-            one stream is not lent to another.
+        moments: one moment for each event that changed the memory, in order.
+        peak: moment of the largest total.
+        reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the streams, since
+            it does not reuse memory of one stream on another.
     """
 
     moments: tuple[Moment, ...]
@@ -52,10 +52,10 @@ class MemoryCurve:
 
 
 def memory_of(rehearsal: Rehearsal) -> MemoryCurve:
-    """Returns the curve of a rehearsed step."""
+    """Returns the memory over a rehearsed step."""
     now = dict(rehearsal.resting)
-    homes = dict(rehearsal.homes)
-    peaks = dict(homes)
+    start_nbytes_by_stream = dict(rehearsal.start_nbytes_by_stream)
+    peaks = dict(start_nbytes_by_stream)
     moments = [Moment(0, dict(now))]
     peak = moments[0]
     passing: dict[int, str] = {}
@@ -68,8 +68,8 @@ def memory_of(rehearsal: Rehearsal) -> MemoryCurve:
             if change.nbytes < 0:
                 del passing[change.storage]
         now[owner] = now.get(owner, 0) + change.nbytes
-        homes[change.stream] = homes.get(change.stream, 0) + change.nbytes
-        peaks[change.stream] = max(peaks.get(change.stream, 0), homes[change.stream])
+        start_nbytes_by_stream[change.stream] = start_nbytes_by_stream.get(change.stream, 0) + change.nbytes
+        peaks[change.stream] = max(peaks.get(change.stream, 0), start_nbytes_by_stream[change.stream])
         moment = Moment(change.event, dict(now))
         if moments[-1].event == change.event:
             moments[-1] = moment

@@ -1,4 +1,4 @@
-"""The model of a plan, built on the meta device: names and shapes, no memory."""
+"""The model of a plan, built on the meta device."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
 from shardgrad.plan.request import Request
-from shardgrad.training.failure import TrainingError, UsageError
-from shardgrad.training.huggingface import build_causal_lm, longest_module_list
-from shardgrad.training.model import Transformer
-from shardgrad.training.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.huggingface import build_causal_lm, longest_module_list
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
 
-__all__ = ["PLAN_PRESETS", "Subject", "subject_of"]
+__all__ = ["PLAN_PRESETS", "PlanModel", "build_plan_model"]
 
-# Beside those that can be trained on one machine.
+# Presets for plans only.
 _LARGE: Mapping[str, TransformerConfig] = {
     "70b": TransformerConfig(
         width=8192,
@@ -41,14 +41,15 @@ Loss = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model, and what a step asks of it.
+class PlanModel:
+    """A model and its loss.
 
     Attributes:
-        name: as the plan calls it.
-        module: on the meta device.
-        blocks: name of the list of blocks, each of which becomes a unit; "" if there is none.
-        loss: takes sequences and tokens per sequence, runs forward, and returns a scalar.
+        name: name in the plan.
+        module: the model, on the meta device.
+        blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if there is
+            none.
+        loss: function of batch size and sequence length that runs forward and returns a scalar.
     """
 
     name: str
@@ -57,27 +58,27 @@ class Subject:
     loss: Loss
 
     def named_blocks(self) -> list[tuple[str, nn.Module]]:
-        """Returns the blocks, by their names in the list."""
+        """Returns the blocks with their names in the list."""
         return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
 
     def keep_last_blocks(self, count: int) -> None:
-        """Makes the model shallower."""
+        """Removes all blocks but the last `count`."""
         blocks = self.module.get_submodule(self.blocks) if self.blocks else None
         if isinstance(blocks, nn.ModuleList):
             del blocks[: len(blocks) - count]
 
 
-def subject_of(request: Request) -> Subject:
-    """Builds the model that is asked for.
+def build_plan_model(request: Request) -> PlanModel:
+    """Builds the model of a request.
 
     Raises:
         UsageError: there is no such model, or it cannot be built on the meta device.
     """
     if request.model is not None:
-        return _own(request.model)
+        return _user_model(request.model)
     if request.hf is not None:
         model = _built(request.hf, lambda: _hugging_face(str(request.hf), request.override))
-        return Subject(request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model))
+        return PlanModel(request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model))
     name = request.preset
     if name not in PLAN_PRESETS:
         raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
@@ -85,10 +86,10 @@ def subject_of(request: Request) -> Subject:
         if request.override:
             raise UsageError(f"--override is for the dense presets, not for {name}: leave it out.")
         moe = _built(name, lambda: MoeTransformer(MOE_PRESETS[name]))
-        return Subject(name, moe, "layers", _loss_of(moe))
+        return PlanModel(name, moe, "layers", _loss_of(moe))
     config = transformer_config(name, request.override, presets={**PRESETS, **_LARGE})
     dense = _built(name, lambda: Transformer(config))
-    return Subject(name, dense, "layers", _loss_of(dense))
+    return PlanModel(name, dense, "layers", _loss_of(dense))
 
 
 def _hugging_face(source: str, override: Mapping[str, Scalar]) -> Any:
@@ -110,7 +111,7 @@ def _built(name: str, build: Callable[[], Any]) -> Any:
 
 
 class _NoValues(TorchFunctionMode):
-    """Leaves out what `torch.nn.init` would fill meta tensors with: nothing, which takes it a while."""
+    """Skips functions of `torch.nn.init` on meta tensors, where they have no effect but take time."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -123,10 +124,10 @@ class _NoValues(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _own(reference: str) -> Subject:
-    """Builds `module:function`: a model with `loss(tokens, targets)`, or (model, loss).
+def _user_model(reference: str) -> PlanModel:
+    """Calls `module:function`, which returns a model with `loss(tokens, targets)`, or (model, loss).
 
-    In the second form `loss(model, batch_size, seq_len)` makes inputs, runs forward and returns a scalar.
+    In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a scalar.
     """
     function = _function(reference)
     built = _built(reference, function)
@@ -135,8 +136,8 @@ def _own(reference: str) -> Subject:
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
     if any(param.device.type != "meta" for param in module.parameters()):
         raise UsageError(
-            f"{reference} puts parameters on a device of its own choice: leave out device= in the model, so "
-            "that it can be built on the meta device."
+            f"{reference} creates parameters on a fixed device: leave out device= in the model, so that it "
+            "can be built on the meta device."
         )
     if loss is None and not callable(getattr(module, "loss", None)):
         raise UsageError(
@@ -145,7 +146,7 @@ def _own(reference: str) -> Subject:
         )
     has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
     blocks = longest_module_list(module) if has_blocks else ""
-    return Subject(
+    return PlanModel(
         reference, module, blocks, _loss_of(module) if loss is None else lambda b, s: loss(module, b, s)
     )
 

@@ -1,8 +1,7 @@
-"""A mixture-of-experts transformer, for plans: every expert works on a fixed number of tokens.
+"""A mixture-of-experts transformer for plans, in which every expert computes a fixed number of tokens.
 
-Experts are batched matrices, in equal groups that can be units of their own. Which tokens an expert gets is
-data; how many is not: `capacity` of them, as in the Switch Transformer (arXiv 2101.03961, section 2.2), so
-that no shape depends on a value.
+Experts are batched matrices, in groups of equal size that can be units. Each expert gets `capacity` tokens,
+as in the Switch Transformer (arXiv 2101.03961, section 2.2), so that no shape depends on values.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardgrad.training.model import (
+from shardgrad.train.model import (
     Attention,
     Embedding,
     FeedForward,
@@ -32,13 +31,13 @@ class MoeConfig:
     """A transformer whose later blocks have experts.
 
     Args:
-        dense: widths, heads and vocabulary; its `hidden` is that of the first, dense blocks.
-        dense_layers: blocks before the first with experts.
-        experts: in each block.
-        expert_hidden: inner width of one.
-        top_k: experts for each token, besides the shared one.
-        groups: parts that a block's experts are kept in.
-        capacity_factor: room of an expert, in tokens it would get if all got the same.
+        dense: widths, heads and vocabulary; `hidden` is that of the dense blocks.
+        dense_layers: number of dense blocks before the first block with experts.
+        experts: number of experts in a block.
+        expert_hidden: inner width of an expert.
+        top_k: number of experts for each token, in addition to the shared one.
+        groups: number of modules that hold the experts of a block.
+        capacity_factor: capacity of an expert, relative to an equal distribution of tokens.
     """
 
     dense: TransformerConfig
@@ -67,10 +66,10 @@ MOE_PRESETS = {
 
 
 class ExpertGroup(nn.Module):
-    """Some of a block's experts, SwiGLU each: their matrices one below the other.
+    """Some of a block's experts, SwiGLU each, with their matrices concatenated along rows.
 
-    Parameters are cut by rows, and there are more ranks than experts: of `[experts, width, hidden]` most
-    ranks would hold padding.
+    Parameters are sharded by rows, and there may be more ranks than experts: of a parameter `[experts, width,
+    hidden]` most ranks would hold only padding.
     """
 
     def __init__(self, config: MoeConfig) -> None:
@@ -82,14 +81,14 @@ class ExpertGroup(nn.Module):
         self.down = nn.Parameter(torch.empty(count * hidden, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`[experts, capacity, width]` to the same."""
+        """Maps `[experts, capacity, width]` to the same shape."""
         gate, up, down = (rows.unflatten(0, (self.count, -1)) for rows in (self.gate, self.up, self.down))
         inner = functional.silu(torch.bmm(tokens, gate)) * torch.bmm(tokens, up)
         return torch.bmm(inner, down)
 
 
 class Experts(nn.Module):
-    """Routes each token to its `top_k` experts, and to the shared one."""
+    """Routes each token to its `top_k` experts and to the shared expert."""
 
     def __init__(self, config: MoeConfig) -> None:
         super().__init__()
@@ -99,12 +98,13 @@ class Experts(nn.Module):
         self.groups = nn.ModuleList(ExpertGroup(config) for _ in range(config.groups))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same."""
+        """Maps `[batch, sequence, width]` to the same shape."""
         config, tokens = self.config, inputs.flatten(0, 1)
         scores = functional.softmax(self.router(tokens).float(), dim=-1)
         weights, chosen = scores.topk(config.top_k, dim=-1)
         capacity = math.ceil(config.capacity_factor * len(tokens) * config.top_k / config.experts)
-        # The first `capacity` tokens in the order of experts; those beyond are left to the residual stream.
+        # The first `experts * capacity` tokens in the order of experts; others pass by the residual stream
+        # only.
         order = chosen.flatten().argsort(stable=True)
         place = order[: config.experts * capacity] if len(order) >= config.experts * capacity else order
         source = place // config.top_k
@@ -129,7 +129,7 @@ class MoeBlock(nn.Module):
         self.feed_forward: nn.Module = FeedForward(dense) if is_dense else Experts(config)
 
     def forward(self, stream: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """`[batch, sequence, width]` to the same."""
+        """Maps `[batch, sequence, width]` to the same shape."""
         stream = stream + self.attention(self.attention_norm(stream), cosine, sine)
         outputs: Tensor = stream + self.feed_forward(self.feed_forward_norm(stream))
         return outputs
@@ -150,7 +150,7 @@ class MoeTransformer(nn.Module):
         self.head = Projection(dense.width, dense.vocab_size, std=dense.init_std)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
         stream = self.embedding(tokens)
         cosine, sine = rotary_tables(tokens.shape[1], self.config.dense, stream)
         for block in self.layers:
@@ -159,12 +159,12 @@ class MoeTransformer(nn.Module):
         return logits
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats per token."""
+        """Returns the mean cross-entropy in nats per token, a scalar."""
         return next_token_loss(self(tokens), targets)
 
 
 def _shared(config: MoeConfig) -> FeedForward:
-    """Returns the expert that every token visits."""
+    """Returns the shared expert, which computes every token."""
     dense = config.dense
     return FeedForward(
         TransformerConfig(

@@ -6,9 +6,10 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any
 
+from shardgrad.extras import require
 from shardgrad.plan.planning import Plan
 from shardgrad.plan.recording import Kernel, Transfer
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
 __all__ = ["draw"]
 
@@ -16,13 +17,13 @@ _COLOURS = {
     "parameters": "#4d6480",
     "gradients": "#7a9cc6",
     "optimizer state": "#a8c0dd",
-    "whole parameters": "#5aa469",
+    "unsharded parameters": "#5aa469",
     "post-forward shards": "#8cc79a",
     "all-gather staging": "#bfe3c4",
     "reduction staging": "#e2cdf2",
     "unreduced gradients": "#c39bd3",
     "activations": "#f5b041",
-    "whole gradients and temporaries": "#ec7063",
+    "unsharded gradients and temporaries": "#ec7063",
     "temporaries": "#f1a9a0",
     "tails": "#d7dbdd",
     "inner shards": "#6c8ebf",
@@ -40,15 +41,15 @@ _MARGIN_S = 1e-9
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws memory and timeline into a file whose ending says of which kind it is.
+    """Draws memory and timeline into a file, in the format of its suffix.
 
     Raises:
-        UsageError: matplotlib is not installed, or does not know the ending.
+        PartnerUnavailableError: matplotlib is not installed.
+        UsageError: the file cannot be written, or matplotlib does not know the suffix.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UsageError("--picture needs matplotlib: pip install 'shardgrad[plots]'.") from error
+    require("matplotlib", feature="--picture")
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11, 7), layout="constrained")
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_memory(plan, memory)
@@ -68,7 +69,7 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_memory(plan: Plan, axes: Any) -> None:
-    """Stacks the owners over time; memory changes when the device comes to the work that follows."""
+    """Draws the memory of each owner over time; it changes when the device starts the following operation."""
     moments = plan.memory.moments
     spans = sorted(plan.timeline.spans, key=lambda span: span.event)
     events, begins = [span.event for span in spans], [span.begin_s * 1e3 for span in spans]
@@ -95,7 +96,7 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
 
 
 def _draw_lanes(plan: Plan, axes: Any) -> None:
-    """One lane for compute, one for each link; neighbouring work of one kind is one bar."""
+    """Draws one lane for compute and one for each link; adjacent operations of one kind are one bar."""
     events = plan.rehearsal.events
     bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for span in plan.timeline.spans:

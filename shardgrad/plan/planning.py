@@ -1,4 +1,4 @@
-"""The plan: a rehearsal, put on a machine's clock and beside its memory."""
+"""The plan: the memory, traffic and time of a rehearsed step on a machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of"]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is known of the compute from elsewhere; None for what a roofline says.
+    """Measurements that replace the roofline model of compute; None uses the roofline.
 
     Attributes:
-        mfu: share of the peak that forward and backward reach without communication, counted as PaLM does.
-        compute_s: seconds that they take.
+        mfu: MFU of forward and backward without communication, with PaLM's count of FLOPs.
+        compute_s: seconds of forward and backward without communication.
     """
 
     mfu: float | None = None
@@ -34,14 +34,15 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sends in a step, over one axis by one kind of collective.
+    """The traffic of one rank in a step, for one kind of collective over one axis.
 
     Attributes:
-        axis, kind: as in `Transfer`.
-        link: that it goes over.
-        count: of collectives.
-        sent_nbytes: by one rank.
-        busy_s: their durations' sum.
+        axis: axis of the mesh, as in `Transfer`.
+        kind: kind of collective, as in `Transfer`.
+        link: name of the link.
+        count: number of collectives.
+        sent_nbytes: number of bytes that one rank sends.
+        busy_s: sum of the durations in seconds.
     """
 
     axis: str
@@ -54,14 +55,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a step will need on a machine.
+    """The prediction for a step on a machine.
 
     Attributes:
-        rehearsal: what was run.
-        machine: what it is put on.
-        cost: durations.
-        memory: over the step.
-        timeline: of the step.
+        rehearsal: the rehearsed step.
+        machine: the machine.
+        cost: model of durations.
+        memory: memory over the step.
+        timeline: timeline of the step.
     """
 
     rehearsal: Rehearsal
@@ -72,49 +73,49 @@ class Plan:
 
     @property
     def request(self) -> Request:
-        """What was asked for."""
+        """The request of the plan."""
         return self.rehearsal.request
 
     @property
     def peak_nbytes(self) -> int:
-        """Most that is allocated at once."""
+        """Peak of allocated memory."""
         return self.memory.peak.total
 
     @property
     def needed_nbytes(self) -> int:
-        """What a device must have: the allocator's, and what others take of the device."""
+        """Memory that a device must have, for the allocator, context, communicators and workspaces."""
         reserved = self.peak_nbytes if self.request.on_host else self.memory.reserved_nbytes
         return reserved + self.machine.device.taken_nbytes
 
     @property
     def fits(self) -> bool:
-        """Whether the device has it."""
+        """Whether the device has enough memory."""
         return self.needed_nbytes <= self.machine.device.memory_nbytes
 
     @property
     def tokens_per_s(self) -> float:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.request.tokens / self.timeline.step_s
 
     @property
     def peak_flops(self) -> float:
-        """Of the device, in the dtype that the model computes in."""
+        """Peak FLOP/s of the device in the dtype that the model computes in."""
         return self.machine.device.flops["fp32" if self.request.precision == "fp32" else "bf16"]
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs over what the device could have done in the step, counted as PaLM does."""
+        """Model FLOPs utilization, with PaLM's count of FLOPs."""
         return model_flops(self.rehearsal.events) / (self.timeline.step_s * self.peak_flops)
 
     def fits_on(self) -> Iterator[tuple[str, bool]]:
-        """Yields every accelerator known here, and whether it has the memory."""
+        """Yields every known accelerator, and whether it has enough memory."""
         for device in DEVICES.values():
             if not device.is_synchronous:
                 room = device.memory_nbytes - device.taken_nbytes
                 yield device.name, self.memory.reserved_nbytes <= room
 
     def traffic(self) -> list[Traffic]:
-        """Returns what a rank sends, by axis and kind."""
+        """Returns the traffic of a rank, by axis and kind."""
         found: dict[tuple[str, str, str], list[Transfer]] = {}
         for event in self.rehearsal.events:
             if isinstance(event, Transfer) and event.ranks > 1:
@@ -132,7 +133,7 @@ class Plan:
 
 
 def make_plan(request: Request, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
-    """Rehearses a step and puts it on a machine.
+    """Rehearses a step and predicts its memory and time on a machine.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.
@@ -141,7 +142,7 @@ def make_plan(request: Request, machine: Machine, calibration: Calibration = Cal
 
 
 def plan_of(rehearsal: Rehearsal, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
-    """Puts a rehearsed step on a machine."""
+    """Predicts memory and time of a rehearsed step on a machine."""
     cost = CostModel(machine, rehearsal.request.shards)
     if calibration.mfu is not None:
         cost = scaled_to_mfu(cost, rehearsal.events, calibration.mfu)

@@ -1,16 +1,16 @@
-"""What the engine launched, in the order in which the host launched it, and what memory that took.
+"""Records what the engine launches, in the host's order, and the memory that it allocates and frees.
 
-A `Recorder` collects four things while a step runs on tensors without memory:
+A `Recorder` collects four kinds of events while a step runs on fake tensors:
 
 | event      | means                                                                                  |
 |------------|----------------------------------------------------------------------------------------|
-| `Kernel`   | an operation on a stream: what it computes and how many bytes it touches               |
-| `Transfer` | a collective on a stream: which axis of the mesh, how many bytes                       |
-| `Marked`   | a mark was moved to the end of a stream                                                |
-| `Waited`   | a stream waits for a mark, or the host for a transfer                                  |
+| `Kernel`   | an operation on a stream: what it computes and how many bytes it reads and writes      |
+| `Transfer` | a collective on a stream: the axis of the mesh and the number of bytes                 |
+| `Marked`   | an event was recorded on a stream                                                      |
+| `Waited`   | a stream waits for an event, or the host for a transfer                                |
 
-and, beside them, every allocation and every release, with its place among the events. Allocators hand memory
-out in the host's order too, so the largest sum is the peak.
+and every allocation and release, with its position among the events. Allocators hand out memory in the host's
+order too, so the largest sum is the peak.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from functools import partial
 
 import torch
 
-from shardgrad.engine.streams import Mark, Stream
+from shardgrad.engine.streams import Stream, StreamEvent
 
-__all__ = ["Change", "Event", "Kernel", "Marked", "PaperStreams", "Recorder", "Transfer", "Waited"]
+__all__ = ["Change", "Event", "Kernel", "Marked", "Recorder", "RecordingStreams", "Transfer", "Waited"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class Kernel:
     """An operation of the device.
 
     Attributes:
-        stream: "compute", "gather", "reduce".
-        name: of the operator.
+        stream: "compute", "gather" or "reduce".
+        name: name of the operator.
         phase: "forward", "backward" or "optimizer".
-        is_engine: the engine's own work, not the model's.
-        flops: multiplications and additions, of matrix products and convolutions only.
-        palm_flops: the same, with attention counted as if it were not causal.
-        dtype: of the products, such as "bf16".
-        nbytes: read and written.
+        is_engine: True for the engine's operations, False for the model's.
+        flops: multiplications and additions of matrix products and convolutions.
+        palm_flops: `flops`, with attention counted as if it were not causal.
+        dtype: dtype of the products, such as "bf16".
+        nbytes: number of bytes read and written.
     """
 
     stream: str
@@ -58,14 +58,14 @@ class Transfer:
     """A collective.
 
     Attributes:
-        stream: that it was launched on.
-        name: what it moves, such as "all-gather of layers.0".
+        stream: stream that it was launched on.
+        name: name such as "all-gather of layers.0".
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
-        axis: of the mesh: "shard", "replicate", "both" or "neighbours".
-        ranks: that take part.
-        nbytes: of the whole message: what all ranks have together after a gather, or before a reduction.
-        sent_nbytes: that this rank sends.
-        is_awaited: the host waits for it at once.
+        axis: axis of the mesh: "shard", "replicate", "both" or "neighbours".
+        ranks: number of ranks.
+        nbytes: size of the unsharded message: the result of an all-gather, or the input of a reduction.
+        sent_nbytes: number of bytes that this rank sends.
+        is_awaited: True if the host waits for it at once.
     """
 
     stream: str
@@ -80,7 +80,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A mark was recorded; `mark` numbers them."""
+    """An event was recorded on a stream; `mark` is its number."""
 
     mark: int
     stream: str
@@ -88,7 +88,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """`stream` waits for a mark; or, where it is None, the host for the transfer that is event `mark`."""
+    """A stream waits for the event number `mark`; if `stream` is None, the host for transfer `mark`."""
 
     mark: int
     stream: str | None
@@ -99,14 +99,14 @@ Event = Kernel | Transfer | Marked | Waited
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Memory came or went.
+    """An allocation or release of memory.
 
     Attributes:
-        event: how many events had been recorded.
-        storage: names the memory; an address may be used again, so it is unique only while it lives.
-        nbytes: allocated, or negative: released.
-        stream: it was allocated on.
-        phase: of the step.
+        event: number of events recorded before it.
+        storage: id of the storage, unique while the storage exists.
+        nbytes: number of bytes allocated; negative for a release.
+        stream: stream of the allocation.
+        phase: phase of the step.
     """
 
     event: int
@@ -118,15 +118,17 @@ class Change:
 
 @dataclass
 class Recorder:
-    """Collects events and changes.
+    """Collects events and changes of memory.
 
     Attributes:
-        granularity: bytes that the allocator rounds up to.
-        phase: what the step is doing.
-        stream: the current one's name.
+        granularity: number of bytes that the allocator rounds up to.
+        phase: current phase of the step.
+        stream: name of the current stream.
         axes: name of the mesh axis of a process group, by the group's name.
-        events, changes: see the module.
-        live: bytes of every storage there is, as allocated.
+        events: events of the step, in the host's order.
+        changes: allocations and releases, in the host's order.
+        live: allocated bytes of every existing storage.
+        label: name of the transfers that are launched now.
     """
 
     granularity: int = 1
@@ -138,19 +140,19 @@ class Recorder:
     live: dict[int, int] = field(default_factory=dict)
     label: str = ""
     _references: dict[int, weakref.ref[torch.UntypedStorage]] = field(default_factory=dict)
-    _homes: dict[int, str] = field(default_factory=dict)
+    _stream_of: dict[int, str] = field(default_factory=dict)
     _marks: int = 0
 
     # -- events -----------------------------------------------------------------------------------------
 
     def new_mark(self) -> int:
-        """Returns the number of a mark that is about to be recorded."""
+        """Returns the number of the next event to record on a stream."""
         self._marks += 1
         return self._marks
 
     @contextmanager
     def on(self, stream: str) -> Iterator[None]:
-        """Makes a stream current."""
+        """Makes a stream current inside the context."""
         former, self.stream = self.stream, stream
         try:
             yield
@@ -159,7 +161,7 @@ class Recorder:
 
     @contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Names the transfers inside."""
+        """Sets the name of the transfers inside the context."""
         former, self.label = self.label, label
         try:
             yield
@@ -167,39 +169,39 @@ class Recorder:
             self.label = former
 
     def start_over(self) -> None:
-        """Forgets the events and changes so far; what is alive stays."""
+        """Clears the events and changes; existing storages are kept."""
         self.events.clear()
         self.changes.clear()
 
     # -- memory -----------------------------------------------------------------------------------------
 
-    def nbytes_by_home(self) -> dict[str, int]:
-        """Returns the bytes that are allocated now, by the stream they were allocated on."""
+    def nbytes_by_stream(self) -> dict[str, int]:
+        """Returns the number of allocated bytes by the stream of their allocation."""
         sums: dict[str, int] = {}
         for key, nbytes in self.live.items():
-            sums[self._homes[key]] = sums.get(self._homes[key], 0) + nbytes
+            sums[self._stream_of[key]] = sums.get(self._stream_of[key], 0) + nbytes
         return sums
 
     def saw(self, tensor: torch.Tensor) -> None:
-        """Takes note of a tensor's memory, if it is new."""
+        """Records the storage of a tensor, if it is new."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._references:
             self._references[key] = weakref.ref(storage, partial(self._died, key))
-            self._homes[key] = self.stream
+            self._stream_of[key] = self.stream
             self._set(key, storage.nbytes())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Takes note that a storage has another size."""
+        """Records a resize of a storage."""
         key = storage._cdata
         if key in self._references:
             if storage.nbytes():
-                self._homes[key] = self.stream
+                self._stream_of[key] = self.stream
             self._set(key, storage.nbytes())
 
     def _died(self, key: int, reference: object) -> None:
         self._set(key, 0)
-        del self._references[key], self._homes[key]
+        del self._references[key], self._stream_of[key]
 
     def _set(self, key: int, nbytes: int) -> None:
         rounded = -(-nbytes // self.granularity) * self.granularity
@@ -207,12 +209,12 @@ class Recorder:
         if rounded:
             self.live[key] = rounded
         if rounded != before:
-            change = Change(len(self.events), key, rounded - before, self._homes[key], self.phase)
+            change = Change(len(self.events), key, rounded - before, self._stream_of[key], self.phase)
             self.changes.append(change)
 
 
-class _PaperMark:
-    """A mark whose recordings and waits are written down."""
+class _RecordingEvent:
+    """An event of a stream whose recordings and waits are recorded."""
 
     __slots__ = ("_now", "_recorder", "_stream")
 
@@ -231,15 +233,14 @@ class _PaperMark:
             self._recorder.events.append(Waited(self._now, str(stream)))
 
     def wait_on_host(self) -> None:
-        """Does nothing: the host is not a stream here."""
+        """No effect: waits of the host for events are not modelled."""
 
 
-class PaperStreams:
-    """Three streams that run nothing and write down who waits for whom; see
-    `shardgrad.engine.streams.Streams`.
+class RecordingStreams:
+    """Three streams that run nothing; waits between them are recorded. Implements the engine's `Streams`.
 
     Args:
-        recorder: where.
+        recorder: recorder of the step.
     """
 
     # A stream is opaque to the engine, so a name serves.
@@ -253,17 +254,17 @@ class PaperStreams:
         """Returns the name of the current stream."""
         return self._recorder.stream  # type: ignore[return-value]
 
-    def mark(self) -> Mark:
-        """Returns a mark that is written down."""
-        return _PaperMark(self._recorder)
+    def event(self) -> StreamEvent:
+        """Returns an event whose waits are recorded."""
+        return _RecordingEvent(self._recorder)
 
-    def mark_of(self, event: torch.Event) -> Mark:
-        """Returns a mark that says nothing: a plan has no events of programs."""
-        return _PaperMark(self._recorder)
+    def event_of(self, event: torch.Event) -> StreamEvent:
+        """Returns an event without recordings: a plan has no events of the program."""
+        return _RecordingEvent(self._recorder)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context in which `stream` is current."""
         return self._recorder.on(str(stream))
 
-    def forget_marks(self) -> None:
-        """Does nothing: nothing is captured on paper."""
+    def forget_events(self) -> None:
+        """No effect: a plan captures no graph."""

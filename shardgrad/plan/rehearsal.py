@@ -1,4 +1,4 @@
-"""Running the real engine for two steps in a fake world, and keeping what the second one did."""
+"""Runs the engine for two steps in a fake process group, and records the second one."""
 
 from __future__ import annotations
 
@@ -16,44 +16,45 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import clip_grad_norm_
-from shardgrad.engine.comm_context import Runtime
-from shardgrad.engine.root import establish_context, unit_of
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.root import lazy_init
 from shardgrad.engine.streams import NoStreams, Streams
+from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
-from shardgrad.plan.models import Subject, subject_of
-from shardgrad.plan.recording import Change, Event, PaperStreams, Recorder
+from shardgrad.plan.models import PlanModel, build_plan_model
+from shardgrad.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.plan.request import Request
-from shardgrad.plan.stages import Waste, groups_of, shard_subject, waste_of
-from shardgrad.plan.transports import paper_transport
+from shardgrad.plan.stages import Waste, groups_of, shard_plan_model, waste_of
+from shardgrad.plan.transports import recording_transport
 from shardgrad.plan.world import fake_tensors, fake_world
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["Rehearsal", "rehearse"]
 
-_CUDA_BLOCK = 512  # what the caching allocator of an accelerator rounds up to
+_CUDA_BLOCK = 512  # granularity of the CUDA caching allocator
 _HOST_BLOCK = 64  # the alignment of torch's CPU allocator
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """One steady step of rank 0, which holds no less than any other.
+    """A steady-state step of rank 0, which holds at least as much as any other rank.
 
     Attributes:
-        request: what was rehearsed.
-        name: of the model.
-        parameters: numbers in it.
-        blocks: that the model has.
-        units: calls of `fully_shard`.
-        unit_nbytes: of the largest group, whole, as compute sees it.
-        events: what the step launched, in the order of the host.
-        changes: memory that came and went meanwhile.
-        resting: bytes that are there between steps, by owner.
-        owners: owner of a storage that outlives the step.
-        start_nbytes: allocated when the step began.
-        homes: bytes allocated when the step began, by the stream they were allocated on.
-        waste: of the shards.
+        request: the request.
+        name: name of the model.
+        parameters: number of elements of its parameters.
+        blocks: number of blocks of the model.
+        units: number of calls of `fully_shard`.
+        unit_nbytes: bytes of the largest parameter group when unsharded.
+        events: events of the step, in the host's order.
+        changes: allocations and releases in the step.
+        resting: allocated bytes between steps, by owner.
+        owners: owner of every storage that outlives the step.
+        start_nbytes: allocated bytes at the start of the step.
+        start_nbytes_by_stream: the same, by the stream of the allocation.
+        waste: padding in the shards.
     """
 
     request: Request
@@ -67,40 +68,40 @@ class Rehearsal:
     resting: Mapping[str, int]
     owners: Mapping[int, str]
     start_nbytes: int
-    homes: Mapping[str, int]
+    start_nbytes_by_stream: Mapping[str, int]
     waste: Waste
 
 
 def rehearse(request: Request) -> Rehearsal:
-    """Trains for two steps on tensors without memory, and returns what the second one did.
+    """Trains for two steps on fake tensors, and returns the record of the second one.
 
     Raises:
-        UsageError: the model or the mesh cannot be.
-        TrainingError: a step cannot be taken without values.
+        UsageError: the model cannot be built or sharded.
+        TrainingError: the step depends on values, which fake tensors do not have.
     """
-    subject = subject_of(request)
+    plan_model = build_plan_model(request)
     if request.blocks is not None:
-        subject.keep_last_blocks(request.blocks)
-    parameters = sum(param.numel() for param in subject.module.parameters())
+        plan_model.keep_last_blocks(request.blocks)
+    parameters = sum(param.numel() for param in plan_model.module.parameters())
     recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
     with fake_world(request.shape) as mesh:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
             with _no_collector(), fake_tensors(recorder):
-                return _Rehearsing(request, subject, parameters, mesh, recorder).result()
+                return _Rehearsing(request, plan_model, parameters, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
-                f"{subject.name} decides by values which operations to run ({error.func}), and a plan has no "
-                "values: plan a variant with fixed shapes."
+                f"{plan_model.name} decides by values which operations to run ({error.func}), and a plan has "
+                "no values: plan a variant with fixed shapes."
             ) from error
         except ShardgradError as error:
-            raise UsageError(f"{subject.name} cannot be sharded like this: {error}") from error
+            raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error
 
 
 @contextmanager
 def _no_collector() -> Iterator[None]:
-    """Keeps the garbage collector out: what it would free, and when, depends on what ran before."""
+    """Disables the garbage collector: the time at which it frees tensors depends on what ran before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,36 +112,36 @@ def _no_collector() -> Iterator[None]:
 
 
 class _Rehearsing:
-    """A model, an optimizer, and a runtime that writes down what happens."""
+    """A sharded model and an optimizer whose operations and collectives are recorded."""
 
     def __init__(
-        self, request: Request, subject: Subject, parameters: int, mesh: DeviceMesh, recorder: Recorder
+        self, request: Request, plan_model: PlanModel, parameters: int, mesh: DeviceMesh, recorder: Recorder
     ) -> None:
-        self._request, self._subject, self._recorder = request, subject, recorder
+        self._request, self._plan_model, self._recorder = request, plan_model, recorder
         self._parameters = parameters
-        self._model: Any = subject.module  # an `FSDPModule` from the next line on
-        shard_subject(subject, request, mesh)
+        self._model: Any = plan_model.module  # an `FSDPModule` from the next line on
+        shard_plan_model(plan_model, request, mesh)
         for group in groups_of(self._model):
             if group.mesh.levels is not None:
                 recorder.axes[group.mesh.shard_group.group_name] = "both"
-        transports = partial(paper_transport, recorder=recorder, on_host=request.on_host)
-        streams: Streams = NoStreams() if request.on_host else PaperStreams(recorder)
-        self._runtime = Runtime(torch.device("cpu"), streams, transports)
+        transports = partial(recording_transport, recorder=recorder, on_host=request.on_host)
+        streams: Streams = NoStreams() if request.on_host else RecordingStreams(recorder)
+        self._runtime = CommContext(torch.device("cpu"), streams, transports)
         unit = unit_of(self._model)
         if unit is None:
-            raise UsageError(f"{subject.name} has no parameters to shard.")
-        self._context = establish_context(unit, self._runtime)
+            raise UsageError(f"{plan_model.name} has no parameters to shard.")
+        self._context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer: FlatOptimizer = (
             AdamW(params, lr=1e-3) if request.optimizer == "adamw" else SGD(params, lr=1e-3, momentum=0.9)
         )
 
     def result(self) -> Rehearsal:
-        """Takes both steps."""
+        """Runs both steps and returns the record of the second."""
         self._step()
         recorder = self._recorder
         recorder.start_over()
-        start, homes = sum(recorder.live.values()), recorder.nbytes_by_home()
+        start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
         self._step()
         owners = self._owners()
         resting: dict[str, int] = {}
@@ -150,9 +151,9 @@ class _Rehearsing:
         groups = groups_of(self._model)
         return Rehearsal(
             request=self._request,
-            name=self._subject.name,
+            name=self._plan_model.name,
             parameters=self._parameters,
-            blocks=len(self._subject.named_blocks()),
+            blocks=len(self._plan_model.named_blocks()),
             units=len({group.name for group in groups}),
             unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
             events=tuple(recorder.events),
@@ -160,19 +161,19 @@ class _Rehearsing:
             resting=resting,
             owners=owners,
             start_nbytes=start,
-            homes=homes,
+            start_nbytes_by_stream=start_nbytes_by_stream,
             waste=waste_of(groups),
         )
 
     def _step(self) -> None:
-        """What a training loop does."""
+        """Runs one step as a training loop does."""
         request, recorder = self._request, self._recorder
         for number in range(request.accumulate):
             is_last = number == request.accumulate - 1
             self._model.set_is_last_backward(is_last)
             self._model.set_requires_gradient_sync(is_last or not request.no_sync)
             recorder.phase = "forward"
-            loss = self._subject.loss(request.batch_size, request.seq_len)
+            loss = self._plan_model.loss(request.batch_size, request.seq_len)
             recorder.phase = "backward"
             loss.backward()
             del loss
@@ -182,11 +183,11 @@ class _Rehearsing:
         self._optimizer.zero_grad()
 
     def _owners(self) -> dict[int, str]:
-        """Returns who owns the memory that outlives a step."""
+        """Returns the owner of every storage that outlives a step."""
         owners: dict[int, str] = {}
         keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
-        for reducer in self._context.reducers:
-            keepers += [reducer.memory(), reducer.group.memory()]
+        for grads in self._context.grad_groups:
+            keepers += [grads.memory(), grads.group.memory()]
         for owner, storage in chain.from_iterable(keepers):
             owners[storage._cdata] = owner
         for _, tensor in self._optimizer.buffers():

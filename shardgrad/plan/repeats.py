@@ -1,8 +1,8 @@
-"""Operators that ran before on operands of the same shapes: what they return and what they cost is known.
+"""A cache of operators' results and work, by the shapes of their operands.
 
-A model does in every block what it did in the one before, and working out once more what shape a product
-has is most of what a rehearsal would do. A fake result depends on shapes, strides, dtypes and numbers, and
-never on what lies in memory, so an operator that was seen with all of them the same is not asked again.
+Every block of a model runs the same operators, and computing their results' shapes would take most of the
+time of a rehearsal. The result of an operator on fake tensors depends on shapes, strides, dtypes and numbers,
+not on values in memory, so it is computed once for each combination.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBERS = (int, float)
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an operator asks of the device, whenever it is launched; the attributes are those of `Kernel`."""
+    """The work of an operator on the device; attributes as of `Kernel`."""
 
     flops: float
     palm_flops: float
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class _New:
-    """A result with memory of its own."""
+    """A result with a new storage."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -53,13 +53,13 @@ class _New:
 
 @dataclass(frozen=True, slots=True)
 class _Operand:
-    """A result that is an operand, by its place among them."""
+    """A result that is an operand, by its index."""
 
-    place: int
+    index: int
 
 
 def key_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Returns what the result of a call depends on; None where that is more than shapes and numbers."""
+    """Returns what the result of a call depends on; None if that is more than shapes and numbers."""
     if torch.Tag.inplace_view in func.tags:
         return None
     key: list[Hashable] = [func, torch.get_default_dtype()]
@@ -72,7 +72,7 @@ def key_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _describe(values: Sequence[Any], key: list[Hashable]) -> bool:
-    """Appends what tells values apart; returns False if one is of a kind that is not known here."""
+    """Appends the properties of values to a key; returns False if a value has an unknown type."""
     key.append(len(values))
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -96,11 +96,11 @@ def _describe(values: Sequence[Any], key: list[Hashable]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A call that may come again.
+    """A cached call.
 
     Attributes:
-        pattern: of the result: a `_New` or an `_Operand` in the place of every tensor.
-        work: of the device; None if there is none.
+        pattern: the result, with a `_New` or an `_Operand` instead of every tensor.
+        work: work on the device; None if there is none.
     """
 
     pattern: Any
@@ -108,12 +108,12 @@ class Seen:
 
     @classmethod
     def of(cls, result: Any, operands: Sequence[torch.Tensor], work: Work | None) -> Seen | None:
-        """Looks at a call's result; returns None if it shares memory with its operands in part.
+        """Returns a cache entry, or None if the result is a view of a part of an operand.
 
         Args:
-            result: of the call.
-            operands: its tensors, in order.
-            work: that it was.
+            result: result of the call.
+            operands: tensors among its arguments, in order.
+            work: work on the device.
         """
         try:
             return cls(_pattern_of(result, operands), work)
@@ -121,12 +121,12 @@ class Seen:
             return None
 
     def again(self, mode: FakeTensorMode, operands: Sequence[torch.Tensor]) -> Any:
-        """Returns what the same call returns now."""
+        """Returns the result of the same call on other operands."""
         return _made(self.pattern, mode, operands)
 
 
 class _UnrepeatableError(Exception):
-    """A result that no pattern tells."""
+    """The result of a call cannot be described by a pattern."""
 
 
 def _pattern_of(result: Any, operands: Sequence[torch.Tensor]) -> Any:
@@ -134,10 +134,10 @@ def _pattern_of(result: Any, operands: Sequence[torch.Tensor]) -> Any:
         return type(result)(_pattern_of(each, operands) for each in result)
     if result is None or isinstance(result, int):
         return result
-    for place, operand in enumerate(operands):
+    for index, operand in enumerate(operands):
         if result is operand:
-            return _Operand(place)
-    # Memory of its own is as large as what the tensor shows of it.
+            return _Operand(index)
+    # A new storage has exactly the size of the tensor.
     if isinstance(result, FakeTensor) and result.constant is None and result.layout is torch.strided:
         span = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
         nbytes = (span + 1) * result.itemsize if result.numel() else 0
@@ -154,7 +154,7 @@ def _made(pattern: Any, mode: FakeTensorMode, operands: Sequence[torch.Tensor]) 
             empty = torch.empty_strided(pattern.shape, pattern.stride, dtype=pattern.dtype, device="meta")
         return FakeTensor(mode, empty, pattern.device)
     if isinstance(pattern, _Operand):
-        return operands[pattern.place]
+        return operands[pattern.index]
     if isinstance(pattern, list | tuple):
         return type(pattern)(_made(each, mode, operands) for each in pattern)
     return pattern

@@ -1,4 +1,4 @@
-"""A plan in words and numbers: for people, and for programs."""
+"""The report of a plan: tables for a terminal, or plain values for JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 from shardgrad.plan.advice import Advice
 from shardgrad.plan.planning import Plan
-from shardgrad.training.display import nice_nbytes
+from shardgrad.train.display import nice_nbytes
 
 __all__ = ["as_json", "show"]
 
@@ -21,8 +21,8 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
 
     Args:
         plan: the plan.
-        advice: what would help, or None if nobody asked.
-        console: where.
+        advice: suggested changes; None if not requested.
+        console: console to print on.
     """
     parts: list[RenderableType] = [_heading(plan), "", _memory(plan), "", _traffic(plan), "", _time(plan)]
     if advice is not None:
@@ -32,7 +32,7 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
 
 
 def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
-    """Returns a plan as plain values; sizes are bytes, times seconds, of one rank."""
+    """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
     rehearsal, timeline = plan.rehearsal, plan.timeline
     return {
         "model": rehearsal.name,
@@ -126,7 +126,7 @@ def _time(plan: Plan) -> Table:
 
 def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
     if not advice:
-        return "Nothing that was tried helps."
+        return "No change that was tried helps."
     table = Table("what would help most", "needs", "", "tokens/s", "", box=None, pad_edge=False)
     for each in advice:
         change = each.tokens_per_s / plan.tokens_per_s - 1

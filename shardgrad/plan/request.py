@@ -1,4 +1,4 @@
-"""What a plan is asked for: the model, how it is sharded and trained."""
+"""The input of a plan: the model, and how it is sharded and trained."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from shardgrad.training.config import mesh_shape
-from shardgrad.training.failure import UsageError
-from shardgrad.training.presets import Scalar
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import Scalar
 
 __all__ = ["MOST_RANKS", "PRECISIONS", "Request", "require_range"]
 
@@ -22,29 +22,29 @@ _DTYPES = ("fp32", "bf16")
 
 @dataclass(frozen=True)
 class Request:
-    """One training step to plan for.
+    """The training step to plan.
 
     Args:
-        preset: a built-in model; ignored where `hf` or `model` is given.
-        hf: a Hugging Face configuration, as for `shardgrad train`.
-        model: `module:function` that returns a model of your own.
-        override: fields of the preset or of the configuration to replace.
-        ranks: in the world.
+        preset: name of a built-in model; ignored if `hf` or `model` is given.
+        hf: Hugging Face configuration, as for `shardgrad train`.
+        model: `module:function`, a function that returns a model.
+        override: fields of the model's configuration to replace.
+        ranks: number of ranks.
         mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
-        stage: "1", "2", "3" or "hfsdp"; see [Note: Stages] in `sharding/zero_stage.py` of the engine.
-        reshard_to: after forward, keep parameters cut over this many neighbouring ranks.
-        units: names of classes whose modules are units too, below the blocks.
+        stage: "1", "2", "3" or "hfsdp", as `zero_stage` of `fully_shard`.
+        reshard_to: reshard parameters after forward to groups of this many neighbouring ranks.
+        units: names of classes, below the blocks, whose modules `fully_shard` is applied to.
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
-        reduce_dtype: in which gradients travel; None for fp32.
-        gradient_dtype: in which they are kept; None for that of the weights.
-        activation_checkpointing: recompute each block's activations in backward.
+        reduce_dtype: dtype of gradient reductions; None for fp32.
+        gradient_dtype: dtype of stored gradients; None for that of the weights.
+        activation_checkpointing: recompute the activations of each block in backward.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
         accumulate: micro-batches per step.
-        no_sync: gradients of a step are summed whole on their rank, and reduced after the last micro-batch.
+        no_sync: accumulate unsharded gradients, and reduce them after the last micro-batch.
         optimizer: "adamw" or "sgd".
-        on_host: plan for CPU ranks joined by gloo.
-        blocks: plan for the last so many blocks only; None for all.
+        on_host: plan for CPU ranks with gloo.
+        blocks: plan for the last `blocks` blocks only; None for all.
     """
 
     preset: str = "8b"
@@ -78,7 +78,9 @@ class Request:
             )
         _check("--stage", self.stage, ("1", "2", "3", "hfsdp"))
         if self.stage == "hfsdp" and self.replicas == 1:
-            raise UsageError("--stage hfsdp cuts over two axes: give a mesh with both, such as --mesh 4x16.")
+            raise UsageError(
+                "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."
+            )
         if self.reshard_to is not None and self.stage != "3":
             raise UsageError(f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out.")
         if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
@@ -92,22 +94,22 @@ class Request:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the mesh: (shards,) or (replicas, shards)."""
+        """Shape of the mesh: (shards,) or (replicas, shards)."""
         return mesh_shape(self.mesh) or (self.ranks,)
 
     @property
     def shards(self) -> int:
-        """Ranks that a parameter is cut over."""
+        """Number of ranks that a parameter is sharded over."""
         return self.shape[-1]
 
     @property
     def replicas(self) -> int:
-        """Groups of ranks that hold the same."""
+        """Number of replicas."""
         return self.ranks // self.shards
 
     @property
     def tokens(self) -> int:
-        """Of one rank in a step."""
+        """Tokens of one rank in a step."""
         return self.batch_size * self.seq_len * self.accumulate
 
     def but(self, **changes: object) -> Request:

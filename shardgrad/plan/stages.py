@@ -1,8 +1,4 @@
-"""What a stage asks of `fully_shard`, and what the engine's layouts come to in bytes.
-
-The only file that knows what stages are called; the arithmetic itself is the engine's, in
-`sharding/layout.py`.
-"""
+"""Applies `fully_shard` with the arguments of a request, and sums up the padding of the engine's layouts."""
 
 from __future__ import annotations
 
@@ -16,21 +12,22 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import fully_shard
+from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.root import units_under
-from shardgrad.plan.models import Subject
+from shardgrad.engine.unit import units_under
+from shardgrad.plan.models import PlanModel
 from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.training.failure import UsageError
+from shardgrad.train.failure import UsageError
 
-__all__ = ["Waste", "groups_of", "policies_of", "shard_subject", "waste_of"]
+__all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def policies_of(request: Request) -> dict[str, Any]:
-    """Returns the keyword arguments of `fully_shard` that follow from a request, but for the mesh."""
+    """Returns the keyword arguments of `fully_shard` for a request, without the mesh."""
     reduce_dtype = DTYPES[request.reduce_dtype or "fp32"]
     mixed = MixedPrecisionPolicy()
     if request.precision != "fp32":
@@ -44,7 +41,7 @@ def policies_of(request: Request) -> dict[str, Any]:
     }
 
 
-def shard_subject(subject: Subject, request: Request, mesh: DeviceMesh) -> None:
+def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
     """Gives the model its memory and shards it, as the training program does: blocks first, then the rest.
 
     Raises:
@@ -53,7 +50,7 @@ def shard_subject(subject: Subject, request: Request, mesh: DeviceMesh) -> None:
     policies = policies_of(request)
     weights = torch.bfloat16 if request.precision == "bf16" else None
     found: set[str] = set()
-    for name, block in subject.named_blocks():
+    for name, block in plan_model.named_blocks():
         for part in block.modules():
             if part is not block and type(part).__name__ in request.units:
                 found.add(type(part).__name__)
@@ -62,14 +59,14 @@ def shard_subject(subject: Subject, request: Request, mesh: DeviceMesh) -> None:
         _materialise(block, weights)
         if request.activation_checkpointing:
             block = checkpoint_wrapper(block, preserve_rng_state=False)
-            subject.module.get_submodule(subject.blocks).register_module(name, block)
+            plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
         fully_shard(block, mesh=mesh, **policies)
     missing = [name for name in request.units if name not in found]
     if missing:
-        classes = sorted({type(part).__name__ for part in subject.module.modules()})
+        classes = sorted({type(part).__name__ for part in plan_model.module.modules()})
         raise UsageError(f"--unit {missing[0]}: no block has a module of this class: {', '.join(classes)}.")
-    _materialise(subject.module, weights)
-    fully_shard(subject.module, mesh=mesh, **policies)
+    _materialise(plan_model.module, weights)
+    fully_shard(plan_model.module, mesh=mesh, **policies)
 
 
 def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
@@ -89,18 +86,18 @@ def _materialise(module: nn.Module, dtype: torch.dtype | None) -> None:
 
 
 def groups_of(model: nn.Module) -> list[ParamGroup]:
-    """Returns every group under a root, in construction order."""
+    """Returns the parameter groups of all units of a model, in construction order."""
     return [group for unit in units_under(model) for group in unit.groups]
 
 
 @dataclass(frozen=True)
 class Waste:
-    """Bytes of one rank that hold nothing.
+    """Bytes of padding on one rank.
 
     Attributes:
-        alignment_nbytes: behind pieces, so that the next begins on a multiple of 128 bytes; and tails.
-        uneven_nbytes: of the last ranks' short and empty pieces, averaged over the ranks.
-        total_nbytes: of the shards they are in.
+        alignment_nbytes: padding that aligns each parameter's part to 128 bytes, and tails.
+        uneven_nbytes: padding of parameters whose rows the ranks do not divide, averaged over the ranks.
+        total_nbytes: size of the shards, padding included.
     """
 
     alignment_nbytes: int
@@ -109,7 +106,7 @@ class Waste:
 
 
 def waste_of(groups: Sequence[ParamGroup]) -> Waste:
-    """Adds up the waste in the parameter and the gradient shards."""
+    """Sums up the padding in the parameter and gradient shards."""
     alignment = uneven = total = 0
     for layout, itemsize in _shards(groups):
         full = sum(piece.shard_numel for piece in layout.pieces)
@@ -123,5 +120,6 @@ def waste_of(groups: Sequence[ParamGroup]) -> Waste:
 def _shards(groups: Sequence[ParamGroup]) -> Iterator[tuple[ShardLayout, int]]:
     for group in groups:
         yield group.layout, group.dtype.itemsize
-        if group.gradient_layout is not None:
-            yield group.gradient_layout, group.gradient_dtype.itemsize
+        layout = grads_of(group).layout
+        if layout is not None:
+            yield layout, group.gradient_dtype.itemsize

@@ -1,9 +1,9 @@
-"""When everything happens: the recorded order, played on a clock.
+"""Simulates the time of the recorded events.
 
-The host launches in the order it did; a stream does one thing after another; a mark lets a stream go on when
-the other has come to it; and collectives that use the same link follow each other in the order in which they
-were launched, as those of one communicator do. On a CPU the host computes itself, and only exchanges that it
-does not wait for go on beside it.
+The host launches in the recorded order; a stream runs one operation after another; a wait for an event ends
+when the other stream has reached it; and collectives on one link run one after another in the order of
+launches, as those of one communicator do. On a CPU the host computes, and only exchanges that it does not
+wait for overlap.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ __all__ = ["Span", "Timeline", "play"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """The time interval of an operation or a collective.
 
     Attributes:
-        event: its number among the events.
-        lane: "compute", or the link of a collective.
-        begin_s, end_s: since the beginning of the step.
+        event: number of the event.
+        lane: "compute", "copies", or the link of a collective.
+        begin_s: start, in seconds since the start of the step.
+        end_s: end, in seconds since the start of the step.
     """
 
     event: int
@@ -35,15 +36,15 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step on the clock.
+    """The timeline of a step.
 
     Attributes:
-        spans: in the order of launches.
-        step_s: from the first launch to the last end.
-        host_s: until the host had launched everything.
-        compute_s: in which the compute stream was busy.
-        exposed_s: in which it was not, though the step was not over.
-        transfers_s: the sum over all collectives.
+        spans: intervals in the order of launches.
+        step_s: seconds from the first launch to the last end.
+        host_s: seconds until the host has launched everything.
+        compute_s: seconds in which the compute stream is busy.
+        exposed_s: seconds of the step in which the compute stream is idle.
+        transfers_s: sum of the durations of all collectives in seconds.
     """
 
     spans: tuple[Span, ...]
@@ -55,7 +56,7 @@ class Timeline:
 
 
 def play(events: Sequence[Event], cost: CostModel) -> Timeline:
-    """Returns when each event begins and ends."""
+    """Returns the start and end of each event."""
     clock = _Clock(cost)
     for number, event in enumerate(events):
         if isinstance(event, Kernel):
@@ -87,7 +88,7 @@ class _Clock:
         self._ends: dict[int, float] = {}
 
     def free(self, stream: str) -> float:
-        """Returns when a stream will have done what it was given."""
+        """Returns the time at which a stream has finished its work."""
         return self.streams.get(stream, 0.0)
 
     def run(self, number: int, kernel: Kernel) -> None:
@@ -111,6 +112,6 @@ class _Clock:
             self.streams[transfer.stream] = end
 
     def await_transfer(self, number: int) -> None:
-        """The host waits; on an accelerator, where streams wait, it does not."""
+        """Waits on the host for a transfer; no effect on an accelerator, where streams wait."""
         if self._is_synchronous:
             self.host_s = max(self.host_s, self._ends[number])

@@ -1,4 +1,4 @@
-"""The engine's transports among ranks that do not exist: the real ones, whose flights bring nothing."""
+"""The engine's transports in a fake process group: collectives are recorded and transfer no data."""
 
 from __future__ import annotations
 
@@ -6,20 +6,19 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label
-from shardgrad.engine.transports import ExchangeTransport, Flight, StreamTransport, Transport
+from shardgrad.engine.transports import ExchangeTransport, MessageTag, StreamTransport, Transport, Work
 from shardgrad.plan.recording import Recorder, Transfer, Waited
 
-__all__ = ["paper_transport"]
+__all__ = ["recording_transport"]
 
 
-class _Landed:
-    """A flight whose chunks stand for what would have arrived.
+class _FakeWork:
+    """The work of a fake collective, whose results are fake tensors.
 
     Args:
-        chunks: what the engine copies out or sums.
-        recorder: the host's wait is written there, where it is one.
-        awaited: number of the event that the host waits for; None if streams do.
+        chunks: results, which the engine copies out or sums up.
+        recorder: recorder of the host's wait.
+        awaited: number of the event that the host waits for; None if streams wait.
     """
 
     def __init__(self, chunks: list[torch.Tensor], recorder: Recorder, awaited: int | None) -> None:
@@ -33,63 +32,63 @@ class _Landed:
         return self._chunks
 
 
-class _PaperStreamTransport(StreamTransport):
+class _RecordingStreamTransport(StreamTransport):
     """The accelerator's transport."""
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
-        with self._recorder.labelled(label.what):
-            super().all_gather(chunk, staging, label)
-        # All chunks as one: of 16,384 tensors without content, one says as much.
-        return _Landed([staging.whole], self._recorder, None)
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().all_gather(chunk, staging, tag)
+        # All chunks as one tensor, since there may be 16,384 of them.
+        return _FakeWork([staging.whole], self._recorder, None)
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
-        with self._recorder.labelled(label.what):
-            return super().reduce_scatter(send, receive, label)
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            return super().reduce_scatter(send, receive, tag)
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             return super().all_reduce(chunk, what=what)
 
 
-class _PaperExchangeTransport(ExchangeTransport):
-    """The CPU's transport. Labels cannot be read where nothing arrives."""
+class _RecordingExchangeTransport(ExchangeTransport):
+    """The CPU's transport. Tags cannot be read where nothing arrives."""
 
     def __init__(self, group: dist.ProcessGroup, recorder: Recorder) -> None:
         super().__init__(group)
         self._recorder = recorder
 
-    def all_gather(self, chunk: torch.Tensor, staging: Chunks, label: Label) -> Flight:
-        with self._recorder.labelled(label.what):
-            super().all_gather(chunk, staging, label)
-        return self._landed([chunk] if self.size == 1 else self._arrivals(chunk, staging))
+    def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().all_gather(chunk, staging, tag)
+        return self._fake_work([chunk] if self.size == 1 else self._arrivals(chunk, staging))
 
-    def reduce_scatter(self, send: Chunks, receive: Chunks, label: Label) -> Flight:
-        with self._recorder.labelled(label.what):
-            super().reduce_scatter(send, receive, label)
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        with self._recorder.labelled(tag.what):
+            super().reduce_scatter(send, receive, tag)
         own = send.parts[self.rank]
-        return self._landed([own] if self.size == 1 else self._arrivals(own, receive))
+        return self._fake_work([own] if self.size == 1 else self._arrivals(own, receive))
 
-    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Flight:
+    def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         with self._recorder.labelled(what):
             super().all_reduce(chunk, what=what)
-        return self._landed([chunk])
+        return self._fake_work([chunk])
 
     def _arrivals(self, own: torch.Tensor, room: Chunks) -> list[torch.Tensor]:
         return [own, room.parts[0]] if self.size == 2 else [room.whole]
 
-    def _landed(self, chunks: list[torch.Tensor]) -> Flight:
+    def _fake_work(self, chunks: list[torch.Tensor]) -> Work:
         last = len(self._recorder.events) - 1
         is_under_way = self.size > 1 and isinstance(self._recorder.events[last], Transfer)
-        return _Landed(chunks, self._recorder, last if is_under_way else None)
+        return _FakeWork(chunks, self._recorder, last if is_under_way else None)
 
 
-def paper_transport(group: dist.ProcessGroup, recorder: Recorder, *, on_host: bool) -> Transport:
-    """Returns the transport that a group has on a CPU (`on_host`) or on an accelerator."""
-    # As `transport_for` chooses, which asks the group's backend; here that is nobody.
+def recording_transport(group: dist.ProcessGroup, recorder: Recorder, *, on_host: bool) -> Transport:
+    """Returns the transport of a group on a CPU (`on_host`) or on an accelerator."""
+    # The choice of `transport_for`, which depends on the group's backend: the fake one says nothing about it.
     if on_host or group.size() == 1:
-        return _PaperExchangeTransport(group, recorder)
-    return _PaperStreamTransport(group, recorder)
+        return _RecordingExchangeTransport(group, recorder)
+    return _RecordingStreamTransport(group, recorder)

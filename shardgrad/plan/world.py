@@ -1,11 +1,12 @@
-"""A world in which tensors have shapes and no memory, and ranks have numbers and no processes.
+"""Fake tensors, which have shapes and no memory, in a fake process group, which has ranks and no processes.
 
 [Note: What is real in a fake world]
-What a program writes down itself is real: `torch.tensor([...])`, and whatever is computed from such tensors
-alone. The engine's tables are of this kind, and it checks them by reading them. What lies in a device's
-memory is fake: shapes without values. A read of a fake value has no answer. In forward it is an error, since
-the model would branch on it; in the engine's own backward and in the optimizer it is answered by 0, which
-says: no other rank touched what this one did not, and no parameter stands still.
+Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from such
+tensors alone, are real. The engine's tables are of this kind, and it reads them for its checks. Other tensors
+are fake: shapes without values. Reading a fake value in forward raises an error, since the model would branch
+    on
+it. In the engine's backward and in the optimizer it returns 0, which means: no other rank touched a parameter
+that this rank did not touch, and every parameter has changed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from shardgrad.plan.recording import Kernel, Recorder, Transfer, Waited
 from shardgrad.plan.repeats import Seen, Work, key_of
-from shardgrad.training.failure import TrainingError, UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 
 __all__ = ["fake_tensors", "fake_world"]
 
@@ -39,14 +40,14 @@ _MOST_RANKS = 2**20
 _MANY_PIECES = 64
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
-# These make memory, without content.
+# These allocate memory without launching a kernel.
 _NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
-# These touch as much of their first operand as they return.
+# These read as many bytes of their first operand as they return.
 _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
 # The first operand of these is not read.
 _UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
-# These return nothing and update arguments in place; the engine's other operators, which return nothing
-# either, do not read what they write.
+# These return nothing, and read and write the arguments at these positions. The engine's other operators
+# return nothing either, but do not read what they write.
 _UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
 _KINDS = {
     "_allgather_base_": "all-gather",
@@ -59,13 +60,13 @@ _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", 
 
 @contextmanager
 def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    """Makes this process rank 0 of ranks that do not exist, for as long as the context lasts.
+    """Makes this process rank 0 of a fake process group inside the context.
 
     Args:
-        shape: (shards,) or (replicas, shards).
+        shape: shape of the mesh, (shards,) or (replicas, shards).
 
     Raises:
-        TrainingError: this process belongs to other ranks already.
+        TrainingError: a default process group exists already.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -75,7 +76,7 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
     if ranks > _MOST_RANKS:
         raise UsageError(f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}.")
     if dist.is_initialized():
-        raise TrainingError("A plan needs a process of its own: this one has joined a process group already.")
+        raise TrainingError("A plan needs a separate process: this one has joined a process group already.")
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
@@ -86,7 +87,7 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 @contextmanager
 def fake_tensors(recorder: Recorder) -> Iterator[None]:
-    """Makes every new tensor a fake one, and writes down what is done with it."""
+    """Makes every new tensor fake, and records the operations on it."""
     with ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Observer(recorder, mode))
@@ -97,7 +98,7 @@ def fake_tensors(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _watched_resizes(recorder: Recorder) -> Iterator[None]:
-    """No operator resizes a storage, so that a mode does not see it."""
+    """Records resizes of storages, which are not operators and so not visible to a dispatch mode."""
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -114,7 +115,7 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _one_piece_for_many() -> Iterator[None]:
-    """Rank 0's piece of flat memory stands for the pieces of all ranks, of which there may be 16,384."""
+    """Makes `split` of a flat tensor into many parts return views of the first, for up to 2**20 ranks."""
     original: Callable[..., Sequence[torch.Tensor]] = torch.Tensor.split
 
     def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
@@ -132,9 +133,9 @@ def _one_piece_for_many() -> Iterator[None]:
 
 
 class _Observer(TorchDispatchMode):
-    """Sees every operator. See [Note: What is real in a fake world]."""
+    """Records every operator. See [Note: What is real in a fake world]."""
 
-    # Kept from one rehearsal to the next: those of a plan's advice are much alike.
+    # Kept between rehearsals: those of a plan's advice run almost the same operators.
     _seen: ClassVar[dict[Hashable, Seen]] = {}
 
     def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
@@ -143,7 +144,7 @@ class _Observer(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and the guard against it would take most of the time
+        return False  # nothing is compiled here, and the check would take most of the time
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -152,7 +153,7 @@ class _Observer(TorchDispatchMode):
         if func is _prim.device.default:  # half of all calls
             return args[0].device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
-            return NotImplemented  # it comes again, with the local tensor
+            return NotImplemented  # DTensor dispatches again, with the local tensor
         if _is_view(func) and isinstance(args[0], FakeTensor):
             return _view(func, args, kwargs, args[0])
         inputs = list(_tensors((*args, *kwargs.values()) if kwargs else args))
@@ -217,12 +218,12 @@ class _Observer(TorchDispatchMode):
             return
         group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
         ranks = group.size()
-        # The larger of what goes in and what comes out: the whole message.
+        # The size of the larger one of input and output, which is the unsharded message.
         nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2] if not _is_group(arg))
         sent = nbytes * (ranks - 1) // ranks
         if kind == "all-reduce":
             sent *= 2
-        elif kind == "exchange" and any(args[3:5]):  # two ranks swap what the other needs, and no more
+        elif kind == "exchange" and any(args[3:5]):  # two ranks exchange only what the other one needs
             sent = nbytes
         axis = recorder.axes.get(group.group_name, "neighbours")
         is_awaited = not recorder.label
@@ -239,7 +240,7 @@ def _work(
     inputs: list[torch.Tensor],
     result: Any,
 ) -> Work | None:
-    """Returns what an operator asks of the device; None if it only makes memory."""
+    """Returns the work of an operator on the device; None if it only allocates memory."""
     name = func._overloadpacket.__name__
     if name in _NO_KERNEL:
         return None
@@ -266,7 +267,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _nbytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes that a tensor shows, those that it shows several times (`expand`) once."""
+    """Returns the number of bytes of a tensor; elements repeated by `expand` count once."""
     numel = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         if stride or size == 0:
@@ -275,7 +276,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], base: FakeTensor) -> Any:
-    """Looks at fake memory in another way: as the mode would, without what other operators need of it."""
+    """Returns a view of a fake tensor, faster than FakeTensorMode does."""
     with in_kernel_invocation_manager(base.fake_mode):
         views = func(*args, **kwargs)
     if isinstance(views, torch.Tensor):
@@ -285,8 +286,8 @@ def _view(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], base:
 
 @cache
 def _is_view(func: OpOverload) -> bool:
-    """True if an operator does nothing but look at memory in another way."""
-    if func is _aten._unsafe_view.default:  # which its schema does not own up to
+    """Returns whether an operator only returns views of its input."""
+    if func is _aten._unsafe_view.default:  # a view, although its schema does not say so
         return True
     returns = func._schema.returns
     views = [each.alias_info is not None and not each.alias_info.is_write for each in returns]
@@ -296,13 +297,13 @@ def _is_view(func: OpOverload) -> bool:
 def _flops(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[float, float]:
-    """Returns multiplications and additions: those that are done, and as if no attention were causal."""
+    """Returns the number of multiplications and additions, and the number if attention were not causal."""
     name = func._overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]
         full = float(sdpa_flop_count(query.shape, _with_heads_of(key, query), _with_heads_of(value, query)))
-        # Backward: five products where forward has two (it makes the scores again), as in FlashAttention-2.
+        # Backward has five products where forward has two (it recomputes the scores), as in FlashAttention-2.
         full *= 2.5 if is_backward else 1.0
         is_causal = _argument(func, args, kwargs, "is_causal", default=False)
         return full * (0.5 if is_causal else 1.0), full
@@ -312,7 +313,7 @@ def _flops(
 
 
 def _with_heads_of(key: torch.Tensor, query: torch.Tensor) -> torch.Size:
-    """Returns the shape of keys or values as if every query head had its own."""
+    """Returns the shape of keys or values repeated for every query head."""
     return torch.Size((*query.shape[:2], *key.shape[2:]))
 
 

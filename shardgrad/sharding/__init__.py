@@ -1,1 +1,1 @@
-"""How parameters are cut over ranks: frozen facts, which import nothing of the engine."""
+"""How parameters are sharded over ranks: frozen facts, which import nothing of the engine."""

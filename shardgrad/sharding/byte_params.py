@@ -1,7 +1,7 @@
-"""Parameters that are only carried: integers, booleans and float8, in which nobody computes gradients.
+"""Parameters that travel as bytes: integers, booleans and float8, which have no gradients.
 
-They are cut, gathered and put together as bytes, so a shard and what travels have dtype uint8. A parameter of
-shape (rows, ...) is stored as (rows, ..., bytes of an element), which `Shard(0)` cuts between elements.
+They are sharded, gathered and copied out as bytes, so a shard and what is sent have dtype uint8. A parameter
+of shape (rows, ...) is stored as (rows, ..., bytes of an element), which `Shard(0)` splits between elements.
 """
 
 from __future__ import annotations
@@ -10,31 +10,35 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["from_bytes", "is_carried", "is_float8", "stored_shape", "unpack_bytes"]
+__all__ = ["from_bytes", "is_float8", "stored_shape", "travels_as_bytes", "unpack_bytes"]
 
 _INTEGERS = ("bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
 _FLOAT8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
-_CARRIED = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
+_AS_BYTES = frozenset(getattr(torch, name) for name in (*_INTEGERS, *_FLOAT8))
 
 
-def is_carried(dtype: torch.dtype) -> bool:
-    """Returns whether parameters of a dtype are moved as bytes and never get gradients."""
-    return dtype in _CARRIED
+def travels_as_bytes(dtype: torch.dtype) -> bool:
+    """Returns whether parameters of a dtype travel as bytes and never get gradients."""
+    return dtype in _AS_BYTES
 
 
 def is_float8(dtype: torch.dtype) -> bool:
-    """Returns whether a dtype is a carried one of floating point."""
-    return is_carried(dtype) and dtype.is_floating_point
+    """Returns whether a dtype travels as bytes and is of floating point."""
+    return travels_as_bytes(dtype) and dtype.is_floating_point
 
 
 def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it is carried."""
-    return (*shape, dtype.itemsize) if is_carried(dtype) else tuple(shape)
+    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it travels as
+    bytes.
+    """
+    return (*shape, dtype.itemsize) if travels_as_bytes(dtype) else tuple(shape)
 
 
 def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a parameter over the memory that it is stored in; `stored` itself if it is not carried."""
-    return stored.view(dtype).squeeze(-1) if is_carried(dtype) else stored
+    """Returns a parameter over the memory that it is stored in; `stored` itself if it does not travel as
+    bytes.
+    """
+    return stored.view(dtype).squeeze(-1) if travels_as_bytes(dtype) else stored
 
 
 def unpack_bytes(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-__all__ = ["face_like", "face_over", "in_own_storage"]
+__all__ = ["dtensor_like", "dtensor_over", "in_own_storage"]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
 
 
-def face_over(
+def dtensor_over(
     local: torch.Tensor,
     mesh: DeviceMesh,
     placements: tuple[Placement, ...],
@@ -34,17 +34,17 @@ def face_over(
     """Returns the DTensor of which `local` is this rank's piece.
 
     Args:
-        local: the piece, as the placements cut it; on the mesh's device or on the host.
+        local: the piece, as the placements shard it; on the mesh's device or on the host.
         mesh: where it is sharded.
         placements: on `mesh`.
-        shape: of the whole.
-        stride: of the whole.
+        shape: global.
+        stride: global.
     """
     meta = TensorMeta(shape, stride, local.dtype)
     # Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device.
     return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
 
 
-def face_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece, cut as `param` is; dtypes may differ."""
-    return face_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())
+def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
+    """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may differ."""
+    return dtensor_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())

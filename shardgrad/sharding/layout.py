@@ -7,18 +7,19 @@ parameter's piece sits at the same offset in every rank's chunk. With three para
       chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
 
 Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor; trailing
-ranks may hold short or empty ones. A parameter may be cut along another dim instead, evenly: its piece is
-then contiguous by itself, but no longer a range of the whole, and is moved by `strided_pack.py`. Every piece
-starts on a multiple of `alignment` elements, so that every pointer handed to a collective or a kernel is
-aligned (NCCL falls off its fast path otherwise, nccl#413).
+ranks may hold short or empty ones. A parameter may be sharded on another dim instead, evenly: its piece is
+then contiguous by itself, but no longer a range of the parameter, and is moved by `strided_pack.py`. Every
+piece starts on a multiple of `alignment` elements, so that every pointer handed to a collective or a kernel
+is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/scheduler.py`), and ends in the chunk's label ([Note: Labels] in `engine/message_tag.py`).
+`engine/grad_packer.py`), and ends in room for the message's tag ([Note: Message tags] in
+`engine/transports.py`).
 
-Parameters that travel by themselves ([Note: Direct parameters] in `zero_copy.py`) come first in a chunk, so
-that what is left to be packed into one message is the end of it, and a layout of its own.
+Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,
+so that what is left to be packed into one message is the end of it, and has a layout itself.
 
-In the flat unsharded buffer parameters lie whole, one after the other, aligned the same way.
+In the flat unsharded buffer the unsharded parameters lie one after the other, aligned the same way.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from functools import cached_property
 
 import torch
 
-from shardgrad.engine.message_tag import LABEL_NUMEL
-
-__all__ = ["ALIGNMENT_NBYTES", "Piece", "ShardLayout", "alignment_numel"]
+__all__ = ["ALIGNMENT_NBYTES", "TAG_NUMEL", "Piece", "ShardLayout", "alignment_numel"]
 
 ALIGNMENT_NBYTES = 128
+
+# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `engine/transports.py`).
+TAG_NUMEL = 3
 
 
 def alignment_numel(dtypes: Sequence[torch.dtype]) -> int:
@@ -51,13 +53,13 @@ class Piece:
     """One parameter's place; offsets and counts in elements.
 
     Attributes:
-        shape: of the whole.
-        shard_rows: rows of the dim it is cut along that a full piece has, `ceil(shape[dim] / world_size)`.
+        shape: global.
+        shard_rows: rows of the sharded dim that a full piece has, `ceil(shape[dim] / world_size)`.
         shard_numel: elements of a full piece.
         span: elements reserved in a chunk, `shard_numel` rounded up.
         shard_offset: first element inside a chunk.
         unsharded_offset: first element inside the flat unsharded buffer.
-        dim: along which it is cut.
+        dim: that is sharded.
     """
 
     shape: tuple[int, ...]
@@ -70,23 +72,23 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
     def blocks(self) -> int:
-        """Ranges of the whole that one piece consists of; 1 if it is cut along its outermost dim."""
+        """Ranges of the parameter that one piece consists of; 1 if its outermost dim is sharded."""
         return math.prod(self.shape[: self.dim])
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """Returns the half-open range of `dim` that `rank` holds, as `torch.chunk` cuts it."""
+        """Returns the half-open range of `dim` that `rank` holds, as `torch.chunk` splits it."""
         begin = min(rank * self.shard_rows, self.shape[self.dim])
         return begin, min(begin + self.shard_rows, self.shape[self.dim])
 
-    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the part of a whole parameter that `rank` holds; a view, with gaps if cut crosswise."""
+    def of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
+        """Returns the part of an unsharded parameter that `rank` holds; a view, with gaps if strided."""
         begin, end = self.rows(rank)
-        return whole.narrow(self.dim, begin, end - begin)
+        return unsharded.narrow(self.dim, begin, end - begin)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Returns the shape of the piece of `rank`; `dim` may have no rows."""
@@ -109,7 +111,7 @@ class ShardLayout:
         tail_offset: elements before the tail.
         chunk_numel: of one rank's chunk, the tail included.
         unsharded_numel: of the flat unsharded buffer.
-        direct: indices of the parameters that travel by themselves; their pieces come first in a chunk.
+        zero_copy: indices of the parameters that travel by themselves; their pieces come first in a chunk.
     """
 
     world_size: int
@@ -118,7 +120,7 @@ class ShardLayout:
     tail_offset: int
     chunk_numel: int
     unsharded_numel: int
-    direct: tuple[int, ...] = ()
+    zero_copy: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -129,17 +131,17 @@ class ShardLayout:
         alignment: int,
         with_flags: bool,
         dims: Sequence[int] | None = None,
-        direct: Sequence[bool] = (),
+        zero_copy: Sequence[bool] = (),
     ) -> ShardLayout:
-        """Packs parameters, direct ones first, else in the order given.
+        """Packs parameters, zero-copy ones first, else in the order given.
 
         Args:
             shapes: global shapes, each with at least one dimension.
-            world_size: ranks the group is cut over.
+            world_size: ranks the group is sharded over.
             alignment: elements; see `alignment_numel`.
             with_flags: reserve one element per parameter behind the pieces.
-            dims: along which each is cut; None for dim 0. A dim other than 0 has to divide evenly.
-            direct: whether each travels by itself; nothing if none does.
+            dims: that are sharded; None for dim 0. A dim other than 0 has to divide evenly.
+            zero_copy: whether each travels by itself; nothing if none does.
         """
         pieces = []
         unsharded_offset = 0
@@ -149,12 +151,12 @@ class ShardLayout:
             span = _round_up(shard_numel, alignment)
             pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
             unsharded_offset += _round_up(math.prod(shape), alignment)
-        first = [i for i, travels_alone in enumerate(direct) if travels_alone]
+        first = [i for i, travels_alone in enumerate(zero_copy) if travels_alone]
         shard_offset = 0
         for i in dict.fromkeys((*first, *range(len(pieces)))):
             pieces[i] = replace(pieces[i], shard_offset=shard_offset)
             shard_offset += pieces[i].span
-        tail_numel = _round_up((len(pieces) if with_flags else 0) + LABEL_NUMEL, alignment)
+        tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
@@ -162,23 +164,23 @@ class ShardLayout:
             tail_offset=shard_offset,
             chunk_numel=shard_offset + tail_numel,
             unsharded_numel=unsharded_offset,
-            direct=tuple(first),
+            zero_copy=tuple(first),
         )
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """Indices of the parameters that are not direct."""
-        return tuple(sorted({*range(len(self.pieces))}.difference(self.direct)))
+        """Indices of the parameters that are not zero-copy."""
+        return tuple(sorted({*range(len(self.pieces))}.difference(self.zero_copy)))
 
     @cached_property
     def packed_offset(self) -> int:
-        """Elements of a chunk before the first parameter that is not direct."""
-        return sum(self.pieces[i].span for i in self.direct)
+        """Elements of a chunk before the first parameter that is not zero-copy."""
+        return sum(self.pieces[i].span for i in self.zero_copy)
 
     @cached_property
     def packed(self) -> ShardLayout:
         """The layout of the other parameters and the tail: of chunks without their first `packed_offset`."""
-        if not self.direct:
+        if not self.zero_copy:
             return self
         skipped = self.packed_offset
         rest = (self.pieces[i] for i in self.others)
@@ -187,16 +189,16 @@ class ShardLayout:
             pieces=tuple(replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest),
             tail_offset=self.tail_offset - skipped,
             chunk_numel=self.chunk_numel - skipped,
-            direct=(),
+            zero_copy=(),
         )
 
     @cached_property
     def straight(self) -> tuple[int, ...]:
-        """Indices of the parameters of which every piece is one range of the whole."""
+        """Indices of the parameters of which every piece is one range."""
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks <= 1)
 
     @cached_property
-    def crosswise(self) -> tuple[int, ...]:
+    def strided(self) -> tuple[int, ...]:
         """Indices of the others, which `strided_pack.py` moves."""
         return tuple(i for i, p in enumerate(self.pieces) if p.blocks > 1)
 
@@ -218,7 +220,7 @@ class ShardLayout:
 
     @property
     def tail_numel(self) -> int:
-        """Elements of the tail; the last `LABEL_NUMEL` are the label."""
+        """Elements of the tail; the last `TAG_NUMEL` are for a tag."""
         return self.chunk_numel - self.tail_offset
 
     @property
@@ -227,12 +229,12 @@ class ShardLayout:
         return self.chunk_numel - sum(p.shard_numel for p in self.pieces)
 
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Cuts a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
+        """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
         return [
             chunk.narrow(0, p.shard_offset, p.local_numel(rank)).view(p.local_shape(rank))
             for p in self.pieces
         ]
 
     def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Cuts a flat unsharded buffer (1-D, `unsharded_numel`) into whole parameters without copying."""
+        """Splits a flat unsharded buffer (1-D, `unsharded_numel`) into parameters without copying."""
         return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class SpmdAxes:
 
     Attributes:
         mesh: all axes, named.
-        shard_axes: indices of those that parameters are cut over.
+        shard_axes: indices of those that parameters are sharded over.
         replicate_axes: indices of those that hold replicas.
     """
 
@@ -163,16 +163,18 @@ class DataParallelMesh:
                 expected="FSDPMeshInfo(mesh_1d, shard_mesh_dim=0), or "
                 "HSDPMeshInfo(mesh_2d, replicate_mesh_dim=0, shard_mesh_dim=1)",
                 got=f"replicate_mesh_dim={got[0]}, shard_mesh_dim={got[1]} of {info.mesh}",
-                fix="pass the axes it means as a mesh of their own",
+                fix="pass the axes it means as a separate mesh",
             )
         return cls.of(info.mesh)
 
-    def placements(self, cut: Placement) -> tuple[Placement, ...]:
-        """Returns the placements on `mesh` of a parameter that is cut over the shard group as `cut` says."""
+    def placements(self, shard: Placement) -> tuple[Placement, ...]:
+        """Returns the placements on `mesh` of a parameter that is sharded over the shard group as `shard`
+        says.
+        """
         replicas = () if self.replicate_group is None else (Replicate(),)
-        return replicas if len(replicas) == self.mesh.ndim else (*replicas, cut)
+        return replicas if len(replicas) == self.mesh.ndim else (*replicas, shard)
 
-    @property
+    @cached_property
     def data_parallel_size(self) -> int:
         """Ranks a gradient is averaged over."""
         return self.shard_size * self.replicate_size
@@ -194,9 +196,9 @@ class DataParallelMesh:
             )
         return _flattened(self.mesh, TwoLevels(self.mesh.get_group(0), self.mesh.get_group(1)))
 
-    @property
+    @cached_property
     def gather_group(self) -> dist.ProcessGroup:
-        """The ranks that whole parameters are gathered from."""
+        """The ranks that unsharded parameters are gathered from."""
         return self.shard_group if self.levels is None else self.levels.inner
 
     def subdivide(self, size: int) -> DataParallelMesh:
@@ -234,7 +236,7 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 @lru_cache(maxsize=4)
 def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a process group that this rank is alone in; nobody else has to take part in making it."""
+    """Returns a process group that this rank is alone in; no other rank has to take part in making it."""
     alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
     return alone
 
@@ -253,7 +255,7 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def default_mesh() -> DeviceMesh:
-    """Returns a 1-D mesh over all ranks, starting the default process group if nobody has."""
+    """Returns a 1-D mesh over all ranks, starting the default process group if there is none."""
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator()

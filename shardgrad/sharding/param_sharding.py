@@ -1,18 +1,18 @@
-"""How one parameter is cut: what of it this rank packs, along which dim, and which DTensors show it.
+"""How one parameter is sharded: what of it this rank packs, along which dim, and as which DTensors.
 
-A parameter may be a DTensor before it comes here, because tensor or expert parallelism has cut it over axes
-of its own. The engine then works on its local tensor, and its faces say both:
+A parameter may be a DTensor before it comes here, because tensor or expert parallelism has sharded it over
+other axes. The engine then works on its local tensor, and its parameters say both:
 
-| parameter                                | sharded face                          | unsharded face        |
-|------------------------------------------|---------------------------------------|-----------------------|
-| plain                                    | on the data-parallel mesh             | plain                 |
-| DTensor on a mesh of its own             | on both meshes, data-parallel first   | as it came            |
-| DTensor on the mesh of `dp_mesh_dims`    | on that mesh                          | as it came            |
+| parameter                           | sharded parameter                     | unsharded parameter |
+|-------------------------------------|---------------------------------------|---------------------|
+| plain                               | on the data-parallel mesh             | plain               |
+| DTensor on another mesh             | on both meshes, data-parallel first   | as it came          |
+| DTensor on the mesh of `dp_mesh_dims` | on that mesh                        | as it came          |
 
 [Note: Strided shards]
-Tensor parallelism cuts first, data parallelism cuts what is left. Where both cut the same dim, the rows a
-rank holds are not those that reading the placements from left to right would give it; `_StridedShard` tells
-DTensor the true order, with the number of cuts that come before it. FSDP2 writes the same placements, so
+Tensor parallelism shards first, data parallelism shards what is left. Where both shard the same dim, the rows
+a rank holds are not those that reading the placements from left to right would give it; `_StridedShard` tells
+DTensor the true order, with the number of splits that come before it. FSDP2 writes the same placements, so
 checkpoints of either engine load into the other.
 """
 
@@ -30,14 +30,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import face_over
+from shardgrad.sharding.dtensor import dtensor_over
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Cut", "cut_of", "groups_cut_over"]
+__all__ = ["ParamSharding", "groups_cut_over", "sharding_of"]
 
 
 @dataclass(frozen=True)
-class _Whole:
+class _Unsharded:
     """Where a parameter lay when it came, as a DTensor.
 
     Attributes:
@@ -51,14 +51,14 @@ class _Whole:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamSharding:
     """See the module's docstring.
 
     Attributes:
         shape: of what this rank packs: the parameter, or its local tensor if it came as a DTensor.
-        dim: along which that is cut over the shard group.
+        dim: on which that is sharded over the shard group.
         full_shape, stride: of the parameter.
-        mesh, placements: of the sharded face.
+        mesh, placements: of the sharded parameter.
     """
 
     shape: tuple[int, ...]
@@ -67,23 +67,23 @@ class Cut:
     stride: tuple[int, ...]
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    _whole: _Whole | None
+    _unsharded: _Unsharded | None
 
     @property
     def came_as_dtensor(self) -> bool:
-        """True if the unsharded face, and gradients with it, are DTensors."""
-        return self._whole is not None
+        """True if the unsharded parameter, and gradients with it, are DTensors."""
+        return self._unsharded is not None
 
-    def face(self, local: torch.Tensor) -> DTensor:
-        """Returns the sharded face over this rank's piece."""
-        return face_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
+        """Returns the sharded parameter over this rank's piece."""
+        return dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
 
-    def unsharded_face(self, packed: torch.Tensor) -> torch.Tensor:
+    def unsharded_tensor(self, packed: torch.Tensor) -> torch.Tensor:
         """Returns what compute sees over gathered memory of `shape`."""
-        if self._whole is None:
+        if self._unsharded is None:
             return packed
-        whole = self._whole
-        return face_over(packed, whole.mesh, whole.placements, self.full_shape, self.stride)
+        unsharded = self._unsharded
+        return dtensor_over(packed, unsharded.mesh, unsharded.placements, self.full_shape, self.stride)
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
         """Returns what this rank packs of an unsharded gradient; a collective if it has to be redistributed.
@@ -93,16 +93,16 @@ class Cut:
 
         Streams: the current one.
         """
-        whole = self._whole
-        if whole is None:
+        unsharded = self._unsharded
+        if unsharded is None:
             return grad
         if isinstance(grad, AsyncCollectiveTensor):
             grad = grad.wait()
         if not isinstance(grad, DTensor):
-            return grad  # somebody assigned the local part
+            return grad  # the program assigned the local part
         wanted = tuple(
-            came if axis in whole.data_axes else own
-            for axis, (came, own) in enumerate(zip(grad.placements, whole.placements, strict=True))
+            came if axis in unsharded.data_axes else own
+            for axis, (came, own) in enumerate(zip(grad.placements, unsharded.placements, strict=True))
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
@@ -111,7 +111,7 @@ class Cut:
 
 
 def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups of more than one rank over which a DTensor is cut, in the order of its axes."""
+    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of its axes."""
     mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(axis)
@@ -120,28 +120,28 @@ def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
-def cut_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> Cut:
-    """Decides how a parameter is cut along `dim` over the shard group of `mesh`.
+def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
+    """Decides how a parameter is sharded on `dim` over the shard group of `mesh`.
 
     Raises:
-        PlacementError: it has no such dim, or lies where data parallelism cannot cut it.
+        PlacementError: it has no such dim, or lies where data parallelism cannot shard it.
         UnsupportedParameterError: `dim` is not the outermost, and does not divide evenly.
     """
     local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
     dim = dim + param.ndim if dim < 0 else dim
     _require_dim(local, name, mesh, dim)
-    whole: _Whole | None = None
+    unsharded: _Unsharded | None = None
     if mesh.spmd is not None:
-        axes, placements, whole = _on_full_mesh(param, name, mesh, dim)
+        axes, placements, unsharded = _on_full_mesh(param, name, mesh, dim)
     elif isinstance(param, DTensor):
-        _require_whole_values(param, name)
+        _require_no_partial(param, name)
         axes = _joined(mesh.mesh, param.device_mesh)
         placements = (*mesh.placements(_shard(dim, param)), *param.placements)
-        whole = _Whole(param.device_mesh, tuple(param.placements), frozenset())
+        unsharded = _Unsharded(param.device_mesh, tuple(param.placements), frozenset())
     else:
         axes, placements = mesh.mesh, mesh.placements(Shard(dim))
     stride = torch.empty(tuple(param.shape), device="meta").stride()
-    return Cut(tuple(local.shape), dim, param.shape, stride, axes, placements, whole)
+    return ParamSharding(tuple(local.shape), dim, param.shape, stride, axes, placements, unsharded)
 
 
 def _joined(*meshes: DeviceMesh) -> DeviceMesh:
@@ -171,19 +171,19 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
     Args:
         dim: of the parameter.
         param: as it came.
-        behind: only axes of the parameter after this one come before the cut.
+        behind: only axes of the parameter after this one come before the split.
     """
-    cuts = 1
+    splits = 1
     for axis in range(behind + 1, param.device_mesh.ndim):
         placement = param.placements[axis]
         if isinstance(placement, Shard | _StridedShard) and placement.dim == dim:
-            cuts *= param.device_mesh.size(axis)
-    return _StridedShard(dim, split_factor=cuts) if cuts > 1 else Shard(dim)
+            splits *= param.device_mesh.size(axis)
+    return _StridedShard(dim, split_factor=splits) if splits > 1 else Shard(dim)
 
 
 def _on_full_mesh(
     param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
-) -> tuple[DeviceMesh, tuple[Placement, ...], _Whole]:
+) -> tuple[DeviceMesh, tuple[Placement, ...], _Unsharded]:
     """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are data-parallel."""
     spmd = mesh.spmd
     if spmd is None:
@@ -213,14 +213,16 @@ def _on_full_mesh(
                 where=f"parameter {name}",
                 fix="leave data-parallel axes to fully_shard: Replicate() there",
             )
-    _require_whole_values(param, name)
+    _require_no_partial(param, name)
     placements = list(param.placements)
     for axis in spmd.shard_axes:
         placements[axis] = _shard(dim, param, behind=axis)
-    whole = _Whole(spmd.mesh, tuple(param.placements), frozenset((*spmd.shard_axes, *spmd.replicate_axes)))
+    unsharded = _Unsharded(
+        spmd.mesh, tuple(param.placements), frozenset((*spmd.shard_axes, *spmd.replicate_axes))
+    )
     if len(spmd.shard_axes) <= 1:
-        return spmd.mesh, tuple(placements), whole
-    return *_with_one_shard_axis(mesh, placements), whole
+        return spmd.mesh, tuple(placements), unsharded
+    return *_with_one_shard_axis(mesh, placements), unsharded
 
 
 def _with_one_shard_axis(
@@ -261,7 +263,7 @@ def _require_dim(local: torch.Tensor, name: str, mesh: DataParallelMesh, dim: in
         )
 
 
-def _require_whole_values(param: DTensor, name: str) -> None:
+def _require_no_partial(param: DTensor, name: str) -> None:
     if any(placement.is_partial() for placement in param.placements):
         raise PlacementError(
             f"parameter {name} is still a sum to be done",

@@ -1,4 +1,4 @@
-"""What a `shard_placement_fn` answers: along which dim each parameter is cut, and over which mesh."""
+"""What a `shard_placement_fn` answers: on which dim each parameter is sharded, and over which mesh."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shardgrad.errors import OptionError, PlacementError
 from shardgrad.sharding.mesh import DataParallelMesh
-from shardgrad.sharding.param_sharding import Cut, cut_of
+from shardgrad.sharding.param_sharding import ParamSharding, sharding_of
 
 __all__ = ["Place", "places_of", "travel_together"]
 
@@ -22,12 +22,12 @@ class Place:
     """Where one parameter goes.
 
     Attributes:
-        mesh: whose shard group it is cut over.
-        cut: how.
+        mesh: over whose shard group.
+        sharding: how.
     """
 
     mesh: DataParallelMesh
-    cut: Cut
+    sharding: ParamSharding
 
 
 def places_of(
@@ -44,7 +44,7 @@ def places_of(
 
     Raises:
         OptionError: it is no function, or answered something else.
-        PlacementError, UnsupportedParameterError: see `cut_of`.
+        PlacementError, UnsupportedParameterError: see `sharding_of`.
         MeshError: see `DataParallelMesh.of_info`.
     """
     if shard_placement_fn is not None and not callable(shard_placement_fn):
@@ -62,7 +62,7 @@ def places_of(
         if hasattr(answer, "mesh_info") and hasattr(answer, "placement"):
             info, answer = answer.mesh_info, answer.placement
             mesh = meshes.setdefault(id(info), DataParallelMesh.of_info(info))
-        places[param] = Place(mesh, cut_of(param, name, mesh, _dim(answer, name)))
+        places[param] = Place(mesh, sharding_of(param, name, mesh, _dim(answer, name)))
     return places
 
 

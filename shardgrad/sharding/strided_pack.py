@@ -1,7 +1,7 @@
-"""Moving pieces that are cut along a later dim than the outermost.
+"""Moving pieces that are sharded on a later dim than the outermost.
 
-`[4, 6]` cut along dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
-four separate ranges of the whole. Seen as `[blocks, ranks, inner]` the whole is the gathered pieces,
+`[4, 6]` sharded on dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
+four separate ranges of the parameter. Seen as `[blocks, ranks, inner]` the parameter is the gathered pieces,
 `[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is one copy there and one back.
 
 The ops of `ops/movement.py` move everything else, and say what these functions have in common with them.
@@ -16,12 +16,12 @@ import torch
 from shardgrad.ops.checks import compute_dtype, divide_
 from shardgrad.sharding.layout import Piece, ShardLayout
 
-__all__ = ["pack_crosswise", "unpack_crosswise"]
+__all__ = ["pack_strided", "unpack_strided"]
 
 
 @torch.no_grad()
-def unpack_crosswise(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
-    """Puts the crosswise parameters of a layout together.
+def unpack_strided(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
+    """Puts the strided parameters of a layout together.
 
     Args:
         chunks: the chunk of each rank in order, 1-D, `layout.chunk_numel` elements of one dtype.
@@ -31,18 +31,18 @@ def unpack_crosswise(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, la
     Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
     """
     gathered = _side_by_side(chunks)
-    for piece in map(layout.pieces.__getitem__, layout.crosswise):
-        whole = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
-        whole = whole.view(piece.blocks, layout.world_size, -1)
+    for piece in map(layout.pieces.__getitem__, layout.strided):
+        param = unsharded.data.narrow(0, piece.unsharded_offset, piece.numel)
+        param = param.view(piece.blocks, layout.world_size, -1)
         if gathered is not None:
-            whole.copy_(_pieces(gathered, piece).transpose(0, 1))
+            param.copy_(_pieces(gathered, piece).transpose(0, 1))
         else:
             for rank, chunk in enumerate(chunks):
-                whole[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
+                param[:, rank].copy_(_pieces(chunk.unsqueeze(0), piece)[0])
 
 
 @torch.no_grad()
-def pack_crosswise(
+def pack_strided(
     grads: Sequence[torch.Tensor],
     slot: torch.Tensor,
     layout: ShardLayout,
@@ -50,10 +50,10 @@ def pack_crosswise(
     divisor: float,
     accumulate: bool,
 ) -> None:
-    """Cuts the crosswise gradients of a layout, and writes them, scaled and cast, into all ranks' chunks.
+    """Cuts the strided gradients of a layout, and writes them, scaled and cast, into all ranks' chunks.
 
     Args:
-        grads: one contiguous tensor per parameter of the layout; those that are not crosswise are left alone.
+        grads: one contiguous tensor per parameter of the layout; those that are not strided are left alone.
             One with no elements stands for "no gradient this time".
         slot: 1-D, `world_size * chunk_numel` elements; written where these parameters lie.
         layout: of the chunks.
@@ -64,7 +64,7 @@ def pack_crosswise(
     Capture: safe. Allocates only to accumulate or to divide by something else than 1.
     """
     chunks = slot.data.view(layout.world_size, layout.chunk_numel)
-    for i in layout.crosswise:
+    for i in layout.strided:
         piece, grad = layout.pieces[i], grads[i]
         if not accumulate:
             padded_from = piece.shard_numel if grad.numel() else 0

@@ -1,66 +1,47 @@
-"""Large parameters travel by themselves, between where they are and where they belong, without a copy.
+"""Large parameters that are sent from where they are and received where they belong, without a copy.
 
-[Note: Direct parameters]
-A group's small parameters share a message, since a message costs the same however small it is; they are put
-into it, and taken out again, by a copy (`ops/movement.py`). A large parameter needs neither the company nor
-the copies. If it is cut evenly along its outermost dim, its pieces in rank order *are* the whole:
+[Note: Zero-copy parameters]
+A group's small parameters share a message, since a message costs the same however small it is; they are
+copied into it, and out of it again (`ops/movement.py`). A large parameter needs neither. If it is sharded
+evenly on its outermost dim, its pieces in rank order *are* the parameter:
 
-    all-gather:      from the pieces in the shards, straight into the whole parameter
+    all-gather:      from the pieces in the shards, straight into the unsharded parameter
     reduce-scatter:  straight from the gradient that autograd has made
 
-Which parameters are direct is a fact of shapes, dtypes and the mesh, the same on every rank, and so are the
-sizes and the order of messages: first the packed one, which carries flags and label, then one for each direct
-parameter. What a message could not carry as it is travels in the packed one like all others: parameters that
-are gathered over two levels, from fewer ranks, from the host or through a program's own collectives, and
-gradients that are cast or divided before they travel, or that were summed on this rank before.
+Which parameters are zero-copy is a fact of shapes, dtypes and the mesh, the same on every rank, and so are
+the sizes and the order of messages: first the packed one, which carries the touched flags, then one for each
+zero-copy parameter. What a message could not carry as it is goes into the packed one like all others:
+parameters whose `AllGatherInput` says that it does not support zero-copy, and gradients that are cast or
+divided before they are sent, or that were summed on this rank before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.message_tag import Label
+__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
 
-__all__ = ["DIRECT_NBYTES", "DirectGather", "travels_directly"]
-
-# Bytes of a rank's piece on the wire, from which on a message of its own costs less than the copies that it
-# saves. Measured: docs/design/direct_parameters.md.
-DIRECT_NBYTES = 2 * 2**20
+# Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies that it
+# saves. Measured: docs/design/zero_copy_parameters.md.
+ZERO_COPY_NBYTES = 2 * 2**20
 
 
-def travels_directly(
+def is_zero_copy(
     shape: Sequence[int], dim: int, world_size: int, *, alignment: int, dtype: torch.dtype
 ) -> bool:
-    """Returns whether a parameter is direct. See [Note: Direct parameters].
+    """Returns whether a parameter is zero-copy. See [Note: Zero-copy parameters].
 
     Args:
-        shape: of the whole.
-        dim: along which it is cut.
-        world_size: ranks it is cut over.
-        alignment: elements; every rank's part of the whole has to start on a multiple.
+        shape: global.
+        dim: that is sharded.
+        world_size: ranks it is sharded over.
+        alignment: elements; every rank's part has to start on a multiple.
         dtype: in which it is gathered.
     """
     if world_size == 1 or dim != 0 or shape[0] % world_size:
         return False
     piece_numel = math.prod(shape) // world_size
-    return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= DIRECT_NBYTES
-
-
-@dataclass(frozen=True)
-class DirectGather:
-    """One parameter's own all-gather.
-
-    Attributes:
-        piece: this rank's, 1-D, in its shard.
-        places: where the pieces of all ranks belong: the whole parameter, 1-D, in rank order.
-        label: of the message, which has no room for one.
-    """
-
-    piece: torch.Tensor
-    places: Chunks
-    label: Label
+    return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= ZERO_COPY_NBYTES

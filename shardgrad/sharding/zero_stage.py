@@ -1,16 +1,16 @@
-"""The ZeRO stages: what a rank keeps whole, and what it only has a piece of.
+"""The ZeRO stages: what a rank keeps unsharded, and what it only has a shard of.
 
 [Note: Stages]
-Optimizer states are always cut. A stage says what else is:
+Optimizer states are always sharded. A stage says what else is:
 
-| stage | parameters                   | gradients                         |
-|-------|------------------------------|-----------------------------------|
-| 1     | whole from step to step      | whole until the last micro-batch  |
-| 2     | whole from step to step      | cut                               |
-| 3     | whole only while a unit runs | cut                               |
+| stage | parameters                   | gradients                            |
+|-------|------------------------------|--------------------------------------|
+| 1     | unsharded from step to step  | unsharded until the last micro-batch |
+| 2     | unsharded from step to step  | sharded                              |
+| 3     | unsharded while a unit runs  | sharded                              |
 
-A program sees the same in all of them, shards outside of forward and backward: what is kept whole is memory
-that a unit finds again in its next forward. It is dropped when the shard it was gathered from has been
+A program sees the same in all of them, shards outside of forward and backward: what is kept unsharded is
+memory that a unit finds again in its next forward. It is dropped when the shard it was gathered from has been
 written: by an optimizer's step, or by an in-place operation on a sharded parameter.
 """
 
@@ -29,14 +29,14 @@ class Stage:
     """One of the stages of ZeRO. See [Note: Stages].
 
     Attributes:
-        keeps_whole: whole parameters stay until their shard is written.
-        sums_whole: a backward that is not the last adds to a whole gradient and reduces nothing.
+        keeps_unsharded: unsharded parameters stay until their shard is written.
+        sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces nothing.
         over_both_axes: an HSDP mesh shards over its outer axis too; see [Note: Two levels] in
         `features/hfsdp.py`.
     """
 
-    keeps_whole: bool = False
-    sums_whole: bool = False
+    keeps_unsharded: bool = False
+    sums_unsharded: bool = False
     over_both_axes: bool = False
 
     @classmethod
@@ -67,4 +67,4 @@ class Stage:
                 got=repr(reshard_after_forward),
                 fix="reshard_after_forward=True",
             )
-        return cls(keeps_whole=name in (1, 2), sums_whole=name == 1, over_both_axes=name == "hfsdp")
+        return cls(keeps_unsharded=name in (1, 2), sums_unsharded=name == 1, over_both_axes=name == "hfsdp")

@@ -1,4 +1,4 @@
-"""Helpers for tests of programs and of the engine itself."""
+"""Tools for tests of programs and of the engine."""
 
 from shardgrad.testing.check_streams import (
     Order,

@@ -1,17 +1,17 @@
-"""Checking the order between a program's own streams and the engine's: `with check_streams(model): step()`.
+"""Checking the order between a program's streams and the engine's: `with check_streams(model): step()`.
 
-Every operation of the block is noted with the bytes it touches and the stream it went to. Two that touch the
-same bytes, one of them writing, must be ordered: by an event that one stream recorded and the other waited
-for, or by the host waiting in between. If they are not, their result depends on which is faster, and the
-report says whose parameter, which operations, which streams and which lines. Timing plays no part: a program
-is reported even if it happened to be right today.
+Every operation of the block is recorded with the bytes it accesses and the stream it was launched on. Two
+that access the same bytes, one of them writing, must be ordered: by an event that one stream recorded and the
+other waited for, or by a wait of the host. If they are not, the result depends on which is faster, and the
+report names the parameter, the operations, the streams and the lines. It does not depend on timing: a race is
+reported even if the result happened to be right.
 
-What is seen: operations of the calling thread and of autograd that go through torch's dispatcher (the
-engine's are among them), and the device's own trace of events, so autograd's waits and NCCL's count as well.
+Recorded are operations of the calling thread and of autograd that go through torch's dispatcher, the engine's
+included, and the device's trace of events, which has autograd's waits and NCCL's.
 
-What is not seen:
+Not recorded are:
 
-* kernels that nobody dispatches: Triton called directly, other libraries, graph replays, compiled regions;
+* kernels that are not dispatched: Triton called directly, other libraries, graph replays, compiled regions;
 * which bytes of a strided view are skipped: a view counts from its first byte to its last;
 * memory that is freed while a stream uses it, and what happened before the block;
 * the moment a collective ends: it counts as work of the stream it was issued on.
@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from shardgrad.engine.param import local_of
-from shardgrad.engine.root import units_under
-from shardgrad.engine.root_context import RootContext
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
 from shardgrad.errors import RootError, ShardgradError, UnsupportedError
 from shardgrad.testing.event_order import EventOrder
 
@@ -48,19 +48,19 @@ class StreamCheckError(ShardgradError, RuntimeError):
 
 
 class Order(Protocol):
-    """How a device is asked what is ordered after what; `EventOrder` for CUDA."""
+    """The order of work on a device; `EventOrder` for CUDA."""
 
     def start(self) -> None:
-        """Begins to listen."""
+        """Starts following the device's events."""
 
     def stop(self) -> None:
-        """Ends listening."""
+        """Stops following them."""
 
     def now(self) -> Any:
-        """Returns the present end of the current stream's work, as a moment."""
+        """Returns the end of the current stream's work, as a moment."""
 
     def is_ordered(self, moment: Any) -> bool:
-        """Returns whether what the current stream is given now runs after that moment."""
+        """Returns whether work launched on the current stream now runs after that moment."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class StreamUse:
     """One side of a hazard.
 
     Attributes:
-        op: such as "aten::mul_" or "shardgrad::pack".
-        writes: False if it only reads.
-        stream: in words.
-        place: "file:line in function", or "backward of" and the autograd node.
+        op: name of the operation, such as "aten::mul_" or "shardgrad::pack".
+        writes: whether it writes the memory.
+        stream: description of the stream.
+        place: source location, "file:line in function", or "backward of" and the autograd node.
     """
 
     op: str
@@ -85,13 +85,13 @@ class StreamUse:
 
 @dataclass(frozen=True)
 class StreamHazard:
-    """Two uses of the same bytes that nothing orders.
+    """Two unordered uses of the same bytes.
 
     Attributes:
         memory: such as "gradient of layers.0.weight".
-        earlier: what the program did first.
-        later: what it did then, and what may overtake.
-        count: how often the same two places met.
+        earlier: the use that the program launched first.
+        later: the other one, which may overtake it.
+        count: how often the same pair was found.
     """
 
     memory: str
@@ -109,12 +109,12 @@ class StreamHazard:
 
 @dataclass
 class StreamReport:
-    """What `check_streams` found; complete when its block has ended.
+    """The result of `check_streams`, complete when the block has ended.
 
     Attributes:
-        hazards: in the order in which they were found, each pair of places once.
-        operations: how many were looked at; 0 on a device without streams.
-        streams: in words, the ones that were used.
+        hazards: in the order in which they were found, each pair of uses once.
+        operations: how many were recorded; 0 on a device without streams.
+        streams: descriptions of those that were used.
     """
 
     hazards: list[StreamHazard] = field(default_factory=list)
@@ -132,23 +132,23 @@ _watched: set[RootContext] = set()
 
 @contextlib.contextmanager
 def check_streams(model: nn.Module, *, order: Order | None = None) -> Iterator[StreamReport]:
-    """Finds work on streams that nothing orders, between the program and the engine or within either.
+    """Finds unordered work on streams, between the program and the engine or within either.
 
-    One hazard is one printed sentence. Nothing of it is left outside the block, except that CUDA goes on
-    announcing its events to an empty list of listeners. Inside, a step takes many times its usual time.
+    Each hazard is printed as one sentence. After the block nothing is recorded any more, except that torch
+    goes on tracing CUDA events to an empty list of callbacks. Inside, a step takes many times its usual time.
 
     Args:
-        model: sharded, with at least one step behind it: in the first the host waits for the device in many
-            places, which orders everything.
+        model: sharded, after at least one step: in the first step the host waits for the device often, which
+            orders everything.
         order: for a device whose events torch does not trace; None for CUDA's own.
 
     Raises:
         RootError: nothing in `model` is sharded, or it has not run yet.
         StreamCheckError: a block inside a block of the same model.
-        UnsupportedError: the device has streams whose events cannot be followed.
+        UnsupportedError: the events of the device's streams cannot be followed.
     """
     contexts = _contexts(model)
-    device = contexts[0].runtime.device
+    device = contexts[0].comm_ctx.device
     report = StreamReport()
     if not _watched.isdisjoint(contexts):
         raise StreamCheckError(
@@ -188,7 +188,7 @@ def _watching(contexts: list[RootContext], order: Order, report: StreamReport) -
 
 def _contexts(model: nn.Module) -> list[RootContext]:
     units = units_under(model)
-    contexts = list(dict.fromkeys(unit.context for unit in units if unit.context is not None))
+    contexts = list(dict.fromkeys(context for context in map(context_of, units) if context is not None))
     if not contexts:
         raise RootError(
             "check_streams() needs a sharded model that has run",
@@ -205,16 +205,16 @@ def _order_of(device: torch.device) -> Order:
     if device.type != "cuda":
         raise UnsupportedError(
             f"check_streams() cannot follow the streams of {device.type}",
-            expected="cuda, whose events torch announces, or an `order` that knows them",
+            expected="cuda, whose events torch traces, or an `order` for the device",
             got=device.type,
             fix="check_streams(model, order=...)",
         )
     return EventOrder(device)
 
 
-# -- what an operation touches ------------------------------------------------------------------------------
+# -- what an operation accesses ----------------------------------------------------------------------------
 
-# They give out memory, or look at it from elsewhere, and start no work on it.
+# They allocate memory or make views, and launch no work on it.
 _NO_WORK = {
     "aten::_unsafe_view",
     "aten::empty",
@@ -230,7 +230,7 @@ _NO_WORK = {
 
 
 def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in a value; of a DTensor and its like, the ones inside."""
+    """Yields the tensors in a value; of wrapper subclasses such as DTensor, the inner ones."""
     for leaf in tree_leaves(value):
         if is_traceable_wrapper_subclass(leaf):
             inner, _ = leaf.__tensor_flatten__()
@@ -243,7 +243,7 @@ def _plain_tensors(value: Any) -> Iterator[torch.Tensor]:
 def _arguments(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, bool]]:
-    """Yields (tensor, whether it is written) for what an operation is going to touch."""
+    """Yields (tensor, whether it is written) for the tensors that an operation accesses."""
     schema = func._schema
     if schema.name in _NO_WORK:
         return
@@ -251,16 +251,16 @@ def _arguments(
         value = args[index] if index < len(args) else kwargs.get(argument.name)
         alias = argument.alias_info
         if alias is not None and not alias.is_write:
-            continue  # a view of it
+            continue  # the result is a view of it
         writes = alias is not None
-        if schema.name.startswith("c10d::"):  # these say nothing about what they write, except in names
+        if schema.name.startswith("c10d::"):  # their schemas do not say what they write; argument names do
             writes = argument.name.startswith("output") or argument.name == "tensors"
         for tensor in _plain_tensors(value):
             yield tensor, writes
 
 
 def _made(func: Any, result: Any, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yields the tensors an operation has made and filled."""
+    """Yields the tensors that an operation has allocated and written."""
     if func._schema.name not in _NO_WORK:
         for tensor in _plain_tensors(result):
             if tensor.untyped_storage()._cdata not in seen:
@@ -284,31 +284,31 @@ def _range(tensor: torch.Tensor, name: str) -> _Range:
 
 
 def _buffers(context: RootContext) -> Iterator[_Range]:
-    """Yields the memory that lives as long as the model. Several storages may lie in one of them."""
-    rings = (context.runtime.gather_ring, context.runtime.reduce_ring)
+    """Yields memory ranges that live as long as the model. A range may contain several storages."""
+    rings = (context.comm_ctx.gather_ring, context.comm_ctx.reduce_ring)
     for slot in (slot for ring in rings for slot in ring._made):
         yield _range(slot._bytes, "the engine's staging memory")
-    for reducer in context.reducers:
-        group = reducer.group
+    for grads in context.grad_groups:
+        group = grads.group
         yield _range(group.shard, f"shard of {group.name or 'the root'}")
-        if group.has_gradients:
-            yield _range(group.gradients().flat, f"gradients of {group.name or 'the root'}")
-        if reducer._accumulator is not None:
-            yield _range(reducer._accumulator._bytes, f"accumulated gradients of {group.name or 'the root'}")
+        if grads.shard is not None:
+            yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
+        if grads._sum is not None:
+            yield _range(grads._sum._bytes, f"accumulated gradients of {group.name or 'the root'}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
-    """Yields what belongs to one parameter, as it is now."""
-    for reducer in context.reducers:
-        group = reducer.group
+    """Yields the present memory of each parameter."""
+    for grads in context.grad_groups:
+        group = grads.group
         for p in group.params:
             yield _range(local_of(p.sharded), f"shard of {p.name}")
             if p.unsharded is not None and p.unsharded.untyped_storage().nbytes():
                 yield _range(p.unsharded, f"parameter {p.name}")
-        for place, p in enumerate(group.trainable()):
-            if group.has_gradients:
-                yield _range(group.gradients().view(place), f"gradient of {p.name}")
-        for p, grad in zip(group.trainable(), reducer.arrivals.gradients, strict=False):
+        for place, p in enumerate(grads.params):
+            if grads.shard is not None:
+                yield _range(grads.shard.view(place), f"gradient of {p.name}")
+        for p, grad in zip(grads.params, grads.collector.gradients, strict=False):
             if grad is not None:
                 yield _range(grad, f"gradient of {p.name}")
             if p.unsharded is not None and p.unsharded.grad is not None:
@@ -328,7 +328,7 @@ class _Access:
 
 @dataclass
 class _Pair:
-    """A hazard on its way into the report."""
+    """A hazard before the report is complete."""
 
     name: str
     begin: int
@@ -340,11 +340,11 @@ class _Pair:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation of the block, also those of autograd's threads."""
+    """Records every operation of the block, also those of autograd's threads."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled regions run compiled; under other modes torch skips them, and goes on to."""
+        """Returns True: compiled regions run compiled. Under other modes torch would not compile them."""
         return True
 
     def __init__(self, contexts: list[RootContext], order: Order, report: StreamReport) -> None:
@@ -352,13 +352,13 @@ class _Watch(TorchDispatchMode):
         self._contexts = contexts
         self._order = order
         self._report = report
-        self._device = contexts[0].runtime.device
+        self._device = contexts[0].comm_ctx.device
         self._main = torch.accelerator.current_stream(self._device)
         self._lock = threading.RLock()
         self._accesses: dict[int, list[_Access]] = {}
         self._storages: dict[int, StorageWeakRef] = {}
         self._pairs: list[_Pair] = []
-        self._learn()
+        self._update_ranges()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -368,38 +368,38 @@ class _Watch(TorchDispatchMode):
             return func(*args, **kwargs)
         with self._lock:
             before = list(_arguments(func, args, kwargs))
-            self._note(func, before)
+            self._record(func, before)
         result = func(*args, **kwargs)
         with self._lock:
             seen = {t.untyped_storage()._cdata for t in _plain_tensors((args, kwargs))}
-            self._note(func, [(tensor, True) for tensor in _made(func, result, seen)])
+            self._record(func, [(tensor, True) for tensor in _made(func, result, seen)])
         return result
 
-    def _learn(self) -> None:
-        """Looks where the engine's memory is now."""
+    def _update_ranges(self) -> None:
+        """Updates the addresses of the engine's memory."""
         ranges = (r for context in self._contexts for r in _buffers(context) if r.begin < r.end)
         self._engine = sorted(ranges, key=lambda r: r.begin)
         self._begins = [r.begin for r in self._engine]
         for number in [n for n, storage in self._storages.items() if storage.expired()]:
             del self._storages[number]
             self._accesses.pop(number, None)
-        # A gradient gets its name when it reaches the engine, and may have been misused before.
+        # A gradient gets its name when it reaches the engine, which may be after the race.
         for pair in self._pairs:
             if not pair.name and not pair.storage.expired():
                 pair.name = self._name(pair.begin, pair.end)
 
     def _block(self, tensor: torch.Tensor, begin: int) -> int:
-        """Returns what names the memory block a tensor lies in: the engine's, or its storage."""
+        """Returns the identity of a tensor's memory block: the engine's, or its storage."""
         place = bisect_right(self._begins, begin) - 1
         if place >= 0 and begin < self._engine[place].end:
             return -self._engine[place].begin
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            # Kept weakly: its memory may go to somebody else, but its number may not while we hold it.
+            # A weak reference: the memory may be reused, but the identity may not while the reference exists.
             self._storages[storage._cdata] = StorageWeakRef(storage)
         return int(storage._cdata)
 
-    def _note(self, func: Any, tensors: Iterable[tuple[torch.Tensor, bool]]) -> None:
+    def _record(self, func: Any, tensors: Iterable[tuple[torch.Tensor, bool]]) -> None:
         touched = [
             (tensor, writes)
             for tensor, writes in tensors
@@ -408,7 +408,7 @@ class _Watch(TorchDispatchMode):
         if not touched:
             return
         if func.namespace == "shardgrad":
-            self._learn()
+            self._update_ranges()
         moment, stream = self._order.now(), self._stream_name()
         self._report.operations += 1
         use = StreamUse(func._schema.name, False, stream, _place())
@@ -418,12 +418,12 @@ class _Watch(TorchDispatchMode):
             self._check(self._accesses.setdefault(self._block(tensor, span.begin), []), access, tensor)
 
     def _check(self, earlier: list[_Access], access: _Access, tensor: torch.Tensor) -> None:
-        """Compares with what touched this block before, and forgets what the new access stands for."""
+        """Compares with earlier accesses of this block, and drops those that the new one supersedes."""
         kept = []
         for old in earlier:
             meets = old.begin < access.end and access.begin < old.end
             conflicts = meets and (old.use.writes or access.use.writes)
-            # Two accesses of one operation are its own affair; order is asked for only if it matters.
+            # Accesses of one operation do not conflict. The order is asked for last, since that is slow.
             if conflicts and old.moment is not access.moment and not self._order.is_ordered(old.moment):
                 self._add(old, access, tensor)
             covered = access.begin <= old.begin and old.end <= access.end
@@ -445,7 +445,7 @@ class _Watch(TorchDispatchMode):
         )
 
     def _name(self, begin: int, end: int) -> str:
-        """Returns whose bytes these are; empty if they are not the engine's, or not yet."""
+        """Returns the name of some bytes; empty if they are not the engine's, or not yet."""
         parts = [part for context in self._contexts for part in _parts(context)]
         names = dict.fromkeys(part.name for part in parts if part.begin < end and begin < part.end)
         if len(names) > 3:
@@ -464,7 +464,7 @@ class _Watch(TorchDispatchMode):
 
     def _stream_name(self) -> str:
         stream = torch.accelerator.current_stream(self._device)
-        streams = self._contexts[0].runtime.streams
+        streams = self._contexts[0].comm_ctx.streams
         if stream == self._main:
             name = "the stream that the block began on"
         elif stream == streams.gather:
@@ -482,7 +482,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def _place() -> str:
-    """Returns the innermost line outside torch and this file, or the autograd node that runs without any."""
+    """Returns the innermost source line outside of torch and this file, else the running autograd node."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

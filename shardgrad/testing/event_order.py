@@ -1,8 +1,8 @@
-"""What is ordered after what on a device, learnt from its events as they are recorded and waited for.
+"""The order of work on a CUDA device, from torch's trace of its events.
 
 Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies its stream's clock into
-it, a wait merges it into the waiting stream's, and when the host waits it knows what it waited for, and with
-it everything that is launched later.
+the event, a wait merges the event's clock into the waiting stream's. A wait of the host merges it into the
+host's clock, which is merged into the clock of every later launch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ def _merge(into: _Clock, other: _Clock) -> None:
 
 
 class EventOrder:
-    """Follows torch's trace of a CUDA device's events: everybody's who uses torch's, NCCL and autograd too.
+    """Follows torch's trace of a CUDA device's events, those of NCCL and autograd included.
 
     Args:
-        device: the one whose current stream is asked about.
+        device: whose current stream is meant.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,25 +35,25 @@ class EventOrder:
         self._events: dict[int, _Clock] = {}
         self._host: _Clock = {}
 
-    # -- asking -----------------------------------------------------------------------------------------
+    # -- the order----------------------------------------------------------------------------------------
 
     def current(self) -> int:
-        """Returns the handle of the current stream, as the trace calls it."""
+        """Returns the handle of the current stream, as in the trace."""
         return int(torch.cuda.current_stream(self._device).cuda_stream)
 
     def now(self) -> tuple[int, int]:
-        """Returns the current stream and its time, which this moves on."""
+        """Advances the clock of the current stream; returns the stream and its time."""
         stream = self.current()
         return stream, self._tick(stream)[stream]
 
     def is_ordered(self, moment: tuple[int, int]) -> bool:
-        """Returns whether what the current stream is given now runs after `moment`."""
+        """Returns whether work launched on the current stream now runs after `moment`."""
         stream, time = moment
         return self._clock(self.current()).get(stream, 0) >= time
 
     def _clock(self, stream: int) -> _Clock:
         clock = self._clocks.setdefault(stream, {})
-        _merge(clock, self._host)  # what the host has seen finish is before anything it launches
+        _merge(clock, self._host)  # what the host has waited for precedes what it launches
         return clock
 
     def _tick(self, stream: int) -> _Clock:
@@ -61,16 +61,16 @@ class EventOrder:
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    # -- listening --------------------------------------------------------------------------------------
+    # -- the trace --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to listen. Torch has no way to switch its trace off again."""
+        """Starts following the trace. Torch cannot switch its trace off again."""
         torch._C._activate_gpu_trace()
         for registry, listener in self._listeners():
             registry.callback_list.append(listener)
 
     def stop(self) -> None:
-        """Ends listening."""
+        """Stops following it."""
         for registry, listener in self._listeners():
             if listener in registry.callback_list:
                 registry.callback_list.remove(listener)

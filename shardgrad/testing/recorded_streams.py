@@ -1,9 +1,9 @@
-"""Streams that only exist on paper: they run nothing in parallel, and know what is ordered after what.
+"""Streams that run nothing in parallel and record what is ordered after what, for tests.
 
-`RecordedStreams` stands in for a device's streams on a CPU. Work still runs at once, so results are right
-whatever the order would have been on a device; but every stream has a vector clock (Lamport 1978; Mattern
-1988), marks carry clocks from one stream to another, and each access to memory is checked against the
-earlier ones: two accesses to the same bytes, one of them a write, must be ordered by marks.
+`RecordedStreams` replaces a device's streams on a CPU. Work still runs at once, so results are right whatever
+the order would be on a device; but every stream has a vector clock (Lamport 1978; Mattern 1988), events carry
+clocks from one stream to another, and each access to memory is checked against the earlier ones: two accesses
+to the same bytes, one of them a write, must be ordered by events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardgrad.engine.streams import Mark
+from shardgrad.engine.streams import StreamEvent
 
 __all__ = ["Hazard", "RecordedStreams"]
 
@@ -34,12 +34,12 @@ class _Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """Two accesses to the same bytes that no mark orders.
+    """Two accesses to the same bytes that no event orders.
 
     Attributes:
         kind: "read after write", "write after read" or "write after write".
-        first: what accessed the bytes first, and on which stream.
-        second: what accessed them then.
+        first: the earlier access and its stream.
+        second: the later one.
     """
 
     kind: str
@@ -50,7 +50,7 @@ class Hazard:
         return f"{self.kind}: {self.second} is not ordered after {self.first}"
 
 
-class _RecordedMark:
+class _RecordedEvent:
     def __init__(self, streams: RecordedStreams) -> None:
         self._streams = streams
         self._clock: _Clock | None = None
@@ -73,13 +73,13 @@ class _RecordedMark:
 
 
 class RecordedStreams:
-    """A stand-in for a device's streams; pass it to `Runtime`, or patch
+    """A stand-in for a device's streams; pass it to `CommContext`, or patch
     `shardgrad.engine.comm_context.streams_for`.
 
     Attributes:
         hazards: what was found, in order.
         gather, reduce: names of the engine's side streams.
-        era: marks of an earlier one count as never recorded.
+        era: events of an earlier one count as never recorded.
     """
 
     gather: Any = "gather"
@@ -97,14 +97,14 @@ class RecordedStreams:
         """Returns the name of the current stream; "compute" at first."""
         return self._current[-1]
 
-    def mark(self) -> Mark:
-        """Returns a mark that carries a vector clock."""
-        return _RecordedMark(self)
+    def event(self) -> StreamEvent:
+        """Returns an event that carries a vector clock."""
+        return _RecordedEvent(self)
 
-    def mark_of(self, event: Any) -> Mark:
-        """Returns a mark of these streams that stands in for an event."""
-        mark: Mark = event
-        return mark
+    def event_of(self, event: Any) -> StreamEvent:
+        """Returns an event of these streams as the program's."""
+        recorded: StreamEvent = event
+        return recorded
 
     @contextmanager
     def _switch(self, stream: str) -> Iterator[None]:
@@ -118,29 +118,29 @@ class RecordedStreams:
         """Returns a context in which `stream` is current."""
         return self._switch(stream)
 
-    def forget_marks(self) -> None:
-        """See `shardgrad.engine.streams.Streams.forget_marks`."""
+    def forget_events(self) -> None:
+        """See `shardgrad.engine.streams.Streams.forget_events`."""
         self.era += 1
 
     def tick(self, stream: str) -> _Clock:
-        """Advances a stream's own time and returns its clock."""
+        """Advances a stream's time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
-        for name, time in self._host.items():  # what the host has seen finish is before all it launches
+        for name, time in self._host.items():  # what the host has waited for precedes what it launches
             clock[name] = max(clock.get(name, 0), time)
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
     def host_saw(self, clock: _Clock) -> None:
-        """Takes note that the host has waited for the work that a clock stands for."""
+        """Merges the clock of work that the host has waited for into the host's clock."""
         for name, time in clock.items():
             self._host[name] = max(self._host.get(name, 0), time)
 
     def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
-        """Returns whether what `second_stream` does now is ordered after that moment of `first_stream`."""
+        """Returns whether work of `second_stream` now is ordered after that moment of `first_stream`."""
         return self._clocks.get(second_stream, {}).get(first_stream, 0) >= first_time
 
     def access(self, what: str, tensor: torch.Tensor, *, writes: bool) -> None:
-        """Notes that the current stream touches a tensor's bytes, and checks it against what came before."""
+        """Records an access of the current stream to a tensor, and checks it against earlier ones."""
         if not tensor.numel():
             return
         begin = tensor.data_ptr()

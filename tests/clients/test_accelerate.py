@@ -6,24 +6,22 @@ they are called "cpu"; everything behind that discovery is its own code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.clients.judging import (
+from tests.support.accelerated import accelerated, cpus_as_accelerators, train
+from tests.support.parity import Tensors, float64
+from tests.support.ranks import Ranks
+from tests.support.under_patch import (
     STARTUP_S,
     close_under_both,
     same_bits_under_both,
     shared_folder,
     skip_without,
-    whole,
 )
-from tests.parity.programs import Tensors, float64
-from tests.ranks import Ranks
 
 skip_without("accelerate")
 skip_without("transformers")
@@ -32,71 +30,9 @@ skip_without("transformers")
 pytestmark = pytest.mark.timeout(300)
 
 
-@contextmanager
-def cpus_as_accelerators() -> Iterator[None]:
-    import os
-
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
-
-    def forget() -> None:
-        AcceleratorState._reset_state(True)
-        GradientState._reset_state()
-
-    def found(*_: Any, **__: Any) -> tuple[str, DistributedType]:
-        return "gloo", DistributedType.MULTI_GPU
-
-    discovery = PartialState._prepare_backend
-    os.environ.update(ACCELERATE_TORCH_DEVICE="cpu", LOCAL_RANK=os.environ["RANK"])
-    PartialState._prepare_backend = found
-    forget()
-    try:
-        yield
-    finally:
-        PartialState._prepare_backend = discovery
-        forget()
-
-
-def accelerated(
-    model: nn.Module, mixed_precision: str = "no", **plugin_options: Any
-) -> tuple[Any, nn.Module, Any, Any]:
-    """Prepares a model, its optimizer and data as Accelerate's documentation does."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
-
-    from tests.clients.tiny_models import Sentences
-
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        **plugin_options,
-    )
-    accelerator = Accelerator(
-        fsdp_plugin=plugin, gradient_accumulation_steps=2, mixed_precision=mixed_precision
-    )
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    batches = torch.utils.data.DataLoader(Sentences(), batch_size=2)
-    return accelerator, *accelerator.prepare(model, optimizer, batches)
-
-
-def train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any) -> Tensors:
-    """One epoch, two micro-batches a step, with clipping."""
-    notes: Tensors = {}
-    for i, inputs in enumerate(batches):
-        with accelerator.accumulate(model):
-            loss = model(**inputs).loss
-            accelerator.backward(loss)
-            if accelerator.sync_gradients:
-                notes[f"norm of batch {i}"] = whole(accelerator.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
-            optimizer.zero_grad()
-            notes[f"loss of batch {i}"] = loss.detach()
-    return notes
-
-
 def with_the_plugin(*, tied: bool = False, efficient_loading: bool = False) -> tuple[nn.Module, Tensors]:
     """Also asks for the full state dict, and loads what it saved over parameters that were set to zero."""
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama
 
     with cpus_as_accelerators(), shared_folder() as folder:
         accelerator, model, optimizer, batches = accelerated(
@@ -120,7 +56,7 @@ def with_the_plugin_in_float64(**options: Any) -> tuple[nn.Module, Tensors]:
 
 def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Tensors]:
     """Accelerate's own policy, all in bfloat16, or one that reduces in another dtype."""
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama
 
     policy = {"param_dtype": torch.bfloat16, "reduce_dtype": reduce_dtype, "output_dtype": torch.bfloat16}
     options = {} if reduce_dtype is None else {"mixed_precision_policy": policy}
@@ -135,7 +71,7 @@ def in_mixed_precision(reduce_dtype: torch.dtype | None) -> tuple[nn.Module, Ten
 def with_the_trainer() -> tuple[nn.Module, Tensors]:
     import transformers
 
-    from tests.clients.tiny_models import Sentences, llama
+    from tests.support.tiny_models import Sentences, llama
 
     with cpus_as_accelerators(), shared_folder() as folder:
         arguments = transformers.TrainingArguments(

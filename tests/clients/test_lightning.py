@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.clients.judging import STARTUP_S, same_bits_under_both, shared_folder, skip_without
-from tests.parity.programs import ROWS, Tensors, token_loss, tower
-from tests.ranks import Ranks
+from tests.support.parity import ROWS, Tensors, token_loss, tower
+from tests.support.ranks import Ranks
+from tests.support.under_patch import STARTUP_S, same_bits_under_both, shared_folder, skip_without
 
 skip_without("lightning")
 

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.clients.judging import same_bits_under_both, whole
-from tests.parity.programs import (
+from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
     Tensors,
@@ -19,7 +18,8 @@ from tests.parity.programs import (
     token_loss,
     tower,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
+from tests.support.under_patch import same_bits_under_both, whole
 
 
 def sharded(model: Tower) -> Tower:

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.clients.judging import STARTUP_S, same_bits_under_both, skip_without
-from tests.parity.programs import Tensors
-from tests.ranks import Ranks
+from tests.support.parity import Tensors
+from tests.support.ranks import Ranks
+from tests.support.under_patch import STARTUP_S, same_bits_under_both, skip_without
 
 skip_without("peft")
 
@@ -20,7 +20,7 @@ def adapted(dtype: torch.dtype) -> nn.Module:
     """A Llama in `dtype` with adapters, which PEFT makes float32 where the base is narrower."""
     import peft
 
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama
 
     targets = ["q_proj", "v_proj"]
     return peft.get_peft_model(
@@ -32,8 +32,7 @@ def sharded_by_hand(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
     """Frozen and trainable parameters of both dtypes in each unit."""
     from torch.distributed.fsdp import fully_shard
 
-    from tests.clients.test_transformers import train
-    from tests.clients.tiny_models import blocks
+    from tests.support.tiny_models import blocks, train
 
     model = adapted(dtype)
     for block in blocks(model.get_base_model()):
@@ -42,7 +41,7 @@ def sharded_by_hand(dtype: torch.dtype) -> tuple[nn.Module, Tensors]:
 
 
 def through_accelerate() -> tuple[nn.Module, Tensors]:
-    from tests.clients.test_accelerate import accelerated, cpus_as_accelerators, train
+    from tests.support.accelerated import accelerated, cpus_as_accelerators, train
 
     with cpus_as_accelerators():
         prepared = accelerated(adapted(torch.float32))

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.judging import STARTUP_S, same_bits_under_both, skip_without
-from tests.parity.programs import Tensors, stack
-from tests.ranks import Ranks
+from tests.support.parity import Tensors, stack
+from tests.support.ranks import Ranks
+from tests.support.under_patch import STARTUP_S, same_bits_under_both, skip_without
 
 skip_without("torchao")
 

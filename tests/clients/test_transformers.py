@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.clients.judging import STARTUP_S, same_bits_under_both, shared_folder, skip_without, whole
-from tests.parity.programs import Tensors
-from tests.ranks import Ranks
+from tests.support.parity import Tensors
+from tests.support.ranks import Ranks
+from tests.support.under_patch import STARTUP_S, same_bits_under_both, shared_folder, skip_without
 
 skip_without("transformers")
 
@@ -21,27 +21,11 @@ pytestmark = pytest.mark.timeout(300)
 NAMES = ("llama", "qwen", "gpt2", "mixtral", "vit", "t5")
 
 
-def train(model: nn.Module, steps: int = 2) -> Tensors:
-    """The loop of a tutorial; returns its losses and gradient norms."""
-    from tests.clients.tiny_models import batch
-
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    notes: Tensors = {}
-    for step in range(steps):
-        loss = model(**batch(model, step)).loss
-        loss.backward()
-        notes[f"norm of step {step}"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-        notes[f"loss of step {step}"] = loss.detach()
-    return notes
-
-
 def sharded_by_hand(name: str, *, bf16: bool = False) -> tuple[nn.Module, Tensors]:
     """Each block a unit, and the rest."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from tests.clients.tiny_models import MODELS, blocks
+    from tests.support.tiny_models import MODELS, blocks, train
 
     model = MODELS[name]()
     options: dict[str, Any] = {}
@@ -57,7 +41,7 @@ def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
     """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights in."""
     import transformers
 
-    from tests.clients.tiny_models import llama
+    from tests.support.tiny_models import llama, train
 
     with shared_folder() as folder:
         if dist.get_rank() == 0:
@@ -71,7 +55,7 @@ def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
 def checkpointed_activations() -> tuple[nn.Module, Tensors]:
     from torch.distributed.fsdp import fully_shard
 
-    from tests.clients.tiny_models import blocks, llama
+    from tests.support.tiny_models import blocks, llama, train
 
     model = llama()
     model.gradient_checkpointing_enable()
@@ -84,7 +68,7 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     """As a loop of reinforcement learning does: `generate` is not forward, and calls it many times."""
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    from tests.clients.tiny_models import batch, blocks, llama
+    from tests.support.tiny_models import batch, blocks, llama, train
 
     model = llama()
     for block in blocks(model):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
 import shardgrad
-from tests.parity.programs import (
+from tests.support.parity import (
     FSDP2,
     GATHERED,
     SHARDGRAD,
@@ -39,7 +39,7 @@ from tests.parity.programs import (
     train,
     watching_collectives,
 )
-from tests.ranks import Ranks
+from tests.support.ranks import Ranks
 
 
 def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5) -> Tensors:

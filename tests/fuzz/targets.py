@@ -33,13 +33,13 @@ from shardgrad.checkpoint.index import Index
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.cli import main
 from shardgrad.errors import CheckpointError, ShardgradError
-from shardgrad.training.config import TrainConfig, mesh_shape, read_settings, resumed
-from shardgrad.training.failure import TrainingError
-from shardgrad.training.launch import is_restarted, torchrun_world_size
-from shardgrad.training.parallel import Place
-from shardgrad.training.record import RunRecord
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.launch import is_restarted, torchrun_world_size
+from shardgrad.train.parallel import World
+from shardgrad.train.record import RunRecord
 
-PLACE = Place(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
+WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ def feed_metrics(text: bytes) -> str:
     folder.mkdir()
     (folder / "metrics.jsonl").write_bytes(text)
     record = RunRecord(folder)
-    warning = record.begin(TrainConfig(ranks=1), PLACE, step=3, facts={"digest": "abc"})
+    warning = record.begin(TrainConfig(ranks=1), WORLD, step=3, facts={"digest": "abc"})
     assert record.events()[-1]["event"] == "start"
     for event in record.events():
         float(event["step"]), float(event.get("loss", 0.0))
@@ -482,13 +482,13 @@ WORDS = st.one_of(
 
 def feed_command(words: list[str]) -> str:
     """Words on a command line, of which none may start a run or write outside the folder it is called in."""
-    from shardgrad.training.rank import Report
+    from shardgrad.train.rank import Report
 
     runner = CliRunner()
     with (
         runner.isolated_filesystem(scratch()),
-        mock.patch("shardgrad.training.launch.spawn", return_value=Report(0, 0)),
-        mock.patch("shardgrad.cli.doctor._obstacles", return_value=[]),
+        mock.patch("shardgrad.train.launch.spawn", return_value=Report(0, 0)),
+        mock.patch("shardgrad.cli.doctor._issues", return_value=[]),
     ):
         for kind in ("ours", "torch"):
             Path(kind).symlink_to(scratch() / kind)

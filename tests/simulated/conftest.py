@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import RankError
-from tests.simulated import build
-from tests.simulated.process import SimulatorProcess
+from tests.simulated.accelerator import build
+from tests.simulated.accelerator.process import SimulatorProcess
+from tests.support.ranks import RankError
 
 _HERE = Path(__file__).parent
 _process = SimulatorProcess()

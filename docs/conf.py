@@ -1,0 +1,75 @@
+"""Settings of the documentation site: `make docs` builds it into `build/docs`.
+
+The source folder is the repository's root, so that README.md, CONTRIBUTING.md and benchmarks/README.md are
+pages of the site and links to them are checked. `docs/design/documentation.md` says why Sphinx.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import shardgrad
+
+project = "shardgrad"
+copyright = "shardgrad contributors"
+release = shardgrad.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_click"]
+
+root_doc = "README"
+include_patterns = ["*.md", "benchmarks/README.md", "docs/**.md"]
+exclude_patterns = [".*", "build", "runs", "shardgrad", "tests"]  # not walked
+html_theme = "furo"
+html_title = f"shardgrad {release}"
+html_extra_path = ["index.html"]  # leads to README.html
+
+default_role = "code"  # docstrings write `name` for code, as Markdown does
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_member_order = "bysource"
+napoleon_custom_sections = ["Streams", "Capture"]
+napoleon_use_ivar = True
+
+myst_heading_anchors = 3
+
+CHAPTERS = {
+    "Start": ["docs/README", "docs/tutorials/*"],
+    "How to": ["docs/how_to/*"],
+    "Reference": ["docs/reference/*"],
+    "Explanation": ["docs/explanation/*"],
+    "Design": ["docs/design/*"],
+    "Project": ["CONTRIBUTING", "benchmarks/README", "CHANGELOG", "SECURITY"],
+}
+
+
+def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
+    """Adds the table of contents to the first page: a code host would show it there as a block of code."""
+    if name == root_doc:
+        for chapter, pages in CHAPTERS.items():
+            source[0] += "\n".join(
+                ["", "```{toctree}", ":hidden:", ":glob:", f":caption: {chapter}", "", *pages, "```", ""]
+            )
+
+
+def for_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Moves `Streams: text` and `Capture: text` to the end, as sections; marks indented examples as code."""
+    text = "\n".join(lines)
+    section = re.compile(r"^(Streams|Capture): *(.*(?:\n    .*)*)\n?", flags=re.MULTILINE)
+    found = section.findall(text)
+    text = section.sub("", text).rstrip()
+    text = re.sub(r"^(\S.*):\n\n(?=    )", r"\1::\n\n", text, flags=re.MULTILINE)
+    text += "".join(f"\n\n{title}:\n    {words}" for title, words in found)
+    lines[:] = [*text.split("\n"), ""]
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Connects the two hooks."""
+    app.connect("source-read", add_contents)
+    app.connect("autodoc-process-docstring", for_napoleon, priority=400)  # before Napoleon, at 500
+    return {"parallel_read_safe": True}

@@ -1,0 +1,24 @@
+"""`python -m shardgrad`, which is also what the `shardgrad` script runs and what torchrun can start."""
+
+from __future__ import annotations
+
+import sys
+
+from shardgrad.errors import PartnerUnavailableError
+from shardgrad.extras import require
+
+
+def main() -> None:
+    """Runs the command line, or names the extra that it needs and exits with status 2."""
+    try:
+        require("click", "rich", "numpy", feature="the command line")
+    except PartnerUnavailableError as error:
+        print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
+        sys.exit(2)
+    from shardgrad.cli import main as command_line
+
+    command_line(prog_name="shardgrad")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,591 @@
+"""One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient shard.
+
+[Note: States of a group's gradients]
+docs/design/gradient_states.md has the table that `GradState` and `Waiting` mirror: what is final, what waits,
+what is half-written, and what may drop it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum, auto
+from operator import attrgetter, or_
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from shardgrad.engine.buffers import Chunks, Slot, SlotRing
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_packer import GradPacker
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.reduction import (
+    AllReduceHook,
+    PartialSum,
+    Reduction,
+)
+from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.torch_glue import span
+from shardgrad.engine.transports import MessageTag, Transport
+from shardgrad.sharding.layout import ShardLayout
+
+__all__ = ["GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+
+# Sums of many ranks overflow in these, so they are divided before and after.
+_OVERFLOWING = (torch.float16,)
+
+# By the group's id; the GradGroup keeps the group alive.
+_of: weakref.WeakValueDictionary[int, GradGroup] = weakref.WeakValueDictionary()
+
+
+def grads_of(group: ParamGroup) -> GradGroup:
+    """Returns the owner of a group's gradients."""
+    return _of[id(group)]
+
+
+class GradState(Enum):
+    """How far the backward that is under way, or expected, has come with a group's gradients."""
+
+    IDLE = auto()  # no backward concerns them: what is bound is final
+    ENTERED = auto()  # the unit ran a forward, whose backward is expected
+    COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
+    READY = auto()  # all are there, or no more are expected: waiting for the group's turn
+    SUMMED = auto()  # they were added to what waits on this rank
+    REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
+
+
+_LEGAL = {
+    GradState.IDLE: set(GradState) - {GradState.IDLE},
+    GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
+    GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.READY: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.SUMMED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.REDUCED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+}
+
+
+class Waiting(Enum):
+    """What completed backwards have left on this rank for a later reduction."""
+
+    NOTHING = auto()
+    TURN = auto()  # a reduction is due, since other ranks may have gradients; this one has none
+    SUM = auto()  # the sum of unreduced gradients
+
+
+class Scheduler(Protocol):
+    """What a group's gradients ask of the order of reductions."""
+
+    @property
+    def comm_ctx(self) -> CommContext:
+        """Streams, rings and transports of the root."""
+
+    def arrived(self, grads: GradGroup) -> None:
+        """Takes note that a gradient came in."""
+
+    def join(self) -> None:
+        """Completes every reduction in flight."""
+
+
+class _Packed(NamedTuple):
+    """What a reduction sends, and the room that it needs.
+
+    Attributes:
+        messages: the first element of a chunk, what is sent to each rank, room to receive, and the tag.
+        slots: everything lies in, except for gradients that are sent from where they are.
+        own: this rank's chunk, and room for its sum.
+        room: of the second step.
+        staging: of the gradient shard.
+    """
+
+    messages: list[tuple[int, Chunks, Chunks, MessageTag]]
+    slots: list[Slot]
+    own: torch.Tensor
+    room: Chunks
+    staging: torch.Tensor | None
+
+
+_NO_ROOM = Chunks(torch.empty(0), ())
+# What `GradGroup.switches` reads, at every replay of a graph.
+_SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_WAITING = attrgetter("waiting", "_partial.is_live")
+
+
+class GradGroup:
+    """Collects one group's gradients and turns them into its gradient shard.
+
+    Args:
+        group: of the parameters. `grads_of` finds this object by it.
+
+    Attributes:
+        group: as given.
+        requires_sync: False keeps gradients on this rank, summed in a buffer of the reduce dtype.
+        requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
+        divide_factor: what the sum over ranks is divided by; None for their number.
+        params: those with a place among the gradients, in order; see `refresh_trainable`.
+        state: how far a backward has come; changed by `move_to`.
+        waiting: what completed backwards have left for a later reduction.
+        collector: where autograd's gradients are until they are packed.
+        scheduler: of the root; None before that is known.
+    """
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self.requires_sync = True
+        self.requires_all_reduce = True
+        self.divide_factor: float | None = None
+        self.params: list[FSDPParam] = []
+        self.state = GradState.IDLE
+        self.waiting = Waiting.NOTHING
+        self.collector = GradCollector()
+        self.scheduler: Scheduler | None = None
+        self._partial = PartialSum()
+        self._sum: Slot | None = None
+        self._touched: list[bool] = []  # what `_sum` has gradients of
+        self._has_sent_sum = False  # in the last reduction
+        self._packer: GradPacker | None = None
+        self._shard: GradShard | None = None
+        self._trainable: tuple[bool, ...] = ()
+        self._holds_places = False  # of parameters that do not require grad
+        self._generation = -1  # of the group, when parameters got their places
+        self._hooked: object = None
+        self._zero_copy_tags: list[MessageTag] = []
+        self._second = None if group.spec.second_step is None else group.spec.second_step()
+        _of[id(group)] = self
+
+    # -- what trains ------------------------------------------------------------------------------------
+
+    def refresh_trainable(self) -> None:
+        """Takes note of which parameters require grad; called while no backward runs.
+
+        A program may change that of a sharded parameter and of an unsharded one, whichever its modules show;
+        it is meant for both. A parameter that ceases to require grad keeps its place among the gradients
+        while some are waiting, or a backward is expected: nothing is lost of what completed backwards left.
+
+        Streams: what waits is moved, if it has to be, on the reduce stream.
+        """
+        params = self.group.params
+        is_same = self._generation == self.group.generation
+        sharded = tuple([p.sharded.requires_grad for p in params])
+        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
+        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
+        if is_unchanged and not (self._holds_places and self._is_open):
+            return
+        known = self._trainable if is_same else ()
+        for p, was in zip(params, known, strict=False):
+            if p.unsharded is not None and p.unsharded.requires_grad != was:
+                p.sharded.requires_grad_(not was)
+        for p in params:
+            if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
+                p.unsharded.requires_grad_(p.sharded.requires_grad)
+        self._trainable = tuple(p.sharded.requires_grad for p in params)
+        kept = set() if self._is_open else set(map(id, self.params))
+        placed = [p for p in params if p.sharded.requires_grad or id(p) in kept]
+        self._holds_places = len(placed) != sum(self._trainable)
+        if self._packer is None or not is_same or placed != self.params:
+            self._place(placed)
+        else:
+            self._hook()  # those that have begun to require grad again
+
+    @property
+    def _is_open(self) -> bool:
+        """True if places among the gradients may go: nothing waits, and no backward is expected."""
+        return self.waiting is Waiting.NOTHING and not self._partial.is_live and self.state is GradState.IDLE
+
+    def _place(self, placed: list[FSDPParam]) -> None:
+        """Gives parameters their places among the gradients; what waits goes along."""
+        if self.scheduler is not None:
+            self.scheduler.join()  # what is in flight has the old places
+        old, group = self._packer, self.group
+        new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
+        if old is None or self._is_open or old.dtype != new.dtype:
+            self.forget()
+        else:
+            self._move_waiting(old, new)
+        was_touched = dict(zip(map(id, self.params), self._touched, strict=True))
+        self._touched = [was_touched.get(id(p), False) for p in placed]
+        self.params = placed
+        self._packer = new
+        self._generation = group.generation
+        self._shard = None
+        self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
+        self._hook()
+
+    def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
+        """Moves what waits on this rank from its old places to the new ones."""
+        comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
+        if comm_ctx is None:
+            return  # no backward has come by
+        stream, ranks, dtype = comm_ctx.streams.reduce, self.group.mesh.shard_size, self.group.reduce_dtype
+        with comm_ctx.streams.on(stream), torch.no_grad():
+            if self._sum is not None and self.waiting is Waiting.SUM:
+                before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
+                before.start_reading(stream)
+                self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
+                self._sum.start_writing(stream)
+                before.reserve(0)
+                new.move(
+                    before.take(dtype, ranks, old.layout.chunk_numel).whole,
+                    self._sum.take(dtype, ranks, new.layout.chunk_numel).whole,
+                    old,
+                )
+                self._sum.finish_writing(stream)
+                before.release(stream)
+                before.give_back()
+            if self._partial.tensor is not None and self._partial.is_live:
+                partial = self._partial.tensor
+                chunks = partial.numel() // old.layout.chunk_numel
+                self._partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
+                new.move(partial, self._partial.tensor, old)
+            else:
+                self._partial.tensor = None
+
+    @property
+    def layout(self) -> ShardLayout | None:
+        """The trainable parameters' places in a chunk, with a tail; None before `refresh_trainable`."""
+        return None if self._packer is None else self._packer.layout
+
+    @property
+    def packer(self) -> GradPacker:
+        """What packs the trainable parameters' gradients, and knows their layout."""
+        if self._packer is None:
+            raise RuntimeError(f"unit {self.group.name} was never unsharded")
+        return self._packer
+
+    def unsharded_for(self, stream: Stream) -> None:
+        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
+        if self._hooked is not self.group.params[0].unsharded:
+            self._hook()
+        self.collector.unsharded_for(stream)
+
+    def _hook(self) -> None:
+        """Has the gradients of the trainable parameters collected."""
+        if self.collector.count == 0:
+            self.collector.expect(self.params)
+        self._hooked = self.group.params[0].unsharded
+        hook = _hook_of(weakref.ref(self))
+        for p in self.params:
+            if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
+                p.unsharded.__dict__[_HOOKED] = True
+                p.unsharded.register_post_accumulate_grad_hook(hook)
+
+    # -- the gradient shard -----------------------------------------------------------------------------
+
+    @property
+    def shard(self) -> GradShard | None:
+        """The gradient shard; None before the first reduction, and after parameters were replaced."""
+        return self._shard if self._generation == self.group.generation else None
+
+    def require_shard(self) -> GradShard:
+        """Returns the gradient shard, allocating it at the first call."""
+        shard = self.shard
+        if shard is None:
+            if self._generation != self.group.generation:
+                self.refresh_trainable()
+            group = self.group
+            shard = self._shard = GradShard(
+                [p.sharded for p in self.params],
+                self.packer.layout,
+                group.mesh,
+                group.gradient_dtype,
+                group.gradient_policy,
+                group.shard_memory,
+            )
+        return shard
+
+    # -- states -----------------------------------------------------------------------------------------
+
+    def move_to(self, state: GradState) -> None:
+        """Goes on to a state; see [Note: States of a group's gradients].
+
+        Raises:
+            RuntimeError: there is no such transition.
+        """
+        if state not in _LEGAL[self.state]:
+            raise RuntimeError(
+                f"gradients of unit {self.group.name} cannot go from {self.state.name} to {state.name}"
+            )
+        self.state = state
+
+    @property
+    def switches(self) -> tuple[Any, ...]:
+        """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
+        return (*_SETTINGS(self), *_WAITING(self), *self._touched)
+
+    @switches.setter
+    def switches(self, switches: tuple[Any, ...]) -> None:
+        self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
+        self.waiting, self._partial.is_live, *self._touched = waiting
+
+    def follow(self, other: GradGroup) -> None:
+        """Takes over what a program has set, which is the same for all groups of a unit."""
+        self.requires_sync, self.requires_all_reduce, self.divide_factor = _SETTINGS(other)
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Returns the memory in which sums wait for a later backward, by kind."""
+        found: dict[str, torch.Tensor] = {}
+        if self._sum is not None and self.waiting is Waiting.SUM:
+            found["sum of unreduced gradients"] = self._chunks_of(self._sum).whole
+        if self._partial.live is not None:
+            found["partial sum of gradients"] = self._partial.live
+        return found
+
+    def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
+        """Yields what is kept of gradients from step to step, with its owner."""
+        if self._shard is not None:
+            yield "gradients", self._shard.flat.untyped_storage()
+        if self._sum is not None:
+            yield "unreduced gradients", self._sum.storage
+        if self._partial.live is not None:
+            yield "unreduced gradients", self._partial.live.untyped_storage()
+        for tail in self._packer.tails.values() if self._packer is not None else ():
+            yield "tails", tail.untyped_storage()
+
+    def forget(self) -> None:
+        """Drops everything that has arrived and not been reduced."""
+        self.collector.forget()
+        self._touched = [False] * len(self.params)
+        self.waiting = Waiting.NOTHING
+        self._partial.is_live = False
+
+    # -- collecting -------------------------------------------------------------------------------------
+
+    def collect(self, unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grad, scheduler = unsharded.grad, self.scheduler
+        if grad is None:
+            return
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
+        self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        scheduler.arrived(self)
+
+    def accumulate(self, comm_ctx: CommContext) -> None:
+        """Adds the collected gradients to this rank's unsharded sum, without communication."""
+        if self.waiting is Waiting.NOTHING:
+            self.waiting = Waiting.TURN
+        if self.collector.count == 0:
+            return
+        if self._sum is None:
+            self._sum = Slot(comm_ctx.streams, self.group.mesh.device)
+        slot = self._sum
+        if slot.holder is not None:
+            slot.holder.complete()  # an earlier reduction of the sum is still in flight
+        chunks = self._chunks_of(slot)
+        self._pack(
+            slot,
+            chunks.whole,
+            comm_ctx.streams,
+            self._divisors[0],
+            accumulate=self.waiting is Waiting.SUM,
+        )
+        self.waiting = Waiting.SUM
+
+    def _chunks_of(self, slot: Slot) -> Chunks:
+        """Returns the chunks of the unsharded sum, one for each rank."""
+        layout, dtype, ranks = self.packer.layout, self.group.reduce_dtype, self.group.mesh.shard_size
+        slot.reserve(ranks * layout.chunk_numel * dtype.itemsize)
+        return slot.take(dtype, ranks, layout.chunk_numel)
+
+    def _pack(
+        self,
+        slot: Slot,
+        target: torch.Tensor,
+        streams: Streams,
+        divisor: float,
+        *,
+        accumulate: bool = False,
+        zero_copy: bool = False,
+    ) -> list[torch.Tensor]:
+        """Packs what has been collected; see `GradPacker.pack`."""
+        flags, sent_alone = self.packer.pack(
+            self.collector,
+            slot,
+            target,
+            streams=streams,
+            divisor=divisor,
+            accumulate=accumulate,
+            zero_copy=zero_copy,
+        )
+        self._touched = list(map(or_, self._touched, flags))
+        return sent_alone
+
+    # -- reducing ---------------------------------------------------------------------------------------
+
+    @property
+    def _divisors(self) -> tuple[float, float]:
+        """What gradients are divided by before the reduction, and after it.
+
+        Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
+        powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
+        """
+        factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
+        if self.group.reduce_dtype not in _OVERFLOWING:
+            return 1.0, factor
+        before = 1.0
+        while factor % before == 0 and factor / before > before:
+            before *= 2
+        return before, factor / before
+
+    def launch(self, comm_ctx: CommContext) -> Reduction:
+        """Packs what has been collected and starts the reduce-scatter.
+
+        Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
+        the collective runs on the reduce stream, after every writer of the slot.
+        """
+        group, streams = self.group, comm_ctx.streams
+        before, after = self._divisors
+        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
+        shard = None  # without the second step, only a partial sum is left
+        if self.requires_all_reduce or self._second is None:
+            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+                shard = self.require_shard()
+        is_zero_copy = (
+            bool(self.packer.layout.zero_copy)
+            and before == 1
+            and group.reduce_dtype == group.gather_dtype
+            and self.waiting is Waiting.NOTHING
+            and group.collectives.reduces_plainly
+        )
+        pack = self._pack_zero_copy if is_zero_copy else self._pack_message
+        packed = pack(transport, ring, comm_ctx, before, shard)
+        stream = streams.reduce
+        with span("post_backward_reduce", group.name), streams.on(stream):
+            for slot in packed.slots:
+                slot.start_reading(stream)
+            works = []
+            for begin, send, receive, tag in packed.messages:
+                work = transport.reduce_scatter(send, receive, tag)
+                works.append((begin, send.parts[0].numel(), work))
+            reduction = Reduction(
+                works,
+                packed.slots,
+                packed.own,
+                shard,
+                packed.staging,
+                tuple(self._touched),
+                after,
+                partial=self._partial,
+                second=self._second,
+                room=packed.room,
+                tag=group.reduce_tag,
+                hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
+                comm_ctx=comm_ctx,
+            )
+            for slot in packed.slots:
+                slot.holder = reduction
+            if transport.stream_ordered:
+                reduction.complete()
+        self._touched = [False] * len(self._touched)
+        self._has_sent_sum = self.waiting is Waiting.SUM
+        self.waiting = Waiting.NOTHING
+        return reduction
+
+    def _all_reduce_hook(self) -> AllReduceHook:
+        collectives = self.group.collectives
+        # It sees the average, unless the average is taken last.
+        is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
+        return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
+
+    def _pack_message(
+        self,
+        transport: Transport,
+        ring: SlotRing,
+        comm_ctx: CommContext,
+        divisor: float,
+        shard: GradShard | None,
+    ) -> _Packed:
+        """Packs everything into one message."""
+        group, streams = self.group, comm_ctx.streams
+        chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
+        # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
+        numel = chunk_numel * group.mesh.shard_size // ranks
+        is_summed = self.waiting is Waiting.SUM
+        if is_summed:
+            self.accumulate(comm_ctx)  # what has arrived since
+        room_chunks = 0 if self._second is None else self._second.room(comm_ctx)
+        staging_dtype = None if shard is None or not shard.needs_staging else group.gradient_dtype
+        nbytes = ((0 if is_summed else ranks) + transport.receive_chunks) * numel * dtype.itemsize
+        nbytes += room_chunks * chunk_numel * dtype.itemsize
+        nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
+        slot = ring.acquire(nbytes)
+        slots = [slot]
+        if is_summed and self._sum is not None:  # sent from where it is
+            slot.start_writing(streams.reduce)
+            self._sum.reserve(0)
+            send = self._sum.take(dtype, ranks, numel)
+            slots.append(self._sum)
+        else:
+            send = slot.take(dtype, ranks, numel)
+            self._pack(slot, send.whole, streams, divisor)
+        receive = slot.take(dtype, transport.receive_chunks, numel)
+        room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
+        staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
+        messages = [(0, send, receive, group.reduce_tag)]
+        return _Packed(messages, slots, send.parts[transport.rank], room, staging)
+
+    def _pack_zero_copy(
+        self,
+        transport: Transport,
+        ring: SlotRing,
+        comm_ctx: CommContext,
+        divisor: float,
+        shard: GradShard | None,
+    ) -> _Packed:
+        """Packs what is not zero-copy; the gradients of the other parameters are sent from where they are.
+
+        The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
+        """
+        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, transport.receive_chunks
+        packed_numel, ranks = layout.packed.chunk_numel, transport.size
+        slot = ring.acquire((ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize)
+        packed = slot.take(dtype, ranks, packed_numel)
+        own = slot.take(dtype, 1, layout.chunk_numel).whole
+        gradients = self._pack(slot, packed.whole, comm_ctx.streams, divisor, zero_copy=True)
+
+        def room(begin: int, numel: int) -> Chunks:
+            if received:
+                return slot.take(dtype, received, numel)
+            # A transport that needs no room of its own adds up in this rank's chunk, and only reads.
+            part = own.narrow(0, begin, numel)
+            return Chunks(part, (part,))
+
+        begin = layout.packed_offset
+        messages = [(begin, packed, room(begin, packed_numel), self.group.reduce_tag)]
+        for i, gradient in zip(layout.zero_copy, gradients, strict=True):
+            begin, numel = layout.pieces[i].shard_offset, layout.pieces[i].shard_numel
+            send = Chunks(gradient, gradient.split(numel))
+            messages.append((begin, send, room(begin, numel), self._zero_copy_tags[i]))
+        return _Packed(messages, [slot], own, _NO_ROOM, None)
+
+    def abandon_backward(self) -> bool:
+        """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
+
+        Returns:
+            Whether what earlier backwards had left goes along with it.
+        """
+        state = self.state
+        is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
+        self.collector.forget()
+        if state is GradState.SUMMED:
+            self.waiting = Waiting.NOTHING
+            self._touched = [False] * len(self._touched)
+        if state is not GradState.IDLE:
+            self.move_to(GradState.IDLE)
+        return is_mixed
+
+
+_HOOKED = "_shardgrad_hooked"
+
+
+def _hook_of(grads: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
+    """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
+
+    def hook(unsharded: torch.Tensor) -> None:
+        owner = grads()
+        if owner is not None:
+            owner.collect(unsharded)
+
+    return hook

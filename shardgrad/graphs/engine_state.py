@@ -1,0 +1,286 @@
+"""The engine's side of the capture protocol: adapters for sharded models, their optimizers and loss scaler.
+
+The only file of `graphs/` that knows parameter groups, gradient shards and the root context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardgrad.engine.grad_shard import GradFacts
+from shardgrad.engine.param import Registration, managed_by
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.replaced_params import adopt
+from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.unit import units_under
+from shardgrad.errors import CaptureError
+from shardgrad.graphs.capturable import Capturable, adapt
+from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.optim.grad_scaler import GradScaler
+
+__all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
+
+# Guards are read at every call for every parameter, so each is one pass in C.
+_TRAINING = attrgetter("training")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_GRAD = attrgetter("grad")
+_IS_LAST = attrgetter("is_last_backward")
+_CONTEXT = attrgetter("context")
+_GENERATION = attrgetter("generation")
+_GRAD_SHARD = attrgetter("shard")
+_GRAD_SWITCHES = attrgetter("switches")
+_SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+_ADDRESS = torch.Tensor.data_ptr
+
+
+class ModuleState(Capturable):
+    """A module whose parameters are sharded, plain, or both.
+
+    Args:
+        module: the model, or a part of it.
+
+    Raises:
+        CaptureError: `fully_shard` was given options that exclude graphs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._modules = list(module.modules())
+        self._units = units_under(module)
+        self._collect()
+
+    def _collect(self) -> None:
+        """Collects what guards and snapshots read."""
+        self._groups = [group for unit in self._units for group in unit.groups]
+        _refuse_uncapturable_groups(self._groups)
+        self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
+        self._collected_from = self._identities()
+        contexts = map(context_of, self._units)
+        self._contexts: list[RootContext] = list(dict.fromkeys(c for c in contexts if c is not None))
+        params = [p for group in self._groups for p in group.params]
+        self._sharded = [p.sharded for p in params]
+        unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
+        self._plain = [
+            p for p in self._module.parameters() if managed_by(p) is None and id(p) not in unsharded
+        ]
+        self._buffers = list(self._module.buffers())
+        self._registration = Registration(params)
+        shards = map(_GRAD_SHARD, self._grad_groups)
+        self._gradients = GradFacts([shard for shard in shards if shard is not None])
+
+    def _identities(self) -> tuple[list[Any], ...]:
+        """Returns the objects that `_collect` started from; units get their root in the first forward."""
+        return (
+            list(map(_CONTEXT, self._units)),
+            list(map(_GRAD_SHARD, self._grad_groups)),
+            list(map(_GENERATION, self._groups)),
+        )
+
+    def guards(self) -> Hashable:
+        """See `Capturable`."""
+        with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
+            return self._read()
+
+    def _read(self) -> Hashable:
+        if not self._registration.holds():
+            for group in self._groups:
+                adopt(group)
+        if self._identities() != self._collected_from:
+            self._units = units_under(self._module)
+            self._collect()
+        return (
+            tuple(map(_REQUIRES_GRAD, self._sharded)),
+            tuple(map(_REQUIRES_GRAD, self._plain)),
+            tuple(map(id, map(_GRAD, self._plain))),
+            tuple(map(_ADDRESS, self._plain)),
+            tuple(map(_ADDRESS, self._buffers)),
+            tuple(map(_GENERATION, self._groups)),
+            self._gradients.read(),
+            self._switches(),
+        )
+
+    def _switches(self) -> tuple[Any, ...]:
+        """Returns the host state that a step may set, apart from gradients."""
+        return (
+            tuple(map(_TRAINING, self._modules)),
+            tuple(map(_SWITCHES, self._units)),
+            tuple(map(_IS_LAST, self._contexts)),
+            tuple(map(_GRAD_SWITCHES, self._grad_groups)),
+        )
+
+    def _set_switches(self, switches: tuple[Any, ...]) -> None:
+        training, unit_flags, is_last, grad_switches = switches
+        for module, flag in zip(self._modules, training, strict=True):
+            module.training = flag
+        for unit, (after_forward, after_backward, in_backward) in zip(self._units, unit_flags, strict=True):
+            unit.reshard_after_forward = after_forward
+            unit.reshard_after_backward = after_backward
+            unit.unshard_in_backward = in_backward
+        for context, flag in zip(self._contexts, is_last, strict=True):
+            context.is_last_backward = flag
+        for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
+            grads.switches = flags
+
+    def quiesce(self) -> None:
+        """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
+        for context in self._contexts:
+            context.quiesce()
+            context.comm_ctx.streams.forget_events()
+
+    def abort_capture(self) -> None:
+        """See `Capturable`."""
+        for context in self._contexts:
+            context.comm_ctx.streams.forget_events()
+            context.abort()
+
+    def before_eager_region(self) -> None:
+        """See `Capturable`."""
+        for grads in self._grad_groups:
+            if grads.shard is not None:
+                grads.shard.pay()
+
+    def after_eager_region(self) -> None:
+        """See `Capturable`."""
+        for context in self._contexts:
+            context.parameters_written()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        gradients = [(p, p.grad) for p in self._plain]
+        shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
+        bindings = [(shard, shard.binding()) for shard in shards]
+        switches = self._switches()
+
+        def restore() -> None:
+            for param, grad in gradients:
+                if param.grad is not grad:
+                    param.grad = grad
+            for shard, binding in bindings:
+                shard.rebind(binding)
+            if self._switches() != switches:
+                self._set_switches(switches)
+
+        return restore
+
+    def snapshot_unguarded(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        restore, gradients, pending = self.snapshot(), self._gradients, self._gradients.pending()
+
+        def restore_pending() -> None:
+            if not all(map(is_, gradients.pending(), pending)):
+                restore()
+
+        return restore_pending
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
+        flags = [grads.shard.flags for grads in self._grad_groups if grads.shard is not None]
+        return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
+
+    def replayed(self) -> None:
+        """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer step."""
+        for group in self._groups:
+            group.steps_taken += 1
+            group.reshard(drop_kept=True)
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        for name, param in self._module.named_parameters():
+            if managed_by(param) is None:
+                yield name, param.detach()
+                if param.grad is not None:
+                    yield f"gradient of {name}", param.grad
+        yield from self._module.named_buffers()
+        for group, grads in zip(self._groups, self._grad_groups, strict=True):
+            yield f"shard of {group.name}", group.shard
+            shard = grads.shard
+            if shard is not None:
+                yield f"gradient shard of {group.name}", shard.flat
+                if shard.owed is not None:
+                    yield f"pending scale of the gradients of {group.name}", shard.owed
+            for what, buffer in grads.buffers().items():
+                yield f"{what} of {group.name}", buffer
+
+
+def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
+    for group in groups:
+        where = f"unit {group.name}" if group.name else None
+        if group.shard_memory.is_offloaded:
+            raise CaptureError(
+                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, and a "
+                "graph repeats work of the device only",
+                expected=f"shards on {group.mesh.device}",
+                got=f"shards on {group.shard_memory.device}",
+                where=where,
+                fix="offload_policy=OffloadPolicy(), or call the step without graphed_step",
+            )
+        if not group.is_flat:
+            raise CaptureError(
+                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats neither "
+                "what its methods decide in Python nor what they do with their memory",
+                expected="parameters without all-gather extensions",
+                got=", ".join(param.name for param in group.params),
+                where=where,
+                fix="call the step without graphed_step",
+            )
+
+
+class FlatOptimizerState(Capturable):
+    """An optimizer of `shardgrad.optim`: what can change between steps is in device memory."""
+
+    def __init__(self, optimizer: FlatOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def guards(self) -> Hashable:
+        """See `Capturable`."""
+        return self._optimizer.guards()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        return self._optimizer.snapshot()
+
+    def released(self) -> None:
+        """See `Capturable`."""
+        self._optimizer.forget_captures()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        for what, tensor in self._optimizer.buffers():
+            yield f"{what} of {type(self._optimizer).__name__}", tensor
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`."""
+        return {"skipped steps": self._optimizer.skipped_steps}
+
+
+class GradScalerState(Capturable):
+    """A `shardgrad.GradScaler`."""
+
+    def __init__(self, scaler: GradScaler) -> None:
+        self._scaler = scaler
+
+    def guards(self) -> Hashable:
+        """See `Capturable`."""
+        return self._scaler.guards()
+
+    def snapshot(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        return self._scaler.snapshot()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `Capturable`."""
+        return self._scaler.buffers()
+
+    def reports(self) -> dict[str, torch.Tensor]:
+        """See `Capturable`."""
+        return {name: tensor for name, tensor in self._scaler.buffers() if name == "loss scale"}
+
+
+adapt.register(nn.Module, ModuleState)
+adapt.register(FlatOptimizer, FlatOptimizerState)
+adapt.register(GradScaler, GradScalerState)

@@ -1,0 +1,109 @@
+"""Warm-up: the eager steps before the first capture, the last two of them watched for issues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.preflight.environment import environment_issues
+from shardgrad.graphs.preflight.issues import Issue
+from shardgrad.graphs.preflight.op_trace import StepTrace, differences
+from shardgrad.graphs.preflight.watch import watch
+
+__all__ = ["WarmUp"]
+
+_T = TypeVar("_T")
+
+# A capture succeeds in spite of these, and its replays are wrong. The capture itself refuses the others.
+_SILENT = frozenset(
+    ("another operation", "another shape", "changed number", "moved tensor", "seed", "unregistered generator")
+)
+_WATCHED = 2
+
+
+class WarmUp:
+    """Runs eager steps, and watches the last two of the first `steps`.
+
+    Args:
+        modules: whose names issues have.
+        optimizers: checked for whether they can be captured.
+        eager_optimizers: optimizers that step in eager regions; they are not watched.
+        generators: that a graph registers.
+        device: of the steps.
+        steps: eager steps before the first capture.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        eager_optimizers: Sequence[Optimizer],
+        generators: Sequence[torch.Generator],
+        device: torch.device,
+        steps: int,
+    ) -> None:
+        self._generators = list(generators)
+        self._modules: Mapping[str, nn.Module] = (
+            {"": modules[0]}
+            if len(modules) == 1
+            else {f"{type(module).__name__} {i}": module for i, module in enumerate(modules)}
+        )
+        self._optimizers = list(optimizers)
+        self._eager_optimizers = list(eager_optimizers)
+        self._device = device
+        self._steps = steps
+        self._traces: list[tuple[Hashable, StepTrace]] = []
+
+    def run(
+        self,
+        step: Callable[[], _T],
+        key: Hashable,
+        earlier: int,
+        persistent: Callable[[], Iterable[torch.Tensor]],
+    ) -> _T:
+        """Runs an eager step, watched if it is one of the last two before a capture.
+
+        Args:
+            step: the step.
+            key: of the graph that this step would be; steps with equal keys are compared.
+            earlier: number of eager steps so far.
+            persistent: returns the memory that stays from step to step.
+        """
+        # The very first step initializes what later steps find.
+        if not max(1, self._steps - _WATCHED) <= earlier < self._steps:
+            return step()
+        with handle_eager_calls(self._eager_optimizers, _call_unwatched):
+            result, trace = watch(
+                step, self._modules, self._device, persistent=persistent(), generators=self._generators
+            )
+        self._traces.append((key, trace))
+        return result
+
+    def issues(self, key: Hashable) -> list[Issue]:
+        """Returns the known issues of capturing a step with this key."""
+        traces = [trace for known, trace in self._traces if known == key]
+        found = environment_issues(self._device, self._optimizers)
+        if traces:
+            found += traces[-1].issues
+        if len(traces) == _WATCHED:
+            found += differences(*traces)
+        return found
+
+    def silent_issues(self, key: Hashable) -> list[Issue]:
+        """Returns the issues in spite of which a capture would succeed, with wrong replays."""
+        return [issue for issue in self.issues(key) if issue.kind in _SILENT]
+
+    def reset(self) -> None:
+        """Drops what was watched."""
+        self._traces.clear()
+
+
+def _call_unwatched(call: Callable[[], Any]) -> None:
+    with _disable_current_modes():
+        call()

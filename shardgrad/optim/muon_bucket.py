@@ -1,0 +1,376 @@
+"""One bucket of a step of Muon: segments whose matrices are exchanged together.
+
+[Note: Blocks]
+A segment's state is one flat buffer, in which each parameter's piece begins on a multiple of some number of
+elements. Viewed as rows of that many elements, *blocks*, every row belongs to one parameter, so a number for
+each parameter (whether it has a gradient, its learning rate) becomes a number for each row, and one launch
+updates all parameters. Gradients and weights lie among those of other optimizers' parameters; they are copied
+into buffers of the same form.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import group_of
+from shardgrad.errors import CollectiveError
+from shardgrad.optim.flat import Update
+from shardgrad.optim.newton_schulz import newton_schulz
+from shardgrad.optim.ownership import Exchange
+from shardgrad.optim.segment import Launch
+
+__all__ = ["EPS", "LR", "MOMENTUM", "WEIGHT_DECAY", "Bucket", "BucketPlan", "Member", "Staging"]
+
+# Indices into the group's device mirror, in the order of `Muon.hypers`.
+LR, MOMENTUM, WEIGHT_DECAY, EPS = range(4)
+
+# What a staging buffer is for, its dtype and its device.
+_BufferKey = tuple[str, torch.dtype, torch.device]
+
+
+class Staging:
+    """Buffers that all buckets use one after the other, each as large as the largest need."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[_BufferKey, torch.Tensor] = {}
+
+    def reserve(self, needs: Sequence[tuple[_BufferKey, int]]) -> bool:
+        """Allocates what is missing; returns True if a buffer was replaced by a larger one."""
+        most: dict[_BufferKey, int] = {}
+        for key, numel in needs:
+            most[key] = max(numel, most.get(key, 0))
+        grew = False
+        for key, numel in most.items():
+            old = self._buffers.get(key)
+            if old is None or old.numel() < numel:
+                _, dtype, device = key
+                self._buffers[key] = torch.zeros(numel, dtype=dtype, device=device)
+                grew |= old is not None
+        return grew
+
+    def take(self, key: _BufferKey, numel: int) -> torch.Tensor:
+        """Returns the first `numel` elements of a reserved buffer."""
+        return self._buffers[key].narrow(0, 0, numel)
+
+
+@dataclass(frozen=True)
+class _MemberBuffers:
+    """The staging of one segment, and its part of the bucket's send buffer.
+
+    Attributes:
+        held: indices of the parameters of which this rank has elements.
+        send: views of the send buffer, one for each of `held`.
+        direction, weight: in blocks.
+        directions, weights: views of them, one for each of `held`.
+    """
+
+    held: list[int]
+    send: list[torch.Tensor]
+    direction: torch.Tensor
+    directions: list[torch.Tensor]
+    weight: torch.Tensor
+    weights: list[torch.Tensor]
+
+
+class Member:
+    """One segment of a bucket: its matrices, and the arithmetic on this rank's pieces of them.
+
+    Args:
+        update: of the step in which the bucket is planned.
+
+    Attributes:
+        segment: with its state.
+        options: the entry of `param_groups`.
+        rows: the table of its launches.
+        process_group: the shard group; None if matrices are not sharded.
+        world_size: of the shard group.
+        rank: in the shard group.
+        shapes: of the matrices that can have a gradient, in memory order.
+    """
+
+    def __init__(self, update: Update) -> None:
+        segment = self.segment = update.segment
+        self.options = update.group
+        self.rows = update.launch.rows
+        managed = [managed_by(param) for param in segment.params]
+        first = managed[0]
+        self.process_group = None if first is None else group_of(first).mesh.shard_group
+        self.world_size = 1 if first is None else group_of(first).mesh.shard_size
+        self.rank = 0 if first is None else group_of(first).mesh.shard_rank
+        self._shard: GradShard | None = None if first is None else grads_of(group_of(first)).require_shard()
+        places = [0 if self._shard is None else self._shard.place_of(param) for param in segment.params]
+        # Frozen parameters have no gradient.
+        self._trained = [i for i, place in enumerate(places) if place is not None]
+        self.shapes = [_shape_in_memory(segment.params[i]) for i in self._trained]
+        self._cached_views: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]] | None = None
+        self.compute = torch.float64 if segment.dtype is torch.float64 else torch.float32
+
+        # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
+        flat = segment.state["momentum_buffer"]
+        views = segment.local_views(flat)
+        self._offsets = [view.storage_offset() - flat.storage_offset() for view in views]
+        self._numels = [view.numel() for view in views]
+        ends = [*self._offsets[1:], segment.numel]
+        spans = [end - begin for begin, end in zip(self._offsets, ends, strict=True)]
+        self._block = math.gcd(*spans) or 1
+        param_of_block = [torch.full((span // self._block,), i, device="cpu") for i, span in enumerate(spans)]
+        device, params = segment.device, segment.params
+        self._param_of_block = torch.cat(param_of_block).to(device)
+
+        # Constants of each parameter, in device memory.
+        self._flag_index = torch.tensor([place or 0 for place in places], device="cpu").to(device)
+        self._is_trained = torch.tensor([place is not None for place in places], device="cpu").to(device)
+        ratios = [_lr_factor(self.options["adjust_lr_fn"], *param.shape) for param in params]
+        self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def needs(self) -> list[tuple[_BufferKey, int]]:
+        """Returns the staging of one segment, which all segments share."""
+        return [(self._key(what), self.segment.numel) for what in ("direction", "weight")]
+
+    def _key(self, what: str) -> _BufferKey:
+        return what, self.compute, self.segment.device
+
+    def buffers(self, staging: Staging, send: Sequence[torch.Tensor]) -> _MemberBuffers:
+        """Returns the segment's buffers.
+
+        Args:
+            staging: reserved for at least `needs`.
+            send: views of the send buffer, one for each of `shapes`.
+        """
+        # Pieces of the last ranks may be empty, and foreach refuses lists of empty tensors.
+        held = [i for i in self._trained if self._numels[i]]
+        direction, directions = self._blocks_and_pieces(staging, "direction", held)
+        weight, weights = self._blocks_and_pieces(staging, "weight", held)
+        nonempty = [piece for piece in send if piece.numel()]
+        return _MemberBuffers(held, nonempty, direction, directions, weight, weights)
+
+    def _blocks_and_pieces(
+        self, staging: Staging, what: str, held: Sequence[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        flat = staging.take(self._key(what), self.segment.numel)
+        return self._blocks(flat), [flat.narrow(0, self._offsets[i], self._numels[i]) for i in held]
+
+    def _blocks(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(-1, self._block)
+
+    def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
+        return per_param.index_select(0, self._param_of_block).unsqueeze(1)
+
+    def _views(self, launch: Launch, held: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns this rank's pieces of the parameters and of their gradients, in memory order."""
+        if self._shard is None:
+            # Not cached: the gradient is the program's, and may be gone after `zero_grad`.
+            return [launch.param][: len(held)], [launch.grad][: len(held)]
+        if self._cached_views is None or self._cached_views[0] is not launch.param:
+            params, grads = [], []
+            for i in held:
+                param = self.segment.params[i]
+                managed, place = managed_by(param), self._shard.place_of(param)
+                if managed is None or place is None:
+                    raise RuntimeError(f"{self.segment.names[i]} is no longer part of its unit")
+                group = group_of(managed)
+                piece = group.layout.pieces[group.params.index(managed)]
+                params.append(launch.param.narrow(0, piece.shard_offset, self._numels[i]))
+                grads.append(self._shard.view(place).view(-1))
+            self._cached_views = launch.param, params, grads
+        return self._cached_views[1:]
+
+    # -- arithmetic -------------------------------------------------------------------------------------
+
+    def step_momentum(self, update: Update, buffers: _MemberBuffers) -> torch.Tensor:
+        """Advances the momentum, and writes the direction into the send buffer.
+
+        Returns:
+            Which blocks change in this step: bool, one row for each block.
+        """
+        _, grads = self._views(update.launch, buffers.held)
+        live = self._live(update)
+        self.segment.steps.add_(live)
+        live_blocks = self._per_block(live)
+        direction, buffer = buffers.direction, self._blocks(self.segment.state["momentum_buffer"])
+        _copy(buffers.directions, grads)
+        if update.scale is not None:
+            direction.mul_(update.scale.to(self.compute))
+        momentum = update.hyper[MOMENTUM]
+        fresh = (1 - momentum).to(self.compute)
+        moved = torch.lerp(buffer.to(self.compute), direction, fresh).to(buffer.dtype)
+        torch.where(live_blocks, moved, buffer, out=buffer)
+        if update.group["nesterov"]:
+            direction.lerp_(buffer.to(self.compute), momentum.to(self.compute))
+        else:
+            direction.copy_(buffer)
+        _copy(buffers.send, buffers.directions)
+        return live_blocks
+
+    def step_weights(self, update: Update, buffers: _MemberBuffers, live_blocks: torch.Tensor) -> None:
+        """Applies weight decay and the orthogonalised direction, which has come back in the send buffer."""
+        hyper, state = update.hyper, self.segment.state
+        params, _ = self._views(update.launch, buffers.held)
+        _copy(buffers.directions, buffers.send)
+        _copy(buffers.weights, params)
+        decay = (1 - hyper[LR] * hyper[WEIGHT_DECAY]).to(self.compute)
+        rate = self._per_block(hyper[LR] * self._ratios).to(self.compute)
+        weight = exact = buffers.weight
+        if "master" in state:
+            # The last write of the weight counts, as in [Note: Exact weights] of ops/weights.py.
+            master = self._blocks(state["master"])
+            exact = torch.where(master.to(self.segment.dtype) == weight, master, weight)
+        moved = (exact * decay).addcmul_(buffers.direction, rate, value=-1)
+        if "master" in state:
+            torch.where(live_blocks, moved, master, out=master)
+        torch.where(live_blocks, moved, weight, out=weight)
+        _copy(params, buffers.weights)
+
+    def _live(self, update: Update) -> torch.Tensor:
+        """Returns which parameters change: bool, one for each of the segment's."""
+        flags = update.launch.touched.index_select(0, self._flag_index)
+        live = (flags > 0) & self._is_trained
+        return live if update.skip is None else live & ~(update.skip > 0)
+
+
+class BucketPlan:
+    """Segments whose matrices are exchanged together, and what the exchange needs.
+
+    Args:
+        members: of one entry of `param_groups`, in one shard group.
+        dtype: in which matrices are exchanged and orthogonalised.
+    """
+
+    def __init__(self, members: Sequence[Member], dtype: torch.dtype) -> None:
+        self.members = members
+        first = members[0]
+        self._device = first.segment.device
+        self._dtype = dtype
+        shapes = [shape for member in members for shape in member.shapes]
+        self.exchange = Exchange.of(shapes, first.world_size, first.rank)
+
+    def needs(self) -> list[tuple[_BufferKey, int]]:
+        """Returns the staging that a `Bucket` takes."""
+        exchange = self.exchange
+        sizes = {
+            "send": sum(exchange.sent),
+            "receive": sum(exchange.received),
+            "matrices": exchange.matrices_numel,
+        }
+        of_members = [need for member in self.members for need in member.needs()]
+        return [*((self.key(what), numel) for what, numel in sizes.items()), *of_members]
+
+    def key(self, what: str) -> _BufferKey:
+        """Returns the key of one of the bucket's staging buffers."""
+        return what, self._dtype, self._device
+
+
+class Bucket:
+    """A bucket with its staging.
+
+    Args:
+        plan: of the bucket.
+        staging: reserved for at least `plan.needs()`.
+    """
+
+    def __init__(self, plan: BucketPlan, staging: Staging) -> None:
+        self.members = plan.members
+        self._exchange = exchange = plan.exchange
+        self._process_group = plan.members[0].process_group
+        self._send_buffer = staging.take(plan.key("send"), sum(exchange.sent))
+        self._receive_buffer = staging.take(plan.key("receive"), sum(exchange.received))
+        matrices = staging.take(plan.key("matrices"), exchange.matrices_numel)
+        send = [self._send_buffer.narrow(0, part.offset, part.numel) for part in exchange.send_slices]
+        self._buffers: list[_MemberBuffers] = []
+        for member in self.members:
+            self._buffers.append(member.buffers(staging, send[: len(member.shapes)]))
+            del send[: len(member.shapes)]
+        pieces = exchange.received_pieces
+        self._received = [self._receive_buffer.narrow(0, p.receive_offset, p.numel) for p in pieces]
+        self._rows = [matrices.narrow(0, p.matrix_offset, p.numel) for p in pieces]
+        self._batches = [
+            matrices.narrow(0, batch.offset, batch.numel).view(len(batch.matrices), *batch.shape)
+            for batch in exchange.batches
+        ]
+
+    def run(self, updates: Sequence[Update]) -> None:
+        """Updates all members.
+
+        Streams: the current stream of the device; it waits for the exchanges.
+        Capture: safe once the process group has been used; nothing is read back.
+
+        Raises:
+            CollectiveError: an exchange failed; the momentum has changed, the parameters of this bucket have
+                not.
+        """
+        live_blocks = [
+            member.step_momentum(update, buffers)
+            for member, update, buffers in zip(self.members, updates, self._buffers, strict=True)
+        ]
+        exchange = self._exchange
+        self._all_to_all(self._receive_buffer, self._send_buffer, exchange.received, exchange.sent)
+        self._orthogonalise(updates[0])
+        self._all_to_all(self._send_buffer, self._receive_buffer, exchange.sent, exchange.received)
+        for member, update, buffers, live in zip(
+            self.members, updates, self._buffers, live_blocks, strict=True
+        ):
+            member.step_weights(update, buffers, live)
+
+    def _orthogonalise(self, update: Update) -> None:
+        _copy(self._rows, self._received)
+        for batch in self._batches:
+            batch.copy_(
+                newton_schulz(
+                    batch,
+                    coefficients=update.group["ns_coefficients"],
+                    steps=update.group["ns_steps"],
+                    eps=update.hyper[EPS],
+                )
+            )
+        _copy(self._received, self._rows)
+
+    def _all_to_all(
+        self, into: torch.Tensor, out: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> None:
+        group = self._process_group
+        if group is None or group.size() == 1:
+            into.copy_(out)
+            return
+        try:
+            dist.all_to_all_single(into, out, list(received), list(sent), group=group)
+        except RuntimeError as error:
+            members = dist.get_process_group_ranks(group)
+            raise CollectiveError(
+                "the exchange of matrices failed: another rank is late, gone, or running something else",
+                expected=f"every rank of {members} to call optimizer.step() with the same gradients bound",
+                got=str(error).splitlines()[0],
+                where=f"rank {dist.get_rank()}, the bucket of {self.members[0].segment.names[0]}",
+                fix="call step(), and set gradients to None, on all ranks or on none",
+            ) from error
+
+
+def _shape_in_memory(param: torch.Tensor) -> tuple[int, int]:
+    """Returns the shape of a matrix, or of its transpose if columns are contiguous.
+
+    Newton-Schulz of the transpose is the transpose of Newton-Schulz, so nothing has to be transposed.
+    """
+    rows, columns = param.shape
+    return (rows, columns) if param.is_contiguous() else (columns, rows)
+
+
+def _lr_factor(how: str | None, rows: int, columns: int) -> float:
+    """Returns what lr is multiplied by for a matrix; see `Muon`."""
+    if how == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns)) if columns else 1.0
+
+
+def _copy(into: Sequence[torch.Tensor], out: Sequence[torch.Tensor]) -> None:
+    """Copies and casts pieces, in as few launches as the device offers."""
+    if into:
+        torch._foreach_copy_(list(into), list(out))

@@ -1,0 +1,88 @@
+"""Which parameters can be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgrad.errors import DeviceError, UnsupportedParameterError
+from shardgrad.sharding.byte_params import travels_as_bytes
+from shardgrad.sharding.mesh import DataParallelMesh
+
+__all__ = ["require_one_device", "require_shardable"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def require_shardable(name: str, param: nn.Parameter) -> None:
+    """Refuses a parameter that cannot be sharded.
+
+    Raises:
+        UnsupportedParameterError: by its shape, layout or dtype.
+    """
+    where = f"parameter {name}"
+    if param.ndim == 0:
+        raise UnsupportedParameterError(
+            "fully_shard doesn't support scalar parameters. "
+            f"Change {name} to a 1D tensor with numel equal to 1.",
+            expected="at least one dimension to shard",
+            got="a 0-dimensional tensor",
+            where=where,
+            fix=f"self.{name.rpartition('.')[2]} = nn.Parameter(torch.tensor([value]))",
+        )
+    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
+    if local.layout is not torch.strided or not local.is_contiguous():
+        raise UnsupportedParameterError(
+            f"FSDP does not support non-contiguous parameters yet: {name}",
+            expected="a contiguous, dense tensor",
+            got=f"shape {tuple(param.shape)}, layout {param.layout}",
+            where=where,
+            fix="param.data = param.data.contiguous() before fully_shard",
+        )
+    if param.dtype in _DTYPES or (travels_as_bytes(param.dtype) and not param.requires_grad):
+        return
+    raise UnsupportedParameterError(
+        f"fully_shard reduces no gradients in {param.dtype}, the dtype of {name}",
+        expected=", ".join(map(str, _DTYPES)) + "; integers, booleans and float8 without gradients",
+        got=f"{param.dtype}, requires_grad={param.requires_grad}",
+        where=where,
+        fix="requires_grad=False, or pass it in ignored_params",
+    )
+
+
+def require_one_device(params: Mapping[nn.Parameter, str], mesh: DataParallelMesh) -> None:
+    """Refuses parameters of one unit on several devices, or on one that the mesh does not have.
+
+    Raises:
+        DeviceError: naming them.
+    """
+    first: dict[torch.device, str] = {}
+    for param, name in params.items():
+        if isinstance(param, DTensor) and param.device_mesh.device_type != mesh.device.type:
+            raise DeviceError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh",
+                expected=f"a mesh over {mesh.device.type}",
+                got=f"a mesh over {param.device_mesh.device_type}",
+                where=f"parameter {name}",
+                fix=f"init_device_mesh('{mesh.device.type}', ...) for tensor parallelism too",
+            )
+        first.setdefault(param.device, name)
+    if len(first) > 1:
+        raise DeviceError(
+            "parameters of one unit live on several devices",
+            expected=f"all on {mesh.device}, or all on meta",
+            got=", ".join(f"{name} on {device}" for device, name in first.items()),
+            fix=f"module.to('{mesh.device}') before fully_shard",
+        )
+    for device, name in first.items():
+        if device.type not in (mesh.device.type, "cpu", "meta"):
+            raise DeviceError(
+                f"parameter {name} lives on a device that the mesh does not have",
+                expected=str(mesh.device),
+                got=str(device),
+                where=f"parameter {name}",
+                fix=f"module.to('{mesh.device}') before fully_shard, or a mesh over '{device.type}'",
+            )

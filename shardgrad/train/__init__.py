@@ -1,0 +1,1 @@
+"""The training program of `shardgrad train`: complete and resumable, on the engine's public interface."""

@@ -1,0 +1,86 @@
+"""Errors of the training program: one sentence with what happened and what to do, and an exit status."""
+
+from __future__ import annotations
+
+import errno
+
+from shardgrad.errors import DesyncError
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+_TIMEOUT_WORDS = ("timed out waiting", "timeout", "timed out")
+_MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+class TrainingError(Exception):
+    """The run cannot continue. The text is one sentence for the user."""
+
+    exit_status = 1
+
+
+class UsageError(TrainingError):
+    """The settings are invalid or contradict each other. Nothing was started."""
+
+    exit_status = 2
+
+
+class CheckpointUnusable(TrainingError):
+    """The checkpoint to go on from is damaged or does not fit; the text says what to do instead."""
+
+
+class Interrupted(TrainingError):
+    """A user or a scheduler requested the run to stop. The state is saved."""
+
+    exit_status = 130
+
+
+class DiskFull(TrainingError):
+    """A file could not be written: no space, quota exceeded, or larger than permitted."""
+
+
+class PeerLost(TrainingError):
+    """Another rank ended or does not answer. A consequence, reported only if no cause is known."""
+
+
+def explain(error: BaseException) -> TrainingError:
+    """Translates an exception into a `TrainingError`; returns the exception if it is one already."""
+    if isinstance(error, TrainingError):
+        return error
+    if isinstance(error, KeyboardInterrupt):
+        return Interrupted("Interrupted before the current step was finished.")
+    reason = operating_system_reason(error)
+    if reason is not None and reason.errno in _NO_SPACE:
+        return DiskFull(f"The disk is full or a quota is used up ({_first_line(reason)}): free some space.")
+    if isinstance(error, OSError):
+        return TrainingError(f"The operating system refused: {_first_line(error)}.")
+    if isinstance(error, DesyncError):
+        return PeerLost(f"The ranks are not in step: {_first_line(error)}.")
+    text = str(error).lower()
+    if isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS):
+        return TrainingError(
+            "Memory ran out: lower --batch-size, raise --accumulate, or add --activation-checkpointing."
+        )
+    if any(words in text for words in _PEER_WORDS):
+        return PeerLost("Another rank ended, so this one could not go on: look for that rank's own message.")
+    if any(words in text for words in _TIMEOUT_WORDS):
+        return PeerLost(
+            "Another rank did not answer in time: look for its message, or, if it was slow, raise --timeout."
+        )
+    return TrainingError(
+        f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
+    )
+
+
+def operating_system_reason(error: BaseException) -> OSError | None:
+    """Returns the `OSError` that caused an error: the error itself, or the first in its chain of causes."""
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError):
+            return link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else "no further explanation"

@@ -1,0 +1,109 @@
+"""Causal language models of the `transformers` package, built from a configuration."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardgrad.extras import require
+from shardgrad.train.failure import UsageError
+from shardgrad.train.model import next_token_loss
+from shardgrad.train.presets import BYTE_VALUES, Scalar
+
+
+class CausalLM(nn.Module):
+    """Adapts a `transformers` model to the interface of :class:`~shardgrad.train.model.Transformer`.
+
+    Args:
+        model: a model from `AutoModelForCausalLM.from_config`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._layers_path = longest_module_list(model)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks of the decoder, found for any architecture as the largest module list."""
+        # Looked up, not registered a second time: a parameter must not have two names.
+        found = self.model.get_submodule(self._layers_path)
+        if not isinstance(found, nn.ModuleList):
+            raise TypeError(f"{self._layers_path} is no longer a ModuleList but {type(found).__name__}")
+        return found
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
+        logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Returns the mean cross-entropy in nats per token, a scalar."""
+        return next_token_loss(self(tokens), targets)
+
+
+def build_causal_lm(
+    source: str, overrides: Mapping[str, Scalar], *, device: torch.device, seed: int
+) -> CausalLM:
+    """Builds an unsharded model with random weights, the same on every rank.
+
+    Args:
+        source: path of a `config.json`, or a model type such as `gpt2`.
+        overrides: fields of the configuration to replace.
+        device: device to build the model on.
+        seed: seed of the weights.
+
+    Raises:
+        UsageError: the configuration cannot be read, or `transformers` cannot build a model from it.
+        PartnerUnavailableError: `transformers` is not installed.
+    """
+    require("transformers", feature="--hf")
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = _read_config(source) | dict(overrides)
+    kind = settings.pop("model_type", None)
+    try:
+        config = AutoConfig.for_model(kind, **settings)
+        with torch.random.fork_rng(), device:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
+            # it depends on the version
+    except (ValueError, KeyError, TypeError) as error:
+        reason = textwrap.shorten(str(error), 120)  # the message may list every architecture
+        raise UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}") from error
+    if model.config.vocab_size < BYTE_VALUES:
+        raise UsageError(f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}.")
+    return CausalLM(model.float())
+
+
+def _read_config(source: str) -> dict[str, Any]:
+    path = Path(source)
+    if not path.suffix:
+        return {"model_type": source}
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"--hf {source} cannot be read as JSON ({error}): correct the path or file."
+        ) from error
+    if not isinstance(settings, dict) or "model_type" not in settings:
+        raise UsageError(f"--hf {source} names no model_type: use the config.json of a transformers model.")
+    return settings
+
+
+def longest_module_list(model: nn.Module) -> str:
+    """Returns the path of the module list with the most parameters, which holds the decoder's blocks."""
+    sizes: dict[str, int] = {
+        name: sum(parameter.numel() for parameter in part.parameters())
+        for name, part in model.named_modules()
+        if isinstance(part, nn.ModuleList)
+    }
+    if not sizes:
+        raise UsageError(f"{type(model).__name__} keeps no list of blocks to shard: choose another model.")
+    return max(sizes, key=lambda name: sizes[name])

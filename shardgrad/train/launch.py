@@ -1,0 +1,132 @@
+"""Starts a run, new or resumed, in ranks started here or as one of torchrun's ranks.
+
+This module does not import PyTorch, so that usage errors are reported at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardgrad.extras import require
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import UsageError
+from shardgrad.train.rank import Job, Report, run_rank
+from shardgrad.train.spawn import spawn
+
+RUNS = Path("runs")
+
+
+def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Report:
+    """Trains, and returns a report of how the run ended.
+
+    Args:
+        given: the settings given by the user; others have their defaults, or the saved values.
+        resume: folder of the run to resume; None for a new run.
+        debug: print tracebacks.
+
+    Raises:
+        UsageError: the settings are invalid; nothing was started or written.
+        PartnerUnavailableError: a setting needs a package that is not installed; nothing was started.
+    """
+    world_size = torchrun_world_size()
+    if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
+        # torchrun repeats the command line of the first start. Its settings are saved in the run folder.
+        resume, given = Path(given["run_dir"]), {}
+    if resume is None:
+        config, folder = _new_run(given, world_size)
+    else:
+        config, folder = resumed(_saved_config(resume), given, world_size=world_size), resume
+    config = dataclasses.replace(config, run_dir=str(folder))
+    if config.hf is not None:
+        require("transformers", feature="--hf")
+    if config.data is not None and not Path(config.data).exists():
+        raise UsageError(
+            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
+            "train on the source of Python's standard library."
+        )
+    job = Job(config, folder, resume is not None, debug)
+    if world_size is not None:
+        return run_rank(job, init_method="env://")
+    return spawn(job, config.ranks or 1)
+
+
+def torchrun_world_size() -> int | None:
+    """Returns the number of ranks that torchrun, or a launcher with its variables, started; else None."""
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            _number_in_environment(name)
+        return _number_in_environment("WORLD_SIZE")
+    return None
+
+
+def _number_in_environment(name: str) -> int:
+    """What a launcher has put into a variable; 0 where there is none."""
+    text = os.environ.get(name, "0")
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise UsageError(
+            f"{name} is {text!r:.50} in the environment, where launchers put a number: correct it, or unset "
+            "RANK and WORLD_SIZE to start without a launcher."
+        )
+    return int(text)
+
+
+def is_restarted() -> bool:
+    """Returns whether torchrun has restarted these ranks after a failure (`--max-restarts`)."""
+    return _number_in_environment("TORCHELASTIC_RESTART_COUNT") > 0
+
+
+def _has_checkpoint(folder: str | None) -> bool:
+    from shardgrad.checkpoint import Series  # imports PyTorch
+
+    return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
+
+
+def newest_run() -> Path:
+    """Returns the folder in `runs/` that was started last."""
+    configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not configs:
+        raise UsageError(f"There is no run in {RUNS}/ to resume: give its folder, --resume RUN_DIR.")
+    return configs[-1].parent
+
+
+def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
+    config = TrainConfig(**given)
+    if world_size is not None and config.ranks not in (None, world_size):
+        raise UsageError(
+            f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
+        )
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
+    folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
+    # Under torchrun only rank 0 checks: another rank may start after rank 0 has written the file.
+    is_first = os.environ.get("RANK", "0") == "0" and not is_restarted()
+    if is_first and (folder / "config.json").exists():
+        raise UsageError(
+            f"{folder} already holds a run: resume it with --resume {folder}, or choose another --run-dir."
+        )
+    return dataclasses.replace(config, ranks=world_size or config.ranks or _fitting_ranks(config)), folder
+
+
+def _fitting_ranks(config: TrainConfig) -> int:
+    if config.mesh is not None:
+        return math.prod(mesh_shape(config.mesh))
+    if config.engine == "none":
+        return 1
+    from shardgrad.train.parallel import default_ranks
+
+    return default_ranks(config.device)
+
+
+def _saved_config(folder: Path) -> TrainConfig:
+    if not (folder / "config.json").exists():
+        raise UsageError(
+            f"There is no run in {folder} (no config.json): correct the folder given to --resume."
+        )
+    if not _has_checkpoint(str(folder)):
+        raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
+    return TrainConfig(**read_settings(folder / "config.json"))

@@ -1,0 +1,263 @@
+"""A training run from its first to its last step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.same_collectives import require_same_collectives
+from shardgrad.errors import PartnerUnavailableError
+from shardgrad.extras import require
+from shardgrad.train.checkpoint import Checkpoints, TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Corpus, Sampler, load_corpus
+from shardgrad.train.display import SilentDisplay, choose_display, nice_seconds
+from shardgrad.train.failure import Interrupted, UsageError
+from shardgrad.train.health import NonfiniteCheck, SilentFaultCheck, StepResult
+from shardgrad.train.model import count_parameters
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World, build_mesh, memory_nbytes
+from shardgrad.train.record import RunRecord, StepMetrics
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep, validation_loss
+from shardgrad.train.stop import StopRequest
+
+
+def train(config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool) -> None:
+    """Trains as one of the ranks, until the last step or a request to stop.
+
+    Args:
+        config: settings, the same on every rank.
+        world: this rank.
+        folder: folder of the run, on a disk visible to all ranks.
+        stop: checked after every step.
+        resume: start from the newest checkpoint in `folder`.
+
+    Raises:
+        Interrupted: `stop` was requested; the state is saved.
+        TrainingError: the run cannot continue.
+    """
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        is_async=config.checkpoint_async,
+        timeout_s=config.timeout,
+    )
+    checkpoints.acquire(world)
+    try:
+        _train(config, world, folder, stop, checkpoints, resume=resume)
+    finally:
+        checkpoints.release()
+
+
+def _train(
+    config: TrainConfig,
+    world: World,
+    folder: Path,
+    stop: StopRequest,
+    checkpoints: Checkpoints,
+    *,
+    resume: bool,
+) -> None:
+    corpus = load_corpus(
+        config.data,
+        limit_nbytes=config.data_limit_mib * 2**20,
+        validation_fraction=config.validation_fraction,
+        seq_len=config.seq_len,
+    )
+    mesh = build_mesh(world, config.mesh, timeout_s=config.timeout)
+    model = build_model(config, mesh, world.device)
+    optimizer = build_optimizer(model, config)
+    state = TrainState(model, optimizer, build_schedule(optimizer, config))
+    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ between ranks.
+    torch.manual_seed(config.seed + world.rank)
+    if resume:
+        checkpoints.load(state, world)
+    if state.step >= config.steps:
+        raise UsageError(f"The run has already made {state.step} steps: give a larger --steps to continue.")
+    title = f"{config.hf or config.preset} on {world.world_size} x {world.device.type}"
+    with choose_display(leads=world.leads, steps=config.steps, title=title) as display:
+        run = Run(config, world, folder, state, corpus, checkpoints, display)
+        run.open()
+        run.until_done(stop)
+
+
+class Run:
+    """A run on this rank: its steps, and the reports, checks, validations and checkpoints between them.
+
+    Args:
+        config: resolved settings.
+        world: this rank.
+        folder: folder of the run.
+        state: the state that steps change.
+        corpus: training and validation data.
+        checkpoints: the checkpoints of the run.
+        display: progress display.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        world: World,
+        folder: Path,
+        state: TrainState,
+        corpus: Corpus,
+        checkpoints: Checkpoints,
+        display: SilentDisplay,
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._folder = folder
+        self._state = state
+        self._corpus = corpus
+        self._checkpoints = checkpoints
+        self._display = display
+        self._record = RunRecord(folder) if world.leads else None
+        self._step = TrainStep(state, Sampler(corpus.train, config.seq_len, config.seed), config, world)
+        names = [name for name, p in state.model.named_parameters() if p.requires_grad]
+        self._nonfinite = NonfiniteCheck(names, config.on_nonfinite, folder, world)
+        self._silent_faults = SilentFaultCheck(state, world)
+        self._first_step = state.step
+        self._entropy = corpus.unigram_entropy()
+        self._validation_loss = float("nan")
+        self._began_s = self._reported_s = time.perf_counter()
+        self._unreported_steps = 0
+
+    def open(self) -> None:
+        """Writes and prints what is known before the first step."""
+        config, corpus, parameters = self._config, self._corpus, count_parameters(self._state.model)
+        if self._record is None:
+            return
+        self._checkpoints.discard_unfinished()
+        starts = [event for event in self._record.events() if event["event"] == "start"]
+        known = {str(event["digest"]) for event in starts if "digest" in event}
+        warning = self._record.begin(
+            config,
+            self._world,
+            step=self._state.step,
+            facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
+        )
+        self._display.note(
+            f"{parameters:,} parameters, {self._world.world_size} ranks on {self._world.device.type}, "
+            f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
+            f"{corpus.source}; run folder {self._folder}"
+        )
+        if warning is not None:
+            self._display.note(warning)
+        if self._state.step:
+            self._display.note(f"Resumed after step {self._state.step}.")
+        if known and corpus.digest not in known:
+            self._display.note("The text is not the one this run started with: training uses the new one.")
+        if config.plot:
+            # Before the first step, not after the last: the run may take days.
+            try:
+                require("matplotlib", feature="The picture of the loss curve (left out with --no-plot)")
+            except PartnerUnavailableError as error:
+                self._display.note(f"{error.what}: {error.fix}")
+
+    def until_done(self, stop: StopRequest) -> None:
+        """Trains, reports, checks, validates and saves until the last step or a request to stop."""
+        config, state = self._config, self._state
+        while state.step < config.steps:
+            result = self._step()
+            self._nonfinite.watch(state.step, result)
+            self._unreported_steps += 1
+            if self._is_due(config.log_every):
+                self._report(result)
+            if config.check_every and self._is_due(config.check_every):
+                self._check()
+            if self._is_due(config.eval_every):
+                self._validate()
+            recorder.enter("vote whether to go on")
+            is_stopping = self._world.any(stop.requested) and state.step < config.steps
+            if is_stopping or self._is_due(config.checkpoint_every):
+                self._save()
+            if is_stopping:
+                self._checkpoints.finish()
+                raise Interrupted(f"Stopped as asked after step {state.step}, which is saved.")
+        self._checkpoints.finish()
+        self._close()
+
+    def _is_due(self, every: int) -> bool:
+        return self._state.step % every == 0 or self._state.step == self._config.steps
+
+    def _report(self, result: StepResult) -> None:
+        """Gathers and displays every rank's metrics; the only place where a step waits for the device."""
+        recorder.enter("metrics")
+        norm = result.grad_norm
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        self._examine()
+        rows = self._world.gather([float(result.loss), float(memory_nbytes(self._world.device))])
+        now_s = time.perf_counter()
+        state, config = self._state, self._config
+        tokens = self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
+        elapsed_s = now_s - self._began_s
+        metrics = StepMetrics(
+            step=state.step,
+            loss=sum(row[0] for row in rows) / len(rows),
+            lr=result.lr,
+            grad_norm=float(norm),
+            tokens_per_s=tokens / (now_s - self._reported_s),
+            memory_nbytes=tuple(int(row[1]) for row in rows),
+            elapsed_s=elapsed_s,
+            remaining_s=elapsed_s / (state.step - self._first_step) * (config.steps - state.step),
+        )
+        self._reported_s, self._unreported_steps = now_s, 0
+        self._display.progress(metrics)
+        if self._record is not None:
+            self._record.step(metrics)
+
+    def _examine(self) -> None:
+        remark = self._nonfinite.examine()
+        if remark is not None:
+            self._display.note(remark)
+
+    def _check(self) -> None:
+        """Checks for faults that neither the loss nor an error shows."""
+        recorder.enter("check")
+        require_same_collectives(self._world.control)
+        self._silent_faults.compare_replicas()
+        remark = self._silent_faults.unchanged_parameters()
+        if remark is not None:
+            self._display.note(remark)
+
+    def _validate(self) -> None:
+        recorder.enter("validation")
+        began_s = time.perf_counter()
+        loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._world)
+        self._validation_loss = loss
+        self._display.note(
+            f"step {self._state.step}: validation loss {loss:.4f} nats per byte "
+            f"(byte-unigram entropy {self._entropy:.4f})"
+        )
+        if self._record is not None:
+            self._record.write("validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy)
+        self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
+
+    def _save(self) -> None:
+        recorder.enter("checkpoint")
+        began_s = time.perf_counter()
+        self._examine()
+        self._silent_faults.compare_replicas()
+        path = self._checkpoints.save(self._state, self._world)
+        seconds = time.perf_counter() - began_s
+        if self._record is not None:
+            self._record.write("checkpoint", step=self._state.step, path=str(path), seconds=seconds)
+        self._reported_s += seconds
+
+    def _close(self) -> None:
+        """Draws the loss curve and prints the result of the run."""
+        if self._record is None:
+            return
+        elapsed_s = time.perf_counter() - self._began_s
+        if self._config.plot:
+            self._record.draw(unigram_entropy=self._entropy)
+        self._display.note(
+            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} in "
+            f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per byte; "
+            f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
+        )

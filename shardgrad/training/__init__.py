@@ -1,1 +1,0 @@
-"""`shardgrad train`: a complete, resumable training program on top of the engine."""

@@ -1,0 +1,524 @@
+"""Checkpoints in one process: what goes in comes out, whole or not at all, and nothing else is believed."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardgrad import checkpoint
+from shardgrad.checkpoint import publish
+from shardgrad.checkpoint.boxes import Box, row_runs, tile
+from shardgrad.checkpoint.index import DTYPES
+from shardgrad.checkpoint.source import marker_of
+from shardgrad.checkpoint.text import listed, printable
+from shardgrad.errors import CheckpointError, CheckpointSaveError
+
+ROWS, LARGE = 15, 1500  # of the first tensor; a large one has several blocks
+
+
+def state(seed: int = 0, rows: int = ROWS) -> dict[str, Any]:
+    """Returns a state with every kind of leaf."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "weight": torch.randn(rows, 1000, generator=generator),
+            "a/b~c": torch.randn(3, generator=generator).bfloat16(),
+            "turned": torch.randn(4, 6, generator=generator).t(),
+        },
+        "step": torch.tensor(float(seed)),
+        "nothing": torch.zeros(0, 3),
+        "groups": [{"lr": 0.1 + seed, "betas": (0.9, 0.95), "name": "é", "none": None, "on": True, 3: seed}],
+    }
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(same(ours[key], theirs[key]) for key in theirs)
+    if isinstance(theirs, list | tuple):
+        return type(ours) is type(theirs) and all(map(same, ours, theirs))
+    return type(ours) is type(theirs) and ours == theirs
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A checkpoint of `state(0)`."""
+    checkpoint.save(state(), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def refused(folder: Path, words: str, rows: int = ROWS, **changes: Any) -> None:
+    """Asserts that a checkpoint is refused, with these words, and that nothing of a state was changed."""
+    ours = state(1, rows) | changes
+    before = copy.deepcopy(ours)
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(ours, folder)
+    assert same(ours, before)
+
+
+# -- round trips --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [ROWS, LARGE])
+def test_what_was_saved_is_loaded_in_place(tmp_path: Path, rows: int) -> None:
+    checkpoint.save(state(0, rows), tmp_path / "saved")
+    ours = state(1, rows)
+    addresses = [ours["model"][name].data_ptr() for name in ours["model"]]
+    assert same(checkpoint.load(ours, tmp_path / "saved"), state(0, rows))
+    assert same(ours["model"], state(0, rows)["model"])
+    assert [ours["model"][name].data_ptr() for name in ours["model"]] == addresses
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
+    numbers = torch.arange(64, dtype=torch.uint8)
+    values = numbers > 30 if dtype is torch.bool else numbers.view(dtype)
+    checkpoint.save({"x": values, "scalar": values[1]}, tmp_path / "c")
+    ours = {"x": torch.zeros_like(values), "scalar": torch.zeros_like(values[1])}
+    checkpoint.load(ours, tmp_path / "c")
+    for name, right in (("x", values), ("scalar", values[1])):
+        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+
+
+def test_a_state_may_be_loaded_into_another_precision(saved: Path) -> None:
+    ours = state(1)
+    ours["model"]["weight"] = ours["model"]["weight"].bfloat16()
+    checkpoint.load(ours, saved)
+    assert torch.equal(ours["model"]["weight"], state()["model"]["weight"].bfloat16())
+
+
+def test_parts_are_loaded_only_when_they_are_named_optional(saved: Path) -> None:
+    ours = {"model": {"weight": torch.zeros(ROWS, 1000), "new": torch.ones(2)}}
+    with pytest.raises(CheckpointError, match="model/new"):
+        checkpoint.load(ours, saved)
+    with pytest.raises(CheckpointError, match=r"also groups/0/3, .* nothing and 1 more"):
+        checkpoint.load(ours, saved, optional=("model/*",))
+    assert not ours["model"]["weight"].any()
+    checkpoint.load(ours, saved, optional=("*",))
+    assert torch.equal(ours["model"]["weight"], state()["model"]["weight"])
+    assert torch.equal(ours["model"]["new"], torch.ones(2))
+
+
+def test_a_checkpoint_of_torch_is_loaded_like_ours(tmp_path: Path) -> None:
+    dcp.save(state(), checkpoint_id=tmp_path, no_dist=True)
+    assert same(checkpoint.load(state(1), tmp_path), state())
+
+
+# -- atomicity ----------------------------------------------------------------------------------------------
+
+WRITES = ("open", "fsync", "rename", "mkdir", "replace")
+
+
+class Crash(BaseException):
+    """The end of the process, as far as the code under test can tell."""
+
+
+def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
+    """Makes the `number`-th change to the disk end the program; returns how many there have been."""
+    count = itertools.count()
+    seen = [0]
+
+    def counted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            seen[0] = next(count)
+            if seen[0] >= number:
+                raise Crash
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(os, "fsync", counted(os.fsync))
+    for name in ("rename", "mkdir", "replace", "open"):
+        monkeypatch.setattr(Path, name, counted(getattr(Path, name)))
+    monkeypatch.setattr(publish.shutil, "rmtree", counted(publish.shutil.rmtree))
+    return lambda: seen[0]
+
+
+def small(number: int) -> dict[str, Any]:
+    return {"x": torch.full((5,), float(number)), "n": number}
+
+
+def newest(series: checkpoint.Series) -> int:
+    """Returns which state the newest complete checkpoint holds; all of it."""
+    path = series.latest()
+    assert path is not None
+    ours = checkpoint.load(small(-1), path)
+    assert torch.equal(ours["x"], small(ours["n"])["x"])
+    return int(ours["n"])
+
+
+@pytest.mark.parametrize("second", [1, 2], ids=["the same step", "another step"])
+def test_a_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new(
+    second: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = set()
+    for number in itertools.count():
+        series = checkpoint.Series(tmp_path / str(number), keep=1)
+        first_path, second_path = series.path_of(1), series.path_of(second)
+        checkpoint.save(small(1), first_path, then=lambda path=first_path, s=series: s.publish(path))
+        with monkeypatch.context() as patch:
+            crash_at(patch, number)
+            try:
+                checkpoint.save(
+                    small(2), second_path, then=lambda path=second_path, s=series: s.publish(path)
+                )
+                crashed = False
+            except Crash:
+                crashed = True
+        found.add(newest(series))
+        series.recover()
+        found.add(newest(series))
+        assert not list((tmp_path / str(number)).glob("*.tmp"))
+        if not crashed:
+            break
+    assert number > 10
+    assert found == {1, 2}
+
+
+def test_a_folder_that_cannot_take_its_name_leaves_the_old_one_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint.save(small(1), tmp_path / "c")
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name == "c.tmp":
+            raise OSError(28, "No space left on device")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        with pytest.raises(CheckpointSaveError, match="No space left"):
+            checkpoint.save(small(2), tmp_path / "c")
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def test_what_replaced_nothing_whole_is_not_taken_for_a_replacement(tmp_path: Path) -> None:
+    """Somebody began to copy what an interruption had left, and was interrupted too."""
+    series = checkpoint.Series(tmp_path)
+    checkpoint.save(small(1), series.path_of(1))
+    series.path_of(1).rename(tmp_path / "step_000001.replaced")
+    series.path_of(1).mkdir()
+    (series.path_of(1) / "rank_00000.bin").write_bytes(b"")
+    series.recover()
+    assert newest(series) == 1
+
+
+def test_a_checkpoint_may_take_the_place_of_the_folder_one_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    checkpoint.save(small(1), ".")
+    assert checkpoint.load(small(0), tmp_path / "here")["n"] == 1
+
+
+def test_a_name_that_is_taken_by_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
+        checkpoint.save(small(1), tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+
+
+def test_what_is_no_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    for odd in ({1, 2}, b"bytes", object(), torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
+        with pytest.raises(CheckpointError, match="odd"):
+            checkpoint.save({"odd": odd}, tmp_path / "c")
+    with pytest.raises(CheckpointError, match="two entries"):
+        checkpoint.save({1: 1, "1": 2}, tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> None:
+    series = checkpoint.Series(tmp_path, keep=2)
+    for step in (5, 10, 999_999, 1_000_000):
+        path = series.path_of(step)
+        checkpoint.save(small(step), path, then=lambda path=path: series.publish(path))
+    assert [path.name for path in series.complete()] == ["step_999999", "step_1000000"]
+    assert newest(series) == 1_000_000
+    for name in ("step_999999\n", "step_999999/", "checkpoints/step_999999"):
+        (tmp_path / "latest").write_text(name)
+        assert newest(series) == 999_999
+    for wrong in ("../../etc", "step_000005", "", "\xff"):
+        (tmp_path / "latest").write_text(wrong, encoding="latin-1")
+        assert newest(series) == 1_000_000
+
+
+# -- asynchronous saving ------------------------------------------------------------------------------------
+
+
+def test_an_asynchronous_save_holds_the_state_of_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    begin = publish.Publication.finish
+    monkeypatch.setattr(
+        publish.Publication, "finish", lambda self, index: (gate.wait(10), begin(self, index))[1]
+    )
+    ours = state()
+    saving = checkpoint.save_async(ours, tmp_path / "c")
+    for tensor in ours["model"].values():
+        tensor.zero_()
+    ours["groups"][0]["lr"] = 7.0
+    assert not saving.done()
+    assert not (tmp_path / "c").exists()
+    gate.set()
+    saving.wait(10)
+    assert same(checkpoint.load(state(1), tmp_path / "c"), state())
+
+
+def test_two_saves_into_one_folder_do_not_write_over_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    finish = publish.Publication.finish
+    monkeypatch.setattr(
+        publish.Publication, "finish", lambda self, index: (gate.wait(10), finish(self, index))[1]
+    )
+    saving = checkpoint.save_async(small(1), tmp_path / "c")
+    for again in (checkpoint.save, checkpoint.save_async):
+        with pytest.raises(CheckpointSaveError, match="still running"):
+            again(small(2), tmp_path / "c")
+    gate.set()
+    saving.wait(10)
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 1
+    checkpoint.save(small(3), tmp_path / "c")
+    assert checkpoint.load(small(0), tmp_path / "c")["n"] == 3
+
+
+def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any, index: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(publish.Publication, "finish", full)
+    saving = checkpoint.save_async(state(), tmp_path / "c")
+    with pytest.raises(CheckpointSaveError, match="No space left"):
+        saving.wait(10)
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- damage -------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    checkpoint.save(state(0, LARGE), saved)
+    for name in ("rank_00000.bin", "index.json", "complete"):
+        right = (saved / name).read_bytes()
+        for at in (0, len(right) // 2, len(right) - 1):
+            damaged = bytearray(right)
+            damaged[at] ^= 4
+            (saved / name).write_bytes(damaged)
+            refused(saved, "damaged|not the one|malformed", LARGE)
+        (saved / name).write_bytes(right)
+    assert same(checkpoint.load(state(1, LARGE), saved), state(0, LARGE))
+
+
+@pytest.mark.parametrize("name", ["rank_00000.bin", "index.json", "complete"])
+@pytest.mark.parametrize("change", ["shorter", "longer", "gone", "link", "folder", "pipe"])
+def test_a_file_of_another_size_or_kind_is_refused(saved: Path, name: str, change: str) -> None:
+    path = saved / name
+    content = path.read_bytes()
+    path.unlink()
+    if change in ("shorter", "longer"):
+        path.write_bytes(content[:-3] if change == "shorter" else content + b"\0")
+    elif change == "link":
+        (saved.parent / "elsewhere").write_bytes(content)
+        path.symlink_to(saved.parent / "elsewhere")
+    elif change == "folder":
+        path.mkdir()
+    elif change == "pipe":
+        os.mkfifo(path)
+    refused(saved, "damaged|no complete|not the one")
+
+
+def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
+    wrong = {
+        "weight": torch.zeros(1000, ROWS),
+        "a/b~c": torch.zeros(3, dtype=torch.int64),
+        "turned": torch.zeros(6, 4),
+    }
+    refused(saved, r"model/a~1b~0c has torch.bfloat16 for torch.int64, model/weight has shape", model=wrong)
+    refused(saved, "entries for more, other", more=1, other=torch.zeros(1))
+    refused(saved, "step is a tensor, not a value", step=3)
+    refused(saved, "is a value, not a tensor", groups=[state()["groups"][0] | {"lr": torch.zeros(())}])
+    ours = state(1)
+    del ours["model"]["turned"]
+    with pytest.raises(CheckpointError, match="also model/turned"):
+        checkpoint.load(ours, saved)
+
+
+# -- hostile input ------------------------------------------------------------------------------------------
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the index of a checkpoint, and makes its marker agree."""
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    text = json.dumps(index).encode()
+    (folder / "index.json").write_bytes(text)
+    (folder / "complete").write_text(marker_of(text))
+
+
+def changes() -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
+    def entry(position: int, value: Any) -> Callable[[dict[str, Any]], Any]:
+        return lambda index: index["tensors"]["model/weight"].__setitem__(position, value)
+
+    def piece(position: int, value: Any) -> Callable[[dict[str, Any]], Any]:
+        return lambda index: index["tensors"]["model/weight"][2][0].__setitem__(position, value)
+
+    def of_file(position: int, value: Any) -> Callable[[dict[str, Any]], Any]:
+        return lambda index: index["files"][0].__setitem__(position, value)
+
+    for name in ("../secret", "/etc/passwd", "..", ".hidden", "a/b", "", "a" * 200, 7, "rank\n"):
+        yield f"file {name!r:.20}", of_file(0, name)
+    yield "file size", of_file(1, 2**70)
+    yield "dtype", entry(0, "object")
+    yield "shape", entry(1, [2**61, 2**61])
+    yield "negative shape", entry(1, [-ROWS, -1000])
+    yield "text for a shape", entry(1, "15")
+    yield "many dimensions", entry(1, [1] * 10_000)
+    yield "no pieces", entry(2, [])
+    yield (
+        "pieces twice",
+        lambda index: index["tensors"]["model/weight"][2].extend(index["tensors"]["model/weight"][2]),
+    )
+    yield "no such file", piece(0, 5)
+    yield "boolean file", piece(0, False)
+    yield "beyond the file", piece(1, 2**40)
+    yield "before the file", piece(1, -8)
+    yield "beyond the tensor", piece(2, [1, 0])
+    yield "larger than the tensor", piece(3, [ROWS + 1, 1000])
+    yield "too few checksums", piece(4, [])
+    yield "float checksum", piece(4, [1.5])
+    yield "value of another type", lambda index: index["values"].update(bad=[1, 2])
+    yield "both", lambda index: index["values"].update({"model/weight": 1})
+    yield "other version", lambda index: index.update(version=2)
+    yield "boolean version", lambda index: index.update(version=True)
+    yield "unknown key", lambda index: index.update(extra=1)
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in changes()])
+def test_an_index_that_lies_is_refused(saved: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    rewrite(saved, change)
+    refused(saved, "malformed")
+
+
+@pytest.mark.parametrize("text", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b"9" * 5_000])
+def test_an_index_that_is_no_json_table_is_refused(saved: Path, text: bytes) -> None:
+    (saved / "index.json").write_bytes(text)
+    (saved / "complete").write_text(marker_of(text))
+    refused(saved, "malformed")
+
+
+class Trap:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.path,)
+
+
+def test_nothing_in_a_checkpoint_of_torch_is_run(tmp_path: Path) -> None:
+    folder, sprung = tmp_path / "torch", tmp_path / "sprung"
+    dcp.save(state() | {"trap": Trap(sprung)}, checkpoint_id=folder, no_dist=True)
+    refused(folder, "holds only data", trap=1)
+    dcp.save(state(), checkpoint_id=tmp_path / "other", no_dist=True)
+    (tmp_path / "other" / ".metadata").write_bytes(pickle.dumps(Trap(sprung)))
+    refused(tmp_path / "other", "contents and nothing else")
+    assert not sprung.exists()
+
+
+def damage(folder: Path, change: Callable[[Any], Any]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_checkpoint_of_torch_that_lies_or_is_damaged_is_refused(tmp_path: Path) -> None:
+    def place(info: Any, **facts: Any) -> None:
+        for name, value in facts.items():
+            object.__setattr__(info, name, value)
+
+    def each(**facts: Any) -> Callable[[Any], Any]:
+        return lambda metadata: [place(info, **facts) for info in metadata.storage_data.values()]
+
+    for number, (change, words) in enumerate(
+        [
+            (each(relative_path="../elsewhere"), "names of files"),
+            (each(relative_path="gone.distcp"), "missing"),
+            (each(offset=10**12), "bytes inside"),
+            (each(length=10**12), "bytes inside"),
+            (each(offset=-1), "list of contents"),
+            (each(offset=1.5), "list of contents"),
+            (lambda m: setattr(m, "planner_data", 3), "list of contents"),
+            (each(transform_descriptors=["zip"]), "transformed by"),
+            (lambda m: place(m.state_dict_metadata["model.weight"], size=torch.Size([9, 9])), "make up"),
+            (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "make up"),
+            (lambda m: setattr(m, "storage_data", None), "list of contents"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        dcp.save(state(), checkpoint_id=folder, no_dist=True)
+        damage(folder, change)
+        refused(folder, words)
+    folder = tmp_path / "bits"
+    dcp.save(state(), checkpoint_id=folder, no_dist=True)
+    (data,) = folder.glob("*.distcp")
+    right = data.read_bytes()
+    data.write_bytes(right[: len(right) // 2])
+    refused(folder, "damaged")
+    damaged = bytearray(right)
+    damaged[len(right) // 2] ^= 1
+    data.write_bytes(damaged)
+    refused(folder, "undamaged")
+
+
+def test_names_from_a_file_cannot_steer_a_terminal() -> None:
+    assert printable("a\x1b[2J\n\u202eb") == "a\\x1b[2J\\n\\u202eb"
+    assert len(printable("x" * 10_000)) == 200
+    assert listed([f"n{i}" for i in range(5)], most=2) == "n0, n1 and 3 more"
+
+
+# -- boxes --------------------------------------------------------------------------------------------------
+
+
+def test_boxes_tile_a_tensor_only_if_they_cover_it_once() -> None:
+    quarters = [Box((r, c), (h, w)) for r, h in ((0, 3), (3, 2)) for c, w in ((0, 1), (1, 6))]
+    assert tile(quarters, (5, 7))
+    assert tile([Box((), ())], ())
+    assert tile([], (0, 4))
+    assert not tile(quarters[:-1], (5, 7))
+    assert not tile([*quarters, quarters[0]], (5, 7))
+    assert not tile(quarters, (5, 8))
+    assert not tile([Box((0, 0), (5, 6)), Box((0, 5), (5, 2))], (5, 7))
+
+
+def test_runs_of_rows_cover_a_box_and_are_no_longer_than_asked() -> None:
+    box = Box((2, 1), (7, 3))
+    runs = list(row_runs(box, (10, 5), most=10))
+    assert [(part.offset[0], part.shape) for part, _, _ in runs] == [
+        (2, (2, 3)),
+        (4, (2, 3)),
+        (6, (2, 3)),
+        (8, (1, 3)),
+    ]
+    assert [(first, last) for _, first, last in runs] == [(10, 20), (20, 30), (30, 40), (40, 45)]

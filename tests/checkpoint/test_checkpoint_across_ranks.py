@@ -1,0 +1,392 @@
+"""Checkpoints of several ranks: cut one way and loaded another, by either engine, agreed upon by all."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardgrad
+from shardgrad import checkpoint
+from shardgrad.checkpoint.plan import Part
+from shardgrad.errors import CheckpointError, CheckpointSaveError
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    hsdp_mesh,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
+MIB = 2**20
+
+
+def build(engine: Engine, seed: int, replicas: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    mesh = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
+    model = engine.shard_tower(tower(seed), **mesh)
+    home = shardgrad.optim if engine is SHARDGRAD else torch.optim
+    return model, home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, numbers: range) -> None:
+    for step in numbers:
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def nested(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
+    saved = get_state_dict(model, optim)
+    return {"model": saved[0], "optim": saved[1], f"rank_{dist.get_rank()}": {"own": dist.get_rank()}}
+
+
+def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
+    found: Tensors = {}
+    for name, param in model.named_parameters():
+        found[name] = param.detach().full_tensor().clone()
+        for key, value in sorted(optim.state[param].items()):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name}.{key}"] = value.detach().clone()
+    return found
+
+
+def save(engine: str, folder: str, replicas: int) -> Tensors:
+    model, optim = build(ENGINES[engine], 0, replicas)
+    steps(ENGINES[engine], model, optim, range(2))
+    checkpoint.save(nested(model, optim), folder)
+    return whole(model, optim)
+
+
+def load(engine: str, folder: str, replicas: int, right: Tensors) -> None:
+    model, optim = build(ENGINES[engine], 1, replicas)
+    state = checkpoint.load(nested(model, optim), folder, optional=("rank_*",))
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same_bits(whole(model, optim), right)
+    assert state[f"rank_{dist.get_rank()}"]["own"] == dist.get_rank()
+
+
+@pytest.mark.parametrize(
+    ("source", "writers", "write_replicas", "target", "readers", "read_replicas"),
+    [
+        ("shardgrad", 2, 1, "shardgrad", 2, 1),
+        ("shardgrad", 2, 1, "fsdp2", 4, 2),
+        ("fsdp2", 4, 2, "shardgrad", 2, 1),
+        ("shardgrad", 4, 2, "shardgrad", 4, 1),
+        ("shardgrad", 4, 1, "shardgrad", 1, 1),
+        ("shardgrad", 1, 1, "shardgrad", 4, 4),
+    ],
+)
+def test_a_checkpoint_loads_on_other_ranks_meshes_and_engines(
+    worlds: dict[int, Ranks],
+    tmp_path: Path,
+    source: str,
+    writers: int,
+    write_replicas: int,
+    target: str,
+    readers: int,
+    read_replicas: int,
+) -> None:
+    folder = str(tmp_path / "c")
+    right = worlds[writers].run(save, source, folder, write_replicas)[0]
+    # Every element once, whatever the number of replicas.
+    index = json.loads((tmp_path / "c" / "index.json").read_text())
+    nbytes = sum(tensor.nbytes for tensor in right.values())
+    assert sum(size for _, size in index["files"]) < nbytes + 64 * len(right) * writers
+    worlds[readers].run(load, target, folder, read_replicas, right)
+
+
+@cache
+def grid() -> Any:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+
+
+def any_cut_goes_into_any_other(folder: str) -> None:
+    full = torch.arange(7 * 5 * 3, dtype=torch.float32).reshape(7, 5, 3)
+    cuts = [
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(1)),
+        (Shard(2), Shard(0)),
+        (Shard(0), Shard(0)),
+        (Replicate(), Shard(1)),
+        (Replicate(), Replicate()),
+    ]
+    for number, written in enumerate(cuts):
+        path = f"{folder}/{number}"
+        checkpoint.save({"x": distribute_tensor(full, grid(), written)}, path)
+        for read in cuts:
+            ours = distribute_tensor(torch.zeros_like(full), grid(), read)
+            checkpoint.load({"x": ours}, path)
+            assert torch.equal(ours.full_tensor(), full), (written, read)
+
+
+def test_any_cut_of_a_tensor_loads_into_any_other(four_ranks: Ranks, tmp_path: Path) -> None:
+    four_ranks.run(any_cut_goes_into_any_other, str(tmp_path))
+
+
+def all_ranks_refuse_alike(folder: str) -> list[str]:
+    """What is wrong on one rank only is said by all, in the same words."""
+    rank, told = dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"x": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)]), "n": 1}
+    checkpoint.save(state, folder)
+    before = os.listdir(folder)
+
+    def refused(work: Any, kind: type[Exception]) -> None:
+        with pytest.raises(kind) as caught:
+            work()
+        told.append(str(caught.value))
+        assert torch.equal(state["x"].full_tensor(), torch.arange(10.0))
+
+    odd = state | {"y": object()} if rank == 1 else state
+    refused(lambda: checkpoint.save(odd, folder), CheckpointError)
+    refused(lambda: checkpoint.load(odd, folder), CheckpointError)
+    more = state | {"y": torch.zeros(2)} if rank == 1 else state
+    refused(lambda: checkpoint.load(more, folder), CheckpointError)
+    assert os.listdir(folder) == before
+    # Damage where only rank 1 reads: the second half of the tensor.
+    data = Path(folder) / "rank_00001.bin"
+    dist.barrier()
+    if rank == 1:
+        content = bytearray(data.read_bytes())
+        content[3] ^= 1
+        data.write_bytes(content)
+    dist.barrier()
+    refused(lambda: checkpoint.load(state, folder), CheckpointError)
+    # A folder that only rank 0 can be said to have: rank 1 looks for its part elsewhere.
+    elsewhere = folder if rank == 0 else folder + "/missing/deeper"
+    refused(lambda: checkpoint.save(state, elsewhere), CheckpointSaveError)
+    return told
+
+
+def test_what_is_wrong_on_one_rank_is_refused_by_all_in_the_same_words(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    ours, theirs = two_ranks.run(all_ranks_refuse_alike, str(tmp_path / "c"))
+    assert ours == theirs
+    assert all("rank 1" in words for words in ours)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def kept_copies_follow_a_load(folder: str, **options: Any) -> None:
+    """Some stages keep whole parameters, or a second cut of them, from step to step."""
+    if options.get("zero_stage") == "hfsdp":
+        options["mesh"] = hsdp_mesh(1, 2)
+    model = shardgrad.fully_shard(nn.Sequential(nn.Linear(8, 8)), **options)
+    optim = torch.optim.SGD(model.parameters(), lr=1.0)
+    x = torch.ones(1, 8)
+    saved = model(x).detach().clone()
+    checkpoint.save({"model": model.state_dict()}, folder)
+    model(x).sum().backward()
+    optim.step()
+    with torch.no_grad():
+        assert not torch.equal(model(x), saved)
+    checkpoint.load({"model": model.state_dict()}, folder)
+    assert torch.equal(model(x), saved)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, "hfsdp"])
+def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
+    two_ranks: Ranks, tmp_path: Path, stage: int | str
+) -> None:
+    two_ranks.run(kept_copies_follow_a_load, str(tmp_path / "c"), zero_stage=stage)
+
+
+def nothing_unloadable_replaces_a_checkpoint(folder: str) -> list[str]:
+    """Tries to save what would not load, over a checkpoint that does; returns what every rank was told."""
+    rank, told = dist.get_rank(), []
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"x": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])}
+    checkpoint.save(state, folder)
+    alone = dist.new_group([0])
+    own = [DeviceMesh("cpu", [number]) for number in range(2)][rank]
+
+    def refused(work: Any) -> None:
+        with pytest.raises(CheckpointSaveError) as caught:
+            work()
+        told.append(str(caught.value))
+
+    # Each rank has the whole of an "x", on a mesh of its own.
+    refused(lambda: checkpoint.save({"x": distribute_tensor(torch.zeros(10), own, [Shard(0)])}, folder))
+    # The disk that rank 1 sees is not that of rank 0, but was when rank 0 was here and died.
+    local = Path(folder + ".local" if rank else folder)
+    local.with_name(local.name + ".tmp").mkdir(exist_ok=True)
+    dist.barrier()
+    refused(lambda: checkpoint.save(state, local))
+    # A half of "x" is not with the ranks that save.
+    if rank == 0:
+        with pytest.raises(CheckpointSaveError, match="does not make up"):
+            checkpoint.save(state, folder, group=alone)
+    dist.barrier()
+    state["x"].to_local().zero_()
+    checkpoint.load(state, folder)
+    assert torch.equal(state["x"].full_tensor(), torch.arange(10.0))
+    return told
+
+
+def test_a_checkpoint_that_would_not_load_is_never_completed(two_ranks: Ranks, tmp_path: Path) -> None:
+    ours, theirs = two_ranks.run(nothing_unloadable_replaces_a_checkpoint, str(tmp_path / "c"))
+    assert ours == theirs
+    assert "does not make up" in ours[0]
+    assert "rank_00001.bin" in ours[1]
+
+
+def ranks_open_one_checkpoint(folder: str) -> None:
+    """As on a network disk, where one machine still sees the list of files of a while ago."""
+    state = {"x": torch.zeros(3), "step": 0}
+    for step in range(2):
+        checkpoint.save({"x": torch.full((3,), float(step)), "step": step}, f"{folder}/{step}")
+    with pytest.raises(CheckpointError, match="ranks would load different checkpoints"):
+        checkpoint.load(state, f"{folder}/{dist.get_rank()}")
+    assert not state["x"].any()
+
+
+def test_ranks_that_see_different_checkpoints_load_none(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(ranks_open_one_checkpoint, str(tmp_path))
+
+
+def a_copy_that_fails_on_one_rank_fails_on_all(folder: str) -> str:
+    group = dist.new_group(backend="gloo")
+
+    def fail(self: Part) -> Part:
+        raise MemoryError("no room for the copy")
+
+    with patch.object(Part, "copied", fail if dist.get_rank() else Part.copied):
+        began_s = time.monotonic()
+        with pytest.raises(CheckpointSaveError, match="no room for the copy") as caught:
+            checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+    assert time.monotonic() - began_s < 10
+    checkpoint.save_async({"x": torch.ones(3)}, folder, group=group).wait(60)
+    return str(caught.value)
+
+
+def test_an_asynchronous_save_without_room_for_its_copy_fails_on_all_ranks_at_once(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    for words in two_ranks.run(a_copy_that_fails_on_one_rank_fails_on_all, str(tmp_path / "c")):
+        assert "rank 1" in words
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+
+
+def training_goes_on_while_a_checkpoint_is_written(folder: str) -> None:
+    group = dist.new_group(backend="gloo")
+    model, optim = build(SHARDGRAD, 0, 1)
+    steps(SHARDGRAD, model, optim, range(2))
+    right = whole(model, optim)
+    with pytest.raises(CheckpointSaveError, match="group"):
+        checkpoint.save_async(nested(model, optim), folder)
+    saving = checkpoint.save_async(nested(model, optim), folder, group=group)
+    steps(SHARDGRAD, model, optim, range(2, 6))
+    saving.wait(60)
+    dist.barrier()
+    assert not torch.equal(whole(model, optim)["head.weight"], right["head.weight"])
+    load("shardgrad", folder, 1, right)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(two_ranks: Ranks, tmp_path: Path) -> None:
+    two_ranks.run(training_goes_on_while_a_checkpoint_is_written, str(tmp_path / "c"))
+
+
+def a_model_is_exported_whole(folder: str) -> None:
+    model, _ = build(SHARDGRAD, 0, 1)
+    checkpoint.export_safetensors(model.state_dict(), folder, file_nbytes=600)
+    dist.barrier()
+    found: Tensors = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        found |= import_module("safetensors.torch").load_file(path)
+    plain = tower(seed=1)
+    plain.load_state_dict(found)
+    assert_same_bits(dict(plain.named_parameters()), dict(tower(seed=0).named_parameters()))
+
+
+def test_a_sharded_model_is_exported_whole(two_ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    two_ranks.run(a_model_is_exported_whole, str(tmp_path / "st"))
+    assert len(list((tmp_path / "st").iterdir())) > 2
+
+
+def an_export_without_room_on_one_rank_fails_on_all(folder: str) -> str:
+    model, _ = build(SHARDGRAD, 0, 1)
+    empty = torch.empty
+
+    def full(*args: Any, **options: Any) -> torch.Tensor:
+        if dist.get_rank() and isinstance(args[0], torch.Size):  # of a whole parameter, not of a message
+            raise torch.OutOfMemoryError("no room for it")
+        return empty(*args, **options)
+
+    began_s = time.monotonic()
+    with (
+        patch.object(torch, "empty", full),
+        pytest.raises(CheckpointSaveError, match="no room for it") as caught,
+    ):
+        checkpoint.export_safetensors(model.state_dict(), folder)
+    assert time.monotonic() - began_s < 30
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_an_export_without_room_on_one_rank_fails_on_all_ranks_at_once(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    for words in two_ranks.run(an_export_without_room_on_one_rank_fails_on_all, str(tmp_path / "st")):
+        assert "rank 1" in words
+    assert list(tmp_path.iterdir()) == []
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+TENSORS, TENSOR_NBYTES = 6, 16 * MIB
+
+
+def peak_nbytes() -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def big(mesh: Any, value: float) -> dict[str, torch.Tensor]:
+    rows = TENSOR_NBYTES // 4 // 1024
+    local = torch.full((rows // mesh.size(), 1024), value)
+    return {f"t{i}": DTensor.from_local(local + i, mesh, [Shard(0)], run_check=False) for i in range(TENSORS)}
+
+
+def save_big(folder: str) -> None:
+    checkpoint.save(big(init_device_mesh("cpu", (dist.get_world_size(),)), 1.0), folder)
+
+
+def load_big(folder: str) -> int:
+    """Returns how much more memory than before this rank had at its peak."""
+    state = big(init_device_mesh("cpu", (dist.get_world_size(),)), 0.0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_nbytes()
+    checkpoint.load(state, folder)
+    extra = peak_nbytes() - before
+    for i in range(TENSORS):
+        assert (state[f"t{i}"].to_local() == 1.0 + i).all()
+    return extra
+
+
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1)])
+def test_loading_on_other_ranks_needs_less_memory_than_one_tensor_beside_the_shard(
+    worlds: dict[int, Ranks], tmp_path: Path, writers: int, readers: int
+) -> None:
+    worlds[writers].run(save_big, str(tmp_path / "c"))
+    for extra in worlds[readers].run(load_big, str(tmp_path / "c")):
+        assert extra < TENSOR_NBYTES, f"{extra / MIB:.1f} MiB"

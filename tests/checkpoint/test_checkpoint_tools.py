@@ -1,0 +1,183 @@
+"""Checkpoints looked at, checked and converted, from Python and from the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner, Result
+
+from shardgrad import checkpoint
+from shardgrad.checkpoint.source import marker_of
+from shardgrad.cli import main
+from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError, PartnerUnavailableError
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    """Returns a small state with the structure of a model and its optimizer; the largest has two blocks."""
+    weight = torch.arange(1300 * 1000, dtype=torch.float32).reshape(1300, 1000) * value
+    return {
+        "model": {"layers.0.weight": weight, "bias": torch.full((7,), value, dtype=torch.bfloat16)},
+        "optim": {
+            "state": {"bias": {"step": torch.tensor(value), "exp_avg": torch.full((7,), -value)}},
+            "param_groups": [{"params": ["layers.0.weight", "bias"], "lr": value, "nesterov": False}],
+        },
+    }
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_same(ours[key], value)
+    elif isinstance(theirs, list):
+        for mine, other in zip(ours, theirs, strict=True):
+            assert_same(mine, other)
+    else:
+        assert ours == theirs
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    checkpoint.save(state(), tmp_path / "ours")
+    return tmp_path / "ours"
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)])
+
+
+def test_a_checkpoint_becomes_torchs_and_comes_back_the_same(saved: Path, tmp_path: Path) -> None:
+    checkpoint.convert(saved, tmp_path / "torch", to="torch")
+    theirs = state(0.0)
+    dcp.load(theirs, checkpoint_id=tmp_path / "torch", no_dist=True)
+    assert_same(theirs, state())
+    checkpoint.convert(tmp_path / "torch", tmp_path / "back", to="shardgrad")
+    assert_same(checkpoint.load(state(0.0), tmp_path / "back"), state())
+
+
+def test_a_part_of_a_checkpoint_is_written_without_its_name(saved: Path, tmp_path: Path) -> None:
+    checkpoint.convert(saved, tmp_path / "model", to="shardgrad", only="model")
+    assert_same(checkpoint.load(state(0.0)["model"], tmp_path / "model"), state()["model"])
+    with pytest.raises(CheckpointError, match="nothing of that name"):
+        checkpoint.convert(saved, tmp_path / "none", to="torch", only="modem")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_damaged_checkpoint_is_not_converted(saved: Path, tmp_path: Path) -> None:
+    content = bytearray((saved / "rank_00000.bin").read_bytes())
+    content[5] ^= 1
+    (saved / "rank_00000.bin").write_bytes(content)
+    for form in ("shardgrad", "torch"):
+        with pytest.raises(CheckpointError, match="damaged"):
+            checkpoint.convert(saved, tmp_path / "new", to=form)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_nothing_is_converted_onto_other_files_or_into_no_format(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    for form in ("shardgrad", "torch"):
+        with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
+            checkpoint.convert(saved, tmp_path / "full", to=form)
+    with pytest.raises(OptionError, match="shardgrad, torch, safetensors"):
+        checkpoint.convert(saved, tmp_path / "new", to="pickle")
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("names", "to"), [(("a.b", "a/b"), "torch"), (("a", "a/b"), "torch"), (("a.b", "a/b"), "safetensors")]
+)
+def test_names_that_a_format_cannot_keep_apart_are_not_converted(
+    names: tuple[str, str], to: str, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    checkpoint.save({f"t{i}": torch.full((2,), float(i)) for i in range(2)}, source)
+    index = (source / "index.json").read_text()
+    for i, name in enumerate(names):
+        index = index.replace(f'"t{i}"', json.dumps(name))
+    (source / "index.json").write_text(index)
+    (source / "complete").write_text(marker_of(index.encode()))
+    with pytest.raises(CheckpointError, match="in that format"):
+        checkpoint.convert(source, target, to=to)
+    assert not target.exists()
+
+
+def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    model = state()["model"] | {"tied": state()["model"]["bias"]}
+    model["also tied"] = model["tied"]
+    checkpoint.export_safetensors(model, tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    assert_same(load_file(tmp_path / "one" / "model.safetensors"), model)
+    checkpoint.export_safetensors(model, tmp_path / "many", file_nbytes=2**20)
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(model)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model.values())
+    for name, file in index["weight_map"].items():
+        assert_same(load_file(tmp_path / "many" / file)[name], model[name])
+    assert len(set(index["weight_map"].values())) == 2
+
+
+def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    result = run("convert", saved, tmp_path / "st", "--to", "safetensors", "--only", "model")
+    assert result.exit_code == 0, result.output
+    assert_same(load_file(tmp_path / "st" / "model.safetensors"), state()["model"])
+
+
+def test_without_the_package_safetensors_the_command_says_what_to_install(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(PartnerUnavailableError, match=r"pip install .shardgrad\[safetensors\]."):
+        checkpoint.export_safetensors(state()["model"], tmp_path / "st")
+    result = run("convert", saved, tmp_path / "st", "--to", "safetensors")
+    assert result.exit_code == 2
+    assert "pip install 'shardgrad[safetensors]'" in result.stderr
+    assert not (tmp_path / "st").exists()
+
+
+def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
+    result = run("verify", saved)
+    assert (result.exit_code, result.output) == (
+        0,
+        f"{saved} is complete and undamaged: 4 tensors, 4.96 MiB.\n",
+    )
+    content = bytearray((saved / "rank_00000.bin").read_bytes())
+    content[-1] ^= 1
+    (saved / "rank_00000.bin").write_bytes(content)
+    result = run("verify", saved)
+    assert result.exit_code == 1
+    assert "optim/state/bias/exp_avg in the checkpoint is damaged" in result.stderr
+
+
+def test_inspect_lists_what_is_there_and_escapes_it(tmp_path: Path) -> None:
+    checkpoint.save({"a\x1b[2J": {"w": torch.zeros(2, 3)}, "text": "\x1b]0;boo\x07", "n": 3}, tmp_path / "c")
+    result = run("inspect", tmp_path / "c", "--all")
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert "a\\x1b[2J/w  float32 2x3  1 piece" in result.output
+    assert "n = 3" in result.output
+    assert "2 values that are not tensors" in result.output
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
+    series = checkpoint.Series(tmp_path / "run" / "checkpoints")
+    for step in (3, 6):
+        path = series.path_of(step)
+        checkpoint.save({"n": step}, path, then=lambda path=path: series.publish(path))
+    for place in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
+        assert f"{series.path_of(6)}, written by shardgrad" in run("inspect", place).output
+    result = run("verify", tmp_path)
+    assert result.exit_code == 1
+    assert "no complete checkpoint" in result.stderr

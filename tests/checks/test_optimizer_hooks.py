@@ -1,0 +1,145 @@
+"""Hooks on optimizers are there while a sharded model is, and change nothing for other optimizers."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import shardgrad
+from shardgrad.checks import optimizer_hooks
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _workers_without_models(worlds: dict[int, Ranks]) -> None:
+    """Earlier tests may have left models alive in their workers."""
+    worlds[2].stop()
+
+
+def hooks() -> int:
+    return len(torch_optimizer._global_optimizer_pre_hooks) + len(
+        torch_optimizer._global_optimizer_post_hooks
+    )
+
+
+def backward(model: nn.Module) -> None:
+    model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+
+
+def hooks_live_and_die_with_models() -> None:
+    gc.collect()
+    assert hooks() == 0, "an earlier test's model is alive"
+    one, other = SHARDGRAD.fully_shard(stack(5, 3)), SHARDGRAD.fully_shard(stack(5, 3))
+    assert hooks() == 2, "one before steps and one after them, whatever the number of models"
+    backward(one)
+    del one
+    gc.collect()
+    assert hooks() == 2
+    del other
+    gc.collect()
+    assert hooks() == 0
+    again = SHARDGRAD.fully_shard(stack(5, 3))
+    assert hooks() == 2
+    del again
+    gc.collect()
+    assert hooks() == 0
+
+
+def test_hooks_live_and_die_with_sharded_models(two_ranks: Ranks) -> None:
+    two_ranks.run(hooks_live_and_die_with_models)
+
+
+def other_optimizers() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    plain = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
+    plain(torch.ones(1, 5)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+        optimizer.step()
+    watched = optimizer_hooks._hooks._watched[optimizer]
+    assert (watched.groups, watched.first_step) == ([], None)
+    assert model is not None
+
+
+def test_an_optimizer_without_sharded_parameters_is_neither_checked_nor_counted(two_ranks: Ranks) -> None:
+    two_ranks.run(other_optimizers)
+
+
+def sharded_after_a_first_look() -> None:
+    """An optimizer that had nothing to do with any model, until its parameters were sharded."""
+    kept = SHARDGRAD.fully_shard(stack(5, 3))  # so that hooks are there from the beginning
+    model = stack(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    SHARDGRAD.fully_shard(model)
+    backward(model)
+    with pytest.warns(shardgrad.UntrainedParameterWarning, match="before fully_shard"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()  # once is enough
+    assert kept is not None
+
+
+def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded(two_ranks: Ranks) -> None:
+    two_ranks.run(sharded_after_a_first_look)
+
+
+def dies_during_a_step() -> None:
+    """torch iterates over its hooks then, so removing them would break the step of another optimizer."""
+    gc.collect()
+    models = [SHARDGRAD.fully_shard(stack(5, 3))]
+    plain = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def drop_the_model(*_: object) -> None:
+        models.clear()
+        gc.collect()
+
+    handles = [
+        torch_optimizer.register_optimizer_step_pre_hook(drop_the_model),
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None),
+    ]
+    plain(torch.ones(1, 5)).sum().backward()
+    optimizer.step()
+    assert hooks() == 2 + len(handles), "left, with nothing to do"
+    for handle in handles:
+        handle.remove()
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    assert hooks() == 2
+    del model
+    gc.collect()
+    assert hooks() == 0
+
+
+def test_a_model_may_die_during_the_step_of_another_optimizer(two_ranks: Ranks) -> None:
+    two_ranks.run(dies_during_a_step)
+
+
+def a_fused_step() -> None:
+    """Version counters do not see it; parameters that stay unsharded are gathered again nevertheless."""
+    model = stack(5, 3)
+    shardgrad.fully_shard(model, reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = SHARDGRAD.inputs(0, 5)
+    before = model(x)
+    before.sum().backward()
+    optimizer.step()
+    weight, bias = (param.full_tensor() for param in optimizer.param_groups[0]["params"])
+    after = model(x)
+    assert torch.equal(after, nn.functional.linear(x, weight, bias))
+    assert not torch.equal(after, before)
+
+
+def test_a_fused_step_makes_unsharded_parameters_stale(two_ranks: Ranks) -> None:
+    two_ranks.run(a_fused_step)

@@ -1,0 +1,150 @@
+"""The first step of an optimizer says which parameters stand still."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+import shardgrad
+from shardgrad import UntrainedParameterWarning
+from shardgrad.policies import GradientPolicy
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
+
+
+def said(action: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught if issubclass(w.category, UntrainedParameterWarning)]
+
+
+def backward(model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    model(SHARDGRAD.inputs(0, 5).to(dtype)).square().mean().backward()
+
+
+def the_wrong_attribute() -> None:
+    model = stack(5, 3)
+    shardgrad.fully_shard(model, gradient_policy=GradientPolicy(decoupled=True))
+    optim = torch.optim.AdamW(model.parameters())
+    backward(model)
+    (text,) = said(optim.step)
+    assert "0.weight" in text
+    assert "decoupled_grad" in text
+    assert not said(optim.step), "once is enough"
+
+
+def steps_that_vanish() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-9)
+    backward(model, torch.bfloat16)
+    (text,) = said(optim.step)
+    assert "did not move" in text
+    assert "master" in text
+
+
+def gradients_that_are_missing() -> None:
+    model = SHARDGRAD.fully_shard(_Half())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    (text,) = said(optim.step)
+    assert "unused.weight" in text
+    assert "used.weight, used.bias" not in text
+
+
+class _Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def silence_when_all_is_well() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model[0].bias.requires_grad_(False)
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    assert not said(optim.step)
+
+
+def a_warm_up_from_zero_is_waited_for() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.0)
+    backward(model)
+    assert not said(optim.step)
+    optim.param_groups[0]["lr"] = 1e-30
+    assert said(optim.step), "the first step that should have moved something is the one that counts"
+
+
+def a_pretended_step_is_waited_for() -> None:
+    """torch's state dict functions take a step with a learning rate and gradients of zero to make state."""
+    model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-9)
+    assert not said(lambda: get_optimizer_state_dict(model, optim))
+    backward(model, torch.bfloat16)
+    (text,) = said(optim.step)
+    assert "did not move" in text
+
+
+def a_group_that_is_warmed_up_later_is_not_spoken_of() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.0}, {"params": [model[0].bias]}], lr=0.1)
+    backward(model)
+    assert not said(optim.step)
+
+
+def groups_without_parameters_or_with_frozen_ones() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    model[0].requires_grad_(False)
+    groups = [list(model[2].parameters()), [], list(model[0].parameters())]
+    for home in (torch.optim, shardgrad.optim):
+        optim = home.SGD([{"params": group} for group in groups], lr=0.1)
+        backward(model)
+        (text,) = said(optim.step)
+        assert "groups have no parameter that requires a gradient: 1, 2." in text
+        assert not said(optim.step)
+
+
+def parameters_from_before_sharding() -> None:
+    model = stack(5, 3)
+    optim = torch.optim.AdamW(model.parameters())
+    SHARDGRAD.fully_shard(model)
+    backward(model)
+    (text,) = said(optim.step)
+    assert "2 parameters were those from before fully_shard" in text
+
+
+def a_skipped_step_is_waited_for() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    model[0].bias.grad.fill_(torch.inf)
+    shardgrad.clip_grad_norm_(model, 1.0)
+    assert not said(optim.step)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        the_wrong_attribute,
+        steps_that_vanish,
+        gradients_that_are_missing,
+        silence_when_all_is_well,
+        a_warm_up_from_zero_is_waited_for,
+        a_skipped_step_is_waited_for,
+        a_pretended_step_is_waited_for,
+        a_group_that_is_warmed_up_later_is_not_spoken_of,
+        groups_without_parameters_or_with_frozen_ones,
+        parameters_from_before_sharding,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_the_first_step_speaks_of(two_ranks: Ranks, case: Any) -> None:
+    two_ranks.run(case)

@@ -1,0 +1,300 @@
+"""State dicts, distributed checkpoints, meta construction, and dtype changes."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    close_to_unsharded,
+    hsdp_mesh,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    token_loss,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+ENGINES = {"shardgrad": SHARDGRAD, "fsdp2": FSDP2}
+
+
+def shared_folder() -> Path:
+    """Returns a new folder that all ranks know."""
+    name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(name)
+    return Path(name[0])
+
+
+def continue_training(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
+    """Takes two more steps with an optimizer that has state."""
+    for step in (10, 11):
+        optim.zero_grad()
+        loss = model(engine.tokens(step)[0]).square().mean()
+        loss.backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+def options_of(kind: str) -> dict[str, Any]:
+    """Returns how to shard: rows over all ranks, over one of two axes, or even columns."""
+    if kind == "replicas":
+        return {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)}
+    even = lambda param: Shard(1) if param.ndim == 2 and param.shape[1] % 2 == 0 else None  # noqa: E731
+    return {"shard_placement_fn": even} if kind == "columns" else {}
+
+
+def even_tower() -> nn.Module:
+    """A tower whose layers' first matrix has columns that two ranks divide."""
+    model = tower()
+    for layer in model.layers:
+        layer.up, layer.norm, layer.down = nn.Linear(8, 11), nn.LayerNorm(8), nn.Linear(11, 8)
+    model.embedding, model.norm, model.head = nn.Embedding(13, 8), nn.RMSNorm(8), nn.Linear(8, 13)
+    return model
+
+
+def state_dict_shares_storage(kind: str) -> None:
+    originals = even_tower().state_dict()
+    model = even_tower()
+    model.load_state_dict(originals)
+    SHARDGRAD.shard_tower(model, **options_of(kind))
+    model(SHARDGRAD.tokens(0)[0])
+    state = model.state_dict()
+    params = dict(model.named_parameters())
+    assert list(state) == list(originals)
+    for name, value in state.items():
+        assert isinstance(value, DTensor), name
+        assert value.to_local().data_ptr() == params[name].to_local().data_ptr(), name
+        assert torch.equal(value.full_tensor(), originals[name]), name
+
+
+def state_dict_round_trip(kind: str) -> None:
+    model = SHARDGRAD.shard_tower(even_tower(), **options_of(kind))
+    train(SHARDGRAD, model, steps=1)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    addresses = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
+    expected = train(SHARDGRAD, model, optimizer="sgd", first_step=1)
+    model.load_state_dict(state)
+    assert {name: param.to_local().data_ptr() for name, param in model.named_parameters()} == addresses
+    assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
+
+
+def full_state_loads_into_a_plain_model() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    train(SHARDGRAD, model, steps=1)
+    plain = tower(seed=1)
+    full = {name: value.full_tensor().cpu() for name, value in model.state_dict().items()}
+    assert list(full) == list(plain.state_dict())
+    plain.load_state_dict(full)
+    tokens = SHARDGRAD.tokens(5)[0]
+    assert torch.equal(plain(tokens), model(tokens))
+
+
+def checkpoint_moves_between_engines(source: str, target: str) -> None:
+    """Saves model and optimizer of one engine, loads them in another, and both train on alike."""
+    writer, reader = ENGINES[source], ENGINES[target]
+    model = writer.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    continue_training(writer, model, optim)
+    folder = shared_folder()
+    saved_model, saved_optim = get_state_dict(model, optim)
+    dcp.save({"model": saved_model, "optim": saved_optim}, checkpoint_id=folder)
+    other = reader.shard_tower(tower(seed=1))
+    other_optim = make_optimizer("adamw", other)
+    state_model, state_optim = get_state_dict(other, other_optim)
+    state = {"model": state_model, "optim": state_optim}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same_bits(continue_training(reader, other, other_optim), continue_training(writer, model, optim))
+
+
+def full_state_from_rank_0() -> None:
+    right = tower(seed=3)
+    model = SHARDGRAD.shard_tower(tower(seed=1))
+    full = right.state_dict() if dist.get_rank() == 0 else {}
+    set_model_state_dict(
+        model, full, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    )
+    gathered = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert_same_bits(dict(gathered), dict(right.state_dict()))
+
+
+def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:
+    """torch's function fills a model on the meta device, from a whole state on every rank or on one."""
+    model = meta_tower(engine)
+    state = {} if from_rank_0 and dist.get_rank() else tower(seed=3).state_dict()
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    set_model_state_dict(model, state, options=options)
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    return train(engine, model)
+
+
+def meta_tower(engine: Engine) -> nn.Module:
+    with torch.device("meta"):
+        model = tower()
+    return engine.shard_tower(model)
+
+
+def initialise(model: nn.Module) -> None:
+    """Fills parameters, wherever they are sharded, from their names' order."""
+    for i, param in enumerate(model.parameters()):
+        generator = torch.Generator().manual_seed(i)
+        full = torch.randn(param.shape, generator=generator) * 0.2
+        with torch.no_grad():
+            param.copy_(distribute_tensor(full, param.device_mesh, param.placements))
+
+
+def train_from_meta(engine: Engine) -> Tensors:
+    model = meta_tower(engine)
+    model.to_empty(device="cpu")
+    initialise(model)
+    return train(engine, model)
+
+
+def train_from_assigned_state(engine: Engine) -> Tensors:
+    model = meta_tower(engine)
+    full = tower(seed=4).state_dict()
+    sharded = {
+        name: nn.Parameter(distribute_tensor(full[name], param.device_mesh, param.placements))
+        for name, param in model.named_parameters()
+    }
+    model.load_state_dict(sharded, assign=True)
+    return train(engine, model)
+
+
+def train_reset_modules(engine: Engine) -> Tensors:
+    model = meta_tower(engine)
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    initialise(model)
+    for layer in model.layers:
+        layer.norm.reset_parameters()
+    model.norm.reset_parameters()
+    return train(engine, model)
+
+
+def train_in_bf16_after_to(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    model.to(torch.bfloat16)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    assert {param.to_local().dtype for param in model.parameters()} == {torch.bfloat16}
+    return train(engine, model, optimizer="sgd", steps=1)
+
+
+def train_to_float64_after_a_step(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower().float())
+    train(engine, model, steps=1)
+    model.double()
+    return train(engine, model, first_step=1)
+
+
+def state_dict_under_every_reshard_state(reshard_after_forward: bool | int) -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
+    model(SHARDGRAD.tokens(0)[0])
+    states = get_model_state_dict(model), model.state_dict()
+    assert list(states[0]) == list(states[1])
+    for state in states:
+        for name, value in state.items():
+            assert torch.equal(value.full_tensor(), tower().state_dict()[name]), name
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor), name
+        assert param.device_mesh.size() == dist.get_world_size(), name
+
+
+KINDS = pytest.mark.parametrize("kind", ["rows", "replicas", "columns"])
+
+
+@KINDS
+def test_a_state_dict_shares_storage_with_the_shards(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(state_dict_shares_storage, kind)
+
+
+@KINDS
+def test_loading_a_state_dict_restores_the_run_in_place(two_ranks: Ranks, kind: str) -> None:
+    two_ranks.run(state_dict_round_trip, kind)
+
+
+def test_a_full_state_loads_into_a_plain_model(two_ranks: Ranks) -> None:
+    two_ranks.run(full_state_loads_into_a_plain_model)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")]
+)
+def test_a_checkpoint_of_one_engine_continues_in_the_other(
+    two_ranks: Ranks, source: str, target: str
+) -> None:
+    two_ranks.run(checkpoint_moves_between_engines, source, target)
+
+
+def test_a_full_state_on_rank_0_is_broadcast_into_the_shards(two_ranks: Ranks) -> None:
+    two_ranks.run(full_state_from_rank_0)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
+def test_torchs_function_fills_a_meta_model_as_under_fsdp2(two_ranks: Ranks, from_rank_0: bool) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_from_a_set_state, from_rank_0)
+
+
+@pytest.mark.parametrize("program", [train_from_meta, train_from_assigned_state, train_reset_modules])
+def test_late_data_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: object) -> None:
+    two_ranks.run(same_bits_as_fsdp2, program)
+
+
+def test_a_model_cast_after_sharding_trains_like_fsdp2_in_its_first_step(two_ranks: Ranks) -> None:
+    two_ranks.run(cast_models_agree)
+
+
+def every_gradient_arrives_after_every_cast() -> None:
+    """Each cast makes new whole parameters, some at the addresses of old ones, and each needs its hook."""
+    model = SHARDGRAD.shard_tower(tower())
+    for cast in range(24):
+        model.to(torch.float64 if cast % 2 else torch.float32)
+        token_loss(model, SHARDGRAD.tokens(cast)).backward()
+        assert [name for name, param in model.named_parameters() if param.grad is None] == []
+        model.zero_grad()
+
+
+def test_no_gradient_is_lost_however_often_a_model_is_cast(two_ranks: Ranks) -> None:
+    two_ranks.run(every_gradient_arrives_after_every_cast)
+
+
+def test_a_model_cast_between_steps_trains_on_like_an_unsharded_one(two_ranks: Ranks) -> None:
+    # The first step is in fp32, whose sums differ by their order (2^-24), with a margin for Adam's division.
+    two_ranks.run(close_to_unsharded, train_to_float64_after_a_step, tolerance=1e-4)
+
+
+def cast_models_agree() -> None:
+    ours, theirs = train_in_bf16_after_to(SHARDGRAD), train_in_bf16_after_to(FSDP2)
+    assert list(ours) == list(theirs)
+    for name, right in theirs.items():
+        assert ours[name].dtype == right.dtype == torch.bfloat16 or "loss" in name
+        # One rounding to bf16 more or less, of the gradient and then of the weight.
+        torch.testing.assert_close(ours[name], right, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
+def test_a_state_dict_after_forward_holds_the_shards(
+    four_ranks: Ranks, reshard_after_forward: bool | int
+) -> None:
+    four_ranks.run(state_dict_under_every_reshard_state, reshard_after_forward)

@@ -1,0 +1,300 @@
+"""Checkpoints between engines, worlds and meshes; every option of torch's state-dict functions."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    hsdp_mesh,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+ENGINES = {"fsdp2": FSDP2, "shardgrad": SHARDGRAD}
+Trained = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def build(engine: Engine, seed: int = 0, replicas: int = 1) -> Trained:
+    """Returns a sharded tower and its AdamW: each engine with the optimizer its users have."""
+    mesh = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
+    model = engine.shard_tower(tower(seed), **mesh)
+    home = shardgrad.optim if engine is SHARDGRAD else torch.optim
+    return model, home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def trained(engine: Engine, steps: int = 2, **options: Any) -> Trained:
+    model, optim = build(engine, **options)
+    for step in range(steps):
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    return model, optim
+
+
+def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
+    """Returns copies of parameters and of their state, whole."""
+    found: Tensors = {}
+    for name, param in model.named_parameters():
+        found[name] = param.detach().full_tensor().clone()
+        for key, value in sorted(optim.state[param].items()):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name}.{key}"] = value.detach().clone().cpu()
+    return found
+
+
+# -- between worlds and meshes ------------------------------------------------------------------------------
+
+
+def save(engine: str, folder: str, replicas: int) -> Tensors:
+    model, optim = trained(ENGINES[engine], replicas=replicas)
+    saved_model, saved_optim = get_state_dict(model, optim)
+    dcp.save({"model": saved_model, "optim": saved_optim}, checkpoint_id=folder)
+    return whole(model, optim)
+
+
+def load(engine: str, folder: str, replicas: int, right: Tensors) -> None:
+    model, optim = build(ENGINES[engine], seed=1, replicas=replicas)
+    state_model, state_optim = get_state_dict(model, optim)
+    state = {"model": state_model, "optim": state_optim}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    assert_same_bits(whole(model, optim), right)
+
+
+@pytest.mark.parametrize(
+    ("writers", "write_replicas", "readers", "read_replicas"),
+    [(2, 1, 4, 1), (4, 1, 2, 1), (4, 2, 2, 1), (2, 1, 4, 2), (4, 2, 4, 1), (4, 1, 4, 4)],
+    ids=["2 to 4", "4 to 2", "2x2 to 2", "2 to 2x2", "2x2 to 4", "4 to 4x1"],
+)
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
+def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
+    two_ranks: Ranks,
+    four_ranks: Ranks,
+    tmp_path: Path,
+    source: str,
+    target: str,
+    writers: int,
+    write_replicas: int,
+    readers: int,
+    read_replicas: int,
+) -> None:
+    worlds = {2: two_ranks, 4: four_ranks}
+    right = worlds[writers].run(save, source, str(tmp_path), write_replicas)[0]
+    worlds[readers].run(load, target, str(tmp_path), read_replicas, right)
+
+
+# -- options ------------------------------------------------------------------------------------------------
+
+
+def plain(state: Any) -> Any:
+    """Returns a nested state with DTensors replaced by what they are: placements and this rank's part."""
+    if isinstance(state, DTensor):
+        return (str(state.placements), tuple(state.shape), state.to_local())
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return [plain(value) for value in state] if isinstance(state, list) else state
+
+
+def assert_same_state(ours: Any, theirs: Any, where: str = "") -> None:
+    """Requires the same structure, devices and bits."""
+    if isinstance(theirs, torch.Tensor):
+        assert (ours.dtype, ours.device, ours.shape) == (theirs.dtype, theirs.device, theirs.shape), where
+        assert torch.equal(ours, theirs), where
+    elif isinstance(theirs, dict):
+        assert list(ours) == list(theirs), where
+        for key, value in theirs.items():
+            assert_same_state(ours[key], value, f"{where}.{key}")
+    elif isinstance(theirs, list | tuple):
+        assert len(ours) == len(theirs), where
+        for i, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+            assert_same_state(mine, other, f"{where}[{i}]")
+    else:
+        assert ours == theirs, where
+
+
+def options_agree(options: StateDictOptions) -> None:
+    """The same state dicts as FSDP2's, with torch's optimizer under both, and both load them."""
+    states = []
+    for engine in (SHARDGRAD, FSDP2):
+        model = engine.shard_tower(tower())
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        token_loss(model, engine.tokens(0)).backward()
+        optim.step()
+        model_state = get_model_state_dict(model, options=options)
+        optim_state = get_optimizer_state_dict(model, optim, options=options)
+        states.append({"model": plain(model_state), "optim": plain(optim_state)})
+        if options.full_state_dict and options.cpu_offload and dist.get_rank():
+            assert (model_state, optim_state) == ({}, {})
+            continue
+        other = engine.shard_tower(tower(seed=1))
+        if not options.full_state_dict:
+            set_model_state_dict(other, model_state, options=options)
+            assert_same_bits(
+                {n: p.to_local() for n, p in other.named_parameters()},
+                {n: p.to_local() for n, p in model.named_parameters()},
+            )
+    assert_same_state(*states)
+
+
+@pytest.mark.parametrize("flatten", [False, True], ids=["nested", "flattened"])
+@pytest.mark.parametrize("cpu", [False, True], ids=["in place", "on the CPU"])
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+def test_state_dicts_are_fsdp2s_with_every_option(
+    two_ranks: Ranks, full: bool, cpu: bool, flatten: bool
+) -> None:
+    options = StateDictOptions(full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flatten)
+    two_ranks.run(options_agree, options)
+
+
+def full_state_goes_everywhere(source: str, target: str, from_rank_0: bool, replicas: int) -> None:
+    writer, reader = ENGINES[source], ENGINES[target]
+    full = StateDictOptions(full_state_dict=True, cpu_offload=from_rank_0)
+    model, optim = trained(writer, replicas=replicas)
+    right = whole(model, optim)
+    saved = get_state_dict(model, optim, options=full)
+    assert bool(saved[0]) is (dist.get_rank() == 0 or not from_rank_0)
+    other, other_optim = build(reader, seed=1)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    set_model_state_dict(other, saved[0], options=options)
+    set_optimizer_state_dict(other, other_optim, saved[1], options=options)
+    assert_same_bits(whole(other, other_optim), right)
+
+
+@pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
+@pytest.mark.parametrize(
+    ("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2"), ("shardgrad", "shardgrad")]
+)
+def test_a_full_state_of_one_engine_loads_in_the_other(
+    two_ranks: Ranks, source: str, target: str, from_rank_0: bool
+) -> None:
+    two_ranks.run(full_state_goes_everywhere, source, target, from_rank_0, 1)
+
+
+def test_a_full_state_of_replicas_loads_into_shards(four_ranks: Ranks) -> None:
+    four_ranks.run(full_state_goes_everywhere, "shardgrad", "shardgrad", True, 2)
+
+
+def two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
+    """One for the layers and one, of another kind, for the rest."""
+    layers = list(model.layers.parameters())
+    rest = [param for param in model.parameters() if not any(param is other for other in layers)]
+    return torch.optim.AdamW(layers, lr=1e-2), torch.optim.SGD(rest, lr=1e-1, momentum=0.9)
+
+
+def take_step(model: nn.Module, optims: tuple[torch.optim.Optimizer, ...], step: int) -> None:
+    token_loss(model, SHARDGRAD.tokens(step)).backward()
+    for optim in optims:
+        optim.step()
+        optim.zero_grad()
+
+
+def several_optimizers_at_once(source: str, target: str, full: bool) -> None:
+    """One state for both; what it is loaded into trains on to the same bits."""
+    options = StateDictOptions(full_state_dict=full)
+    model, other = ENGINES[source].shard_tower(tower()), ENGINES[target].shard_tower(tower(seed=1))
+    optims, other_optims = two_optimizers(model), two_optimizers(other)
+    for each, its in ((model, optims), (other, other_optims)):
+        take_step(each, its, 0)
+        for module in (each, each.embedding, *each.layers):
+            module.reshard()
+    saved = get_state_dict(model, optims, options=options)
+    loads = {"model_state_dict": saved[0], "optim_state_dict": copy.deepcopy(saved[1])}
+    set_state_dict(other, other_optims, options=options, **loads)
+    for each, its in ((model, optims), (other, other_optims)):
+        take_step(each, its, 1)
+    assert_same_bits(SHARDGRAD.snapshot(other), SHARDGRAD.snapshot(model))
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
+@pytest.mark.parametrize(("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2")])
+def test_the_state_of_several_optimizers_crosses_at_once(
+    two_ranks: Ranks, source: str, target: str, full: bool
+) -> None:
+    two_ranks.run(several_optimizers_at_once, source, target, full)
+
+
+# -- parts --------------------------------------------------------------------------------------------------
+
+
+def parts_load_only_when_allowed() -> None:
+    right = get_model_state_dict(trained(SHARDGRAD)[0])
+    part = {name: value for name, value in right.items() if not name.startswith("layers.1.")}
+    stranger = {**right, "layers.9.up.weight": torch.zeros(2)}
+    for state, words in ((part, "layers.1.up.weight"), (stranger, "layers.9.up.weight")):
+        with pytest.raises(RuntimeError, match=words):
+            set_model_state_dict(SHARDGRAD.shard_tower(tower(seed=1)), state)
+        model = SHARDGRAD.shard_tower(tower(seed=1))
+        before = {name: param.to_local().clone() for name, param in model.named_parameters()}
+        set_model_state_dict(model, state, options=StateDictOptions(strict=False))
+        for name, param in model.named_parameters():
+            expected = state[name].to_local() if name in state else before[name]
+            assert torch.equal(param.to_local(), expected), name
+
+
+def test_a_part_of_a_state_loads_only_without_strict(two_ranks: Ranks) -> None:
+    two_ranks.run(parts_load_only_when_allowed)
+
+
+def frozen_parameters_are_left_out_when_asked() -> None:
+    states = []
+    for engine in (SHARDGRAD, FSDP2):
+        model = tower()
+        model.layers[1].requires_grad_(False)
+        engine.shard_tower(model)
+        states.append(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
+    assert list(states[0]) == list(states[1])
+    assert not any(name.startswith("layers.1.") for name in states[0])
+
+
+def test_frozen_parameters_are_left_out_when_asked(two_ranks: Ranks) -> None:
+    two_ranks.run(frozen_parameters_are_left_out_when_asked)
+
+
+# -- asynchronous saving ------------------------------------------------------------------------------------
+
+
+def async_save_holds_the_moment(folder: str) -> None:
+    """torch's `async_save` copies the state before it returns; the steps after it leave no trace in it."""
+    group = dist.new_group(backend="gloo")
+    model, optim = trained(SHARDGRAD)
+    right = whole(model, optim)
+    saved = get_state_dict(model, optim)
+    saving = dcp.async_save({"model": saved[0], "optim": saved[1]}, checkpoint_id=folder, process_group=group)
+    for step in range(5, 8):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    saving.result()
+    assert not torch.equal(whole(model, optim)["head.weight"], right["head.weight"])
+    load("shardgrad", folder, 1, right)
+
+
+def test_an_asynchronous_checkpoint_holds_the_moment_it_was_asked_for(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(async_save_holds_the_moment, str(tmp_path))

@@ -1,0 +1,202 @@
+"""What ranks find out about each other: who is late, who left the order, whose replica differs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad import checkpoint
+from shardgrad.checks.replica_report import checksum
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+from shardgrad.diagnosis.rank_status import RankStatus, rank_status
+from shardgrad.diagnosis.same_collectives import require_same_collectives
+from shardgrad.errors import DesyncError
+from tests.support.parity import SHARDGRAD, make_optimizer, token_loss, tower
+from tests.support.ranks import Ranks
+
+UNIT = "layers.1"
+
+
+def fingerprints_after_training(steps: int) -> list[tuple[int, int]]:
+    model = SHARDGRAD.shard_tower(tower())
+    before = recorder.group_log(dist.group.WORLD).count
+    for step in range(steps):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+    line = recorder.group_log(dist.group.WORLD)
+    assert line.count > before + 6 * steps  # each unit is gathered twice, or once, and reduced
+    require_same_collectives(dist.group.WORLD)
+    return [(line.count, line.fingerprint)]
+
+
+def test_ranks_that_train_together_have_the_same_fingerprint(two_ranks: Ranks) -> None:
+    assert len({answer[0] for answer in two_ranks.run(fingerprints_after_training, 3)}) == 1
+
+
+def who_left_the_order() -> str:
+    """Rank 1 notes a collective that the other does not; nothing is sent, so nothing hangs."""
+    group = dist.new_group(backend="gloo")
+    line, chunk = recorder.group_log(group), torch.zeros(8)
+    for what in ("all-gather of layers.0", "all-gather of layers.1"):
+        line.record("all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk)
+    with pytest.raises(DesyncError) as caught:
+        require_same_collectives(dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_every_rank_is_told_who_left_the_order_and_where(two_ranks: Ranks) -> None:
+    for rank, text in enumerate(two_ranks.run(who_left_the_order)):
+        assert "Rank 1 left the common order" in text
+        assert "the all-gather of head (8 x torch.float32)" in text
+        assert "rank 0 made the all-gather of layers.1 (8 x torch.float32) (number 2" in text
+        assert f"where:    rank {rank}" in text
+    two_ranks.stop()  # their flight recorders differ from now on
+
+
+SAVE = [
+    "names",
+    "list of names",
+    "choice of writers",
+    "plan",
+    "new folder",
+    "writing",
+    "index",
+    "publication",
+]
+
+
+def journal_of_a_save(folder: str) -> list[tuple[str, int]]:
+    group = dist.new_group(backend="gloo")
+    # The ranks' lists differ in length, and so do the bytes that they send.
+    state = {f"rank{dist.get_rank()}": {f"x{i}": torch.ones(i) for i in range(5 * dist.get_rank())}}
+    checkpoint.save(state, folder, group=group)
+    require_same_collectives(dist.group.WORLD)
+    return [(entry.name, entry.fingerprint) for entry in recorder.group_log(group).recent]
+
+
+def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
+    assert ours == theirs
+    assert [what for what, _ in ours] == [f"{part} of the checkpoint" for part in SAVE]
+
+
+def awaited_while_another_rank_publishes(folder: str) -> str:
+    """Rank 0 is slow to end a save that a thread makes; rank 1 waits for its own thread."""
+    group = dist.new_group(backend="gloo")
+    state = {"x": torch.ones(3)}
+    saving = checkpoint.save_async(state, folder, group=group, then=lambda: busy_for(1.0))
+    if dist.get_rank() == 0:
+        recorder.group_log(group).record("collective that rank 1 comes to later", None)
+    require_same_collectives(dist.group.WORLD)  # where a thread is does not count
+    accounts: list[RankStatus] = []
+    trains = threading.get_ident()
+    look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains, error=None)))
+    look.start()
+    saving.wait(60)
+    look.join()
+    assert recorder.waits_in is None
+    awaited = accounts[0].waiting_for
+    return "" if awaited is None else awaited.name
+
+
+def test_who_waits_for_a_save_under_way_names_the_collective_of_its_thread(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    told = two_ranks.run(awaited_while_another_rank_publishes, str(tmp_path / "c"))
+    assert told[1] == "publication of the checkpoint"
+    two_ranks.stop()  # their flight recorders differ from now on
+
+
+def ask_a_late_rank() -> tuple[tuple[int, ...], str, str]:
+    """Rank 0 asks while rank 1 is in a loop of Python that takes two seconds."""
+    store = dist.distributed_c10d._get_default_store()
+    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
+    dist.barrier()
+    recorder.enter("data", step=7)
+    try:
+        if dist.get_rank() == 1:
+            busy_for(6 * watchdog.period_s)
+            return (), "", ""
+        line = recorder.group_log(dist.group.WORLD)
+        recorder.waits_in = line, line.record("all-gather of layers.1", torch.zeros(8))
+        finding, _ = watchdog.query_ranks(timeout_s=20)
+        return finding.culprits, finding.sentence, "".join(finding.stack)
+    finally:
+        recorder.waits_in = None
+        watchdog.close()
+        assert watchdog.closed
+
+
+def busy_for(seconds: float) -> None:
+    end_s = time.monotonic() + seconds
+    while time.monotonic() < end_s:
+        time.sleep(0.01)
+
+
+def test_a_late_rank_is_asked_through_the_store_and_answers_with_its_stack(two_ranks: Ranks) -> None:
+    culprits, sentence, stack = two_ranks.run(ask_a_late_rank)[0]
+    assert culprits == (1,)
+    assert sentence.startswith("Rank 1 is late, at step 7, data, in ")
+    assert "Rank 0 was waiting for it in the all-gather of layers.1, step 7" in sentence
+    assert "in busy_for" in stack
+    two_ranks.stop()
+
+
+def differences_after(damage: str) -> tuple[str, dict[str, tuple[tuple[int, ...], ...]]]:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model = tower()
+    for layer in model.layers:
+        shardgrad.fully_shard(layer, mesh=mesh)
+    shardgrad.fully_shard(model, mesh=mesh)
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        optim.step()
+        if step == 0:
+            optim.zero_grad()
+    name, param = next((n, p) for n, p in model.named_parameters() if n.startswith(UNIT) and p.ndim == 2)
+    if dist.get_rank() == 1 and damage:
+        found = {"parameter": param, "gradient": param.grad}.get(damage)
+        tensor = optim.state[param][damage] if found is None else found
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+    return name, shardgrad.replica_report(model, optim).differing
+
+
+@pytest.mark.parametrize("damage", ["", "parameter", "gradient", "exp_avg"])
+def test_a_replica_that_differs_in_one_bit_is_named(two_ranks: Ranks, damage: str) -> None:
+    for name, differing in two_ranks.run(differences_after, damage):
+        what = {"parameter": "parameter ", "gradient": "gradient of "}.get(
+            damage, f"optimizer state {damage} of "
+        )
+        assert differing == ({what + name: ((0,), (1,))} if damage else {})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
+def test_a_checksum_changes_with_every_bit(dtype: torch.dtype) -> None:
+    tensor = torch.arange(1, 9).to(dtype)
+    before = int(checksum(tensor))
+    for bit in range(8 * dtype.itemsize):
+        flipped = tensor.clone()
+        flipped.view(torch.uint8)[(bit // 8)] ^= 1 << (bit % 8)
+        assert int(checksum(flipped)) != before, bit
+    assert int(checksum(tensor[:0])) == 0
+
+
+def test_a_lookout_leaves_no_thread(two_ranks: Ranks) -> None:
+    assert two_ranks.run(threads_after_a_lookout) == [True, True]
+
+
+def threads_after_a_lookout() -> bool:
+    store = dist.distributed_c10d._get_default_store()
+    before = threading.active_count()
+    watchdog = HangWatchdog(store, dist.get_rank(), 2).start()
+    watchdog.close()
+    return threading.active_count() == before

@@ -1,0 +1,114 @@
+"""What follows from what ranks say of themselves, without ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardgrad.diagnosis.flight_recorder import FlightRecorder, GroupLog
+from shardgrad.diagnosis.rank_status import RankStatus, diagnose, rank_status
+
+CHUNK = torch.zeros(12)
+UNITS = ["all-gather of layers.0", "all-gather of layers.1", "reduce-scatter of layers.1"]
+
+
+def rank_that_began(
+    whats: Sequence[str], *, of: int = 3, waits: bool = True, step: int = 412
+) -> FlightRecorder:
+    """The recorder of a rank in one group of `of` ranks."""
+    recorder = FlightRecorder()
+    recorder.enter("forward", step=step)
+    line = GroupLog(recorder, "group", tuple(range(of)))
+    recorder._logs = {line: line}  # type: ignore[assignment]
+    for what in whats:
+        entry = line.record(what, CHUNK)
+        recorder.waits_in = (line, entry) if waits else None
+    return recorder
+
+
+def account_of(rank: int, recorder: FlightRecorder, *, error: str = "") -> RankStatus:
+    return rank_status(recorder, rank, thread=threading.get_ident(), error=error or None)
+
+
+def test_an_account_survives_the_store() -> None:
+    told = account_of(1, rank_that_began(UNITS), error="ValueError: no")
+    assert RankStatus.from_json(told.to_json()) == told
+
+
+def test_equal_orders_have_equal_fingerprints_and_others_have_not() -> None:
+    def fingerprint(whats: Sequence[str]) -> int:
+        return rank_that_began(whats).group_logs()[0].fingerprint
+
+    assert fingerprint(UNITS) == fingerprint(list(UNITS))
+    assert len({fingerprint(UNITS), fingerprint(UNITS[::-1]), fingerprint(UNITS[:2])}) == 3
+
+
+def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
+    finding = diagnose(heard, 3)
+    assert finding.culprits == (1,)
+    assert finding.sentence == (
+        "Rank 1 does not answer: it ended, or was stopped or cut off. Ranks 0 and 2 were waiting for it in "
+        "the reduce-scatter of layers.1, step 412, forward."
+    )
+
+
+def test_a_rank_that_has_begun_less_is_late_and_shows_its_stack() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
+    slow = rank_that_began(UNITS[:2], waits=False)
+    slow.enter("data")
+    heard[1] = account_of(1, slow)
+    finding = diagnose(heard, 3)
+    assert finding.culprits == (1,)
+    assert finding.what.startswith("Rank 1 is late, at step 412, data, in ")
+    assert "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1" in finding.waits
+    assert any("test_a_rank_that_has_begun_less" in frame for frame in finding.stack)
+
+
+def test_who_waits_for_a_late_rank_is_not_taken_for_late() -> None:
+    heard = {
+        0: account_of(0, rank_that_began(UNITS)),
+        1: account_of(1, rank_that_began(UNITS[:2])),
+        2: account_of(2, rank_that_began(UNITS[:1], waits=False)),
+    }
+    assert diagnose(heard, 3).culprits == (2,)
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_who_left_the_common_order_is_who_differs_from_most(odd: int) -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(3)}
+    heard[odd] = account_of(odd, rank_that_began([UNITS[0], "all-gather of head", UNITS[2]]))
+    finding = diagnose(heard, 3)
+    assert finding.culprits == (odd,)
+    assert "the all-gather of head (12 x torch.float32)" in finding.what
+    assert "made the all-gather of layers.1" in finding.what
+    assert "number 2" in finding.what
+
+
+def test_a_failure_comes_before_its_consequences() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in (0, 2)}
+    heard[1] = account_of(1, rank_that_began(UNITS[:1]), error="ValueError: no")
+    finding = diagnose(heard, 4)  # rank 3 is silent
+    assert finding.culprits == (1,)
+    assert finding.what == "Rank 1 failed at step 412, forward (ValueError: no)."
+
+
+def test_a_collective_that_all_have_joined_is_the_networks_fault() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(3)}
+    finding = diagnose(heard, 3)
+    assert finding.culprits == ()
+    assert "All ranks have joined the reduce-scatter of layers.1" in finding.sentence
+
+
+def test_an_order_that_broke_before_what_is_remembered_is_said_to_have() -> None:
+    heard = {rank: account_of(rank, rank_that_began(UNITS)) for rank in range(2)}
+    lines = {
+        name: (ranks, tuple(e._replace(fingerprint=e.fingerprint + 1) for e in entries))
+        for name, (ranks, entries) in heard[1].collectives.items()
+    }
+    heard[1] = replace(heard[1], collectives=lines)
+    assert "some time before" in diagnose(heard, 2).what

@@ -1,0 +1,163 @@
+"""Activation checkpointing inside, outside and across units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.parity import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Engine,
+    Tensors,
+    Tower,
+    close_to_unsharded,
+    same_bits_as_fsdp2,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+
+class Recomputed(nn.Module):
+    """Calls another module under activation checkpointing."""
+
+    def __init__(self, inner: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.inner = inner
+        self.use_reentrant = use_reentrant
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return checkpoint(self.inner, *args, use_reentrant=self.use_reentrant)
+
+
+def recomputing_tower(engine: Engine, placing: str, use_reentrant: bool) -> Tower:
+    """Builds a tower whose blocks are recomputed.
+
+    `inside`: the unit contains the checkpoint. `outside`: the checkpoint contains the unit. `across`: one
+    checkpoint contains all units.
+    """
+    model = tower()
+    for i in range(len(model.layers)):
+        if placing == "inside":
+            model.layers[i] = Recomputed(model.layers[i], use_reentrant)
+            engine.fully_shard(model.layers[i])
+        else:
+            engine.fully_shard(model.layers[i])
+    if placing == "outside":
+        for i in range(len(model.layers)):
+            model.layers[i] = Recomputed(model.layers[i], use_reentrant)
+    if placing == "across":
+        model.layers = nn.ModuleList([Recomputed(nn.Sequential(*model.layers), use_reentrant)])
+    return engine.fully_shard(model)
+
+
+def train_recomputing(engine: Engine, placing: str, use_reentrant: bool, **options: object) -> Tensors:
+    return train(engine, recomputing_tower(engine, placing, use_reentrant), **options)
+
+
+def by_composition(module: nn.Module) -> nn.Module:
+    return composable_checkpoint(module)
+
+
+def by_a_wrapper(module: nn.Module) -> nn.Module:
+    return checkpoint_wrapper(module)
+
+
+def by_its_caller(module: nn.Module) -> nn.Module:
+    return Recomputed(module, use_reentrant=False)
+
+
+def train_in_units_of(engine: Engine, units: str, recomputed: Callable[[nn.Module], nn.Module]) -> Tensors:
+    """Recomputes every block. Units are blocks, or lists of what stands side by side, or hold tied weights.
+
+    The first unit of forward is not gathered for backward, where nothing needs its values.
+    """
+    model = tower()
+    model.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+    if units == "tied":
+        model.head.weight = model.embedding.weight
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = recomputed(layer)
+    if units == "blocks":
+        for module in (model.embedding, *model.layers):
+            engine.fully_shard(module)
+    else:
+        engine.fully_shard([model.embedding, model.norm, model.head])
+        engine.fully_shard(list(model.layers[:2]))
+        engine.fully_shard(model.layers[2])
+    engine.fully_shard(model)
+    if units == "blocks":
+        model.embedding.set_unshard_in_backward(False)
+    found = train(engine, model, steps=2)
+    return {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in found.items()}
+
+
+class CountingBlock(Block):
+    """Counts its forwards, and the dtype it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.dtype)
+        return super().forward(x)
+
+
+def dtypes_seen_in_recomputation(engine: Engine) -> Tensors:
+    model = tower(depth=1)
+    torch.manual_seed(1)
+    block = CountingBlock()
+    model.layers[0] = block
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    engine.fully_shard(block, mp_policy=policy)
+    model.layers[0] = Recomputed(block, use_reentrant=False)
+    engine.fully_shard(model)
+    history = train(engine, model, steps=1)
+    assert block.seen == [torch.bfloat16] * 2, block.seen
+    return history
+
+
+PLACINGS = pytest.mark.parametrize("placing", ["inside", "outside", "across"])
+REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+
+
+@PLACINGS
+@REENTRANT
+def test_recomputed_blocks_equal_an_unsharded_run(
+    two_ranks: Ranks, placing: str, use_reentrant: bool
+) -> None:
+    two_ranks.run(close_to_unsharded, train_recomputing, placing, use_reentrant)
+
+
+@PLACINGS
+def test_recomputed_blocks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, placing: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_recomputing, placing, False)
+
+
+@pytest.mark.parametrize("recomputed", [by_composition, by_a_wrapper, by_its_caller])
+@pytest.mark.parametrize("units", ["blocks", "lists", "tied"])
+def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
+    two_ranks: Ranks, units: str, recomputed: Callable[[nn.Module], nn.Module]
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_in_units_of, units, recomputed)
+
+
+@REENTRANT
+def test_recomputed_blocks_accumulate_like_an_unsharded_run(two_ranks: Ranks, use_reentrant: bool) -> None:
+    two_ranks.run(
+        close_to_unsharded, train_recomputing, "outside", use_reentrant, micro_batches=3, sync_each=False
+    )
+
+
+def test_recomputation_casts_its_inputs_as_forward_did(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, dtypes_seen_in_recomputation)

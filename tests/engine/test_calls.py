@@ -1,0 +1,448 @@
+"""How a program may call its modules: repeatedly, partly, by keyword, in evaluation, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.errors import OptimizerParameterError
+from tests.support.parity import (
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    close_to_unsharded,
+    make_optimizer,
+    recompute,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+Loop = Callable[[Engine, nn.Module, int], None]
+
+
+def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> Tensors:
+    """Runs `loop` for forward and backward of every step."""
+    optim = make_optimizer("adamw", model)
+    for step in range(steps):
+        optim.zero_grad()
+        loop(engine, model, step)
+        optim.step()
+    return engine.snapshot(model)
+
+
+# -- several forwards or backwards in a step --------------------------------------------------------------
+
+
+def two_forwards_one_backward(engine: Engine, model: nn.Module, step: int) -> None:
+    chosen = token_loss(model, engine.tokens(2 * step))
+    rejected = token_loss(model, engine.tokens(2 * step + 1))
+    (chosen - 0.5 * rejected).backward()
+
+
+def two_forwards_two_backwards(engine: Engine, model: nn.Module, step: int) -> None:
+    first = token_loss(model, engine.tokens(2 * step))
+    second = token_loss(model, engine.tokens(2 * step + 1))
+    first.backward()
+    second.backward()
+
+
+def backward_twice(engine: Engine, model: nn.Module, step: int) -> None:
+    loss = token_loss(model, engine.tokens(step))
+    loss.backward(retain_graph=True)
+    (0.5 * loss).backward()
+
+
+def evaluation_before_and_after(engine: Engine, model: nn.Module, step: int) -> None:
+    with torch.no_grad():
+        token_loss(model, engine.tokens(100 + step))
+    token_loss(model, engine.tokens(step)).backward()
+    model.eval()
+    with torch.no_grad():
+        model(engine.tokens(200 + step)[0])
+    model.train()
+
+
+def inference_first(engine: Engine, model: nn.Module, step: int) -> None:
+    with torch.inference_mode():
+        model(engine.tokens(100 + step)[0])
+    token_loss(model, engine.tokens(step)).backward()
+
+
+def forward_without_backward(engine: Engine, model: nn.Module, step: int) -> None:
+    token_loss(model, engine.tokens(100 + step))
+    token_loss(model, engine.tokens(step)).backward()
+
+
+def no_grad_inside(engine: Engine, model: nn.Module, step: int) -> None:
+    tokens, targets = engine.tokens(step)
+    with torch.no_grad():
+        teacher = model(tokens).softmax(-1)
+    logits = model(tokens)
+    (
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        + (logits.softmax(-1) - teacher).square().sum()
+    ).backward()
+
+
+LOOPS = [
+    two_forwards_one_backward,
+    two_forwards_two_backwards,
+    backward_twice,
+    evaluation_before_and_after,
+    inference_first,
+    forward_without_backward,
+    no_grad_inside,
+]
+
+
+def train_tower_with(
+    engine: Engine, loop: Loop, reshard_after_forward: bool | None = None, recomputed: bool = False
+) -> Tensors:
+    model = recompute(tower()) if recomputed else tower()
+    engine.shard_tower(model, reshard_after_forward=reshard_after_forward)
+    return train_with(engine, model, loop)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_any_order_of_forwards_and_backwards_equals_an_unsharded_run(
+    two_ranks: Ranks, loop: Loop, reshard_after_forward: bool | None
+) -> None:
+    two_ranks.run(close_to_unsharded, train_tower_with, loop, reshard_after_forward)
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("loop", [two_forwards_one_backward, no_grad_inside])
+def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, loop: Loop, recomputed: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_tower_with, loop, recomputed=recomputed)
+
+
+# -- lists of modules -------------------------------------------------------------------------------------
+
+
+class Chunked(nn.Module):
+    """Norm and head in one list; the head is called once per chunk, or not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(5, 7)
+        self.norm = nn.LayerNorm(7)
+        self.head = nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(torch.tanh(self.body(x)))
+
+
+def train_list(
+    engine: Engine, chunks: int, *, forwards: int = 1, micro_batches: int = 1, kept: bool = False
+) -> Tensors:
+    """Trains with one backward of `forwards` forwards, in micro-batches of which the last one is reduced."""
+    torch.manual_seed(0)
+    model = Chunked()
+    engine.fully_shard([model.norm, model.head])
+    engine.fully_shard(model)
+    if kept and not engine.whole_batch:
+        for module in (model.norm, model.head):
+            module.set_reshard_after_forward(False)
+            module.set_reshard_after_backward(False)
+
+    def chunk(hidden: Tensor) -> Tensor:
+        loss = model.head(hidden).square().mean()
+        assert engine.whole_batch or not kept or not isinstance(model.head.weight, DTensor)
+        return loss
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        for micro in range(micro_batches):
+            engine.sync(model, micro == micro_batches - 1)
+            loss = torch.zeros(())
+            for call in range(forwards):
+                hidden = model(engine.inputs(7 * step + 3 * micro + call, 5, dtype=model.body.bias.dtype))
+                loss = loss + sum(chunk(hidden) for _ in range(chunks)) + hidden.square().mean()
+            loss.backward()
+
+    return train_with(engine, model, loop)
+
+
+class Together(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+def train_whole_list(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = Together()
+    returned = engine.fully_shard([model.a, model.b])
+    assert returned == [model.a, model.b]
+    engine.fully_shard(model)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        model(engine.inputs(step, 5, dtype=model.a.weight.dtype)).square().mean().backward()
+
+    return train_with(engine, model, loop)
+
+
+def test_a_list_of_modules_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_whole_list)
+
+
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_a_list_of_which_forward_runs_only_a_part_equals_an_unsharded_run(
+    two_ranks: Ranks, chunks: int
+) -> None:
+    two_ranks.run(close_to_unsharded, train_list, chunks)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"micro_batches": 3},
+        {"kept": True},
+        {"forwards": 2},
+        {"forwards": 2, "micro_batches": 2, "kept": True},
+    ],
+    ids=["sync_last", "kept", "two_forwards", "all"],
+)
+def test_a_list_called_in_chunks_goes_with_every_option(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(close_to_unsharded, train_list, 3, **options)
+
+
+# -- what goes in and comes out -------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    value: Tensor
+    note: str = "ok"
+
+
+class Pair(NamedTuple):
+    value: Tensor
+    count: int
+
+
+class Wrapped(nn.Module):
+    """Takes a tensor, or what `wrap` builds, and returns its result inside what `wrap` builds."""
+
+    def __init__(
+        self, inner: int, outer: int, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inner, outer)
+        self.wrap, self.unwrap = wrap, unwrap
+
+    def forward(self, *, x: Any, scale: float = 1.0, extra: Any = None) -> Any:
+        x = x if isinstance(x, Tensor) else self.unwrap(x)
+        return self.wrap(torch.tanh(self.linear(x)) * scale)
+
+
+class TwoWrapped(nn.Module):
+    def __init__(self, wrap: Callable[[Tensor], Any], unwrap: Callable[[Any], Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = Wrapped(5, 7, wrap, unwrap), Wrapped(7, 3, wrap, unwrap)
+        self.unwrap = unwrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(x=self.first(x=x, extra={"nothing": None}), scale=2.0)
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "dataclass": (Answer, lambda out: out.value),
+    "dict": (lambda t: {"value": t, "none": None}, lambda out: out["value"]),
+    "tuple": (lambda t: (None, t, "text", 3), lambda out: out[1]),
+    "list": (lambda t: [t], lambda out: out[0]),
+    "namedtuple": (lambda t: Pair(t, 3), lambda out: out.value),
+    "nested": (lambda t: {"a": [Answer(t)]}, lambda out: out["a"][0].value),
+}
+
+
+def train_structure(engine: Engine, kind: str) -> Tensors:
+    torch.manual_seed(0)
+    wrap, unwrap = STRUCTURES[kind]
+    model = TwoWrapped(wrap, unwrap)
+    engine.fully_shard(model.first)
+    engine.fully_shard(model.second)
+    engine.fully_shard(model)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        x = engine.inputs(step, 5, dtype=model.first.linear.weight.dtype)
+        model.unwrap(model(x)).square().mean().backward()
+
+    return train_with(engine, model, loop)
+
+
+@pytest.mark.parametrize("kind", STRUCTURES)
+def test_keyword_inputs_and_structured_outputs_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, kind: str
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_structure, kind)
+
+
+class Silent(nn.Module):
+    """Returns None; it leaves its loss in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> None:
+        self.loss = self.linear(x).square().mean()
+
+
+def train_silent(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.fully_shard(Silent(), reshard_after_forward=False)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        assert model(engine.inputs(step, 5, dtype=model.linear.weight.dtype)) is None
+        model.loss.backward()
+
+    return train_with(engine, model, loop)
+
+
+def test_a_module_that_returns_none_still_trains(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, train_silent)
+
+
+def train_one_of_two_outputs(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+
+    class Fork(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.left, self.right = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = self.trunk(x)
+            return self.left(x), self.right(x)
+
+    model = Fork()
+    for inner in (model.trunk, model.left, model.right):
+        engine.fully_shard(inner)
+    engine.fully_shard(model)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        outputs = model(engine.inputs(step, 5, dtype=model.trunk.weight.dtype))
+        outputs[step % 2].square().mean().backward()
+
+    return train_with(engine, model, loop, steps=4)
+
+
+def test_a_backward_from_one_of_two_outputs_equals_an_unsharded_run(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, train_one_of_two_outputs)
+
+
+def train_a_child_after_the_root(engine: Engine) -> Tensors:
+    model = stack(5, 7, 5)
+    engine.fully_shard(model[0])
+    engine.fully_shard(model[2])
+    engine.fully_shard(model)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        x = engine.inputs(step, 5, dtype=model[0].weight.dtype)
+        (model(x) if step % 2 == 0 else model[2](torch.cat([x, x[:, :2]], 1))).square().mean().backward()
+
+    return train_with(engine, model, loop, steps=4)
+
+
+def test_a_child_called_alone_after_the_root_equals_an_unsharded_run(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, train_a_child_after_the_root)
+
+
+def inputs_get_their_gradients() -> None:
+    model = stack(5, 7, 3)
+    plain = stack(5, 7, 3)
+    SHARDGRAD.fully_shard(model[0])
+    SHARDGRAD.fully_shard(model)
+    x, y = (SHARDGRAD.inputs(0, 5).requires_grad_() for _ in range(2))
+    model(x).square().sum().backward()
+    plain(y).square().sum().backward()
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_inputs_that_require_grad_get_this_ranks_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(inputs_get_their_gradients)
+
+
+# -- methods that call forward ----------------------------------------------------------------------------
+
+
+class Generator(nn.Module):
+    """A tower with a method, other than forward, that runs forward again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = tower()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.tower(tokens)
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor) -> Tensor:
+        for _ in range(2):
+            tokens = torch.cat([tokens, self(tokens)[:, -1:].argmax(-1)], dim=1)
+        return tokens
+
+
+def generating_between_micro_batches(engine: Engine, *, generates: bool = True) -> Tensors:
+    model = Generator()
+    for layer in model.tower.layers:
+        engine.fully_shard(layer)
+    engine.fully_shard(model)
+    if not engine.whole_batch:
+        register = fsdp if engine.name == "fsdp2" else shardgrad
+        register.register_fsdp_forward_method(model, "generate")
+    optimizer = make_optimizer("adamw", model)
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro in range(2):
+            engine.sync(model, micro == 1)
+            token_loss(model, engine.tokens(2 * step + micro)).backward()
+            if generates:
+                model.generate(engine.tokens(50 + step)[0])
+        optimizer.step()
+    return engine.snapshot(model)
+
+
+def test_a_registered_method_may_call_forward_while_gradients_wait(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, generating_between_micro_batches)
+
+
+def generating_changes_nothing() -> None:
+    with_it = generating_between_micro_batches(SHARDGRAD)
+    assert_same_bits(with_it, generating_between_micro_batches(SHARDGRAD, generates=False))
+
+
+def test_a_registered_method_that_calls_forward_changes_no_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(generating_changes_nothing)
+
+
+def an_optimizer_over_whole_parameters() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    model(SHARDGRAD.tokens(0)[0])  # leaves the root whole
+    optimizer = make_optimizer("adamw", model)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with pytest.raises(OptimizerParameterError, match="whole parameters"):
+        optimizer.step()
+
+
+def test_an_optimizer_built_while_the_root_is_whole_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(an_optimizer_over_whole_parameters)

@@ -1,0 +1,196 @@
+"""Steps that raise on every rank leave nothing behind; models that differ are found before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardgrad.errors import RankDisagreementError
+from tests.support.parity import (
+    SHARDGRAD,
+    Block,
+    Tensors,
+    Tower,
+    assert_same_bits,
+    make_optimizer,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+from tests.support.traps import Trap, TrapInBackward
+
+
+class TrappedBlock(Block):
+    """Raises where `armed` says."""
+
+    armed: str | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.armed == "backward":
+            x = TrapInBackward.apply(x)
+        x = super().forward(x)
+        if self.armed == "forward":
+            raise Trap("forward")
+        return x
+
+
+def trapped_tower(at: int, reshard_after_forward: bool | None) -> Tower:
+    model = tower()
+    torch.manual_seed(5)
+    model.layers[at] = TrappedBlock()
+    return SHARDGRAD.shard_tower(model, reshard_after_forward=reshard_after_forward)
+
+
+def train_with_a_failure(
+    where: str | None, at: int, reshard_after_forward: bool | None, reset: bool = False
+) -> Tensors:
+    """Trains for three steps; in between, one fails and is left out."""
+    model = trapped_tower(at, reshard_after_forward)
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        if step == 1 and where is not None:
+            model.layers[at].armed = where
+            with pytest.raises(Trap):
+                token_loss(model, SHARDGRAD.tokens(77)).backward()
+            model.layers[at].armed = None
+            optim.zero_grad()
+            if reset:
+                model.reset_iter_state()
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        optim.step()
+        if step < 2:
+            optim.zero_grad()
+    return SHARDGRAD.snapshot(model)
+
+
+def a_failed_step_changes_nothing(
+    where: str, at: int, reshard_after_forward: bool | None, reset: bool
+) -> None:
+    assert_same_bits(
+        train_with_a_failure(where, at, reshard_after_forward, reset),
+        train_with_a_failure(None, at, reshard_after_forward),
+    )
+
+
+def a_failed_first_step_changes_nothing(where: str) -> None:
+    runs = []
+    for fails in (True, False):
+        model = trapped_tower(1, None)
+        if fails:
+            model.layers[1].armed = where
+            with pytest.raises(Trap):
+                token_loss(model, SHARDGRAD.tokens(77)).backward()
+            model.layers[1].armed = None
+        for step in range(2):
+            token_loss(model, SHARDGRAD.tokens(step)).backward()
+        runs.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*runs)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_the_step_after_a_failed_one_is_right(two_ranks: Ranks, where: str, at: int, reset: bool) -> None:
+    two_ranks.run(a_failed_step_changes_nothing, where, at, None, reset)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failure_with_whole_parameters_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
+    two_ranks.run(a_failed_step_changes_nothing, where, 1, False, False)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_first_step_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
+    two_ranks.run(a_failed_first_step_changes_nothing, where)
+
+
+# -- disagreement -----------------------------------------------------------------------------------------
+
+
+def ordinary(model: Tower) -> Tower:
+    return SHARDGRAD.shard_tower(model)
+
+
+def wider(model: Tower) -> Tower:
+    model.layers[1].up = nn.Linear(7, 17)
+    model.layers[1].down = nn.Linear(17, 7)
+    return SHARDGRAD.shard_tower(model)
+
+
+def another_dtype(model: Tower) -> Tower:
+    model.layers[1].norm.bfloat16()
+    return SHARDGRAD.shard_tower(model)
+
+
+def another_order(model: Tower) -> Tower:
+    up = model.layers[1]._modules.pop("up")
+    model.layers[1].up = up
+    return SHARDGRAD.shard_tower(model)
+
+
+def another_policy(model: Tower) -> Tower:
+    SHARDGRAD.fully_shard(model.layers[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    for inner in (model.layers[0], model.layers[2], model.embedding):
+        SHARDGRAD.fully_shard(inner)
+    return SHARDGRAD.fully_shard(model)
+
+
+def another_reshard(model: Tower) -> Tower:
+    SHARDGRAD.fully_shard(model.layers[1], reshard_after_forward=False)
+    for inner in (model.layers[0], model.layers[2], model.embedding):
+        SHARDGRAD.fully_shard(inner)
+    return SHARDGRAD.fully_shard(model)
+
+
+def another_frozen(model: Tower) -> Tower:
+    model.layers[1].up.weight.requires_grad_(False)
+    return SHARDGRAD.shard_tower(model)
+
+
+def fewer_units(model: Tower) -> Tower:
+    SHARDGRAD.fully_shard(model.layers[0])
+    return SHARDGRAD.fully_shard(model)
+
+
+def one_layer_less(model: Tower) -> Tower:
+    del model.layers[2]
+    return SHARDGRAD.shard_tower(model)
+
+
+DIFFERENCES: dict[Callable[[Tower], Tower], tuple[str, str]] = {
+    wider: ("parameter layers.1.up.weight", "(17, 7)"),
+    another_dtype: ("layers.1.norm.weight", "torch.bfloat16"),
+    another_order: ("layers.1.up.weight", "layers.1.down.weight"),
+    another_policy: ("layers.1", "param_dtype=torch.bfloat16"),
+    another_reshard: ("layers.1", "reshard_after_forward=False"),
+    another_frozen: ("layers.1.up.weight", "requires_grad=False"),
+    fewer_units: ("parameter", "embedding.weight"),
+    one_layer_less: ("layers.2", "rank 1"),
+}
+
+
+def disagreement(difference: Callable[[Tower], Tower], reference: int) -> str:
+    """Returns the error of this rank; all but the reference rank build another model."""
+    model = (ordinary if dist.get_rank() == reference else difference)(tower())
+    with pytest.raises(RankDisagreementError) as caught:
+        model(SHARDGRAD.tokens(0)[0])
+    assert isinstance(caught.value, RuntimeError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES)
+def test_ranks_that_built_different_models_all_name_the_first_difference(
+    two_ranks: Ranks, difference: Callable[[Tower], Tower]
+) -> None:
+    ordinary_part, other_part = DIFFERENCES[difference]
+    texts = two_ranks.run(disagreement, difference, 0)
+    for rank, text in enumerate(texts):
+        assert f"where:    rank {rank}" in text, text
+        assert ordinary_part in text, text
+        assert other_part in text, text
+        assert "try:" in text, text

@@ -1,0 +1,196 @@
+"""A gradient is one DTensor over one address for the life of the model, and None keeps its meaning."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from tests.support.parity import (
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    close_to_unsharded,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+
+def gradients_keep_their_object_and_address(set_to_none: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    seen: dict[str, set[tuple[int, int]]] = {name: set() for name, _ in model.named_parameters()}
+    kept = []
+    for step in range(3):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        for name, param in model.named_parameters():
+            kept.append(param.grad)  # so that an id cannot be used again
+            seen[name].add((id(param.grad), param.grad.to_local().data_ptr()))
+        optim.step()
+        optim.zero_grad(set_to_none=set_to_none)
+    assert {name: len(found) for name, found in seen.items()} == dict.fromkeys(seen, 1)
+
+
+class Partly(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)
+
+
+def train_partly(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = engine.fully_shard(Partly())
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        model(engine.inputs(step, 5, dtype=model.used.weight.dtype)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def unused_parameters_stay_where_they_are(switch: bool | None) -> None:
+    torch.manual_seed(0)
+    model = Partly()
+    before = model.unused.weight.detach().clone()
+    SHARDGRAD.fully_shard(model)
+    if switch is not None:
+        model.set_reduce_scatter_unused_params(switch)
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(2):
+        model(SHARDGRAD.inputs(step, 5)).square().mean().backward()
+        assert model.unused.weight.grad is None
+        assert model.unused.bias.grad is None
+        assert model.used.weight.grad is not None
+        optim.step()
+        optim.zero_grad()
+    assert torch.equal(model.unused.weight.full_tensor(), before)
+    assert model.unused.weight not in optim.state
+
+
+def train_with_foreign_gradients(engine: Engine) -> Tensors:
+    """Replaces gradients by other tensors between the micro-batches of a step."""
+    model = stack(5, 7, 3)
+    engine.fully_shard(model)
+    for step in range(3):
+        model(engine.inputs(step, 5, dtype=model[0].weight.dtype)).square().mean().backward()
+        if step == 0:
+            model[0].weight.grad = model[0].weight.grad * 3
+            model[0].bias.grad = None
+        if step == 1:
+            model[2].weight.grad = torch.zeros_like(model[2].weight) + 1
+    return engine.snapshot(model)
+
+
+def foreign_gradients_give_way_to_ours() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7, 3))
+    x = SHARDGRAD.inputs(0, 5)
+    model(x).square().mean().backward()
+    ours = model[0].weight.grad
+    model[0].weight.grad = ours.clone()
+    model(x).square().mean().backward()
+    assert model[0].weight.grad is ours
+
+
+def gradients_have_the_policys_dtype(decoupled: bool) -> None:
+    model = stack(5, 7, 3).to(torch.bfloat16)
+    policy = shardgrad.GradientPolicy(dtype=torch.float32, decoupled=decoupled)
+    shardgrad.fully_shard(model, gradient_policy=policy)
+    plain = stack(5, 7, 3).to(torch.bfloat16)
+    x = SHARDGRAD.inputs(0, 5, dtype=torch.bfloat16)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        if decoupled:
+            assert ours.grad is None
+        grad = ours.decoupled_grad if decoupled else ours.grad
+        assert isinstance(grad, DTensor)
+        assert grad.dtype == grad.to_local().dtype == torch.float32
+        assert ours.dtype == torch.bfloat16
+        right = theirs.grad.float()
+        torch.distributed.all_reduce(right)  # the sum of two ranks' means, twice accumulated, halved
+        assert torch.equal(grad.full_tensor(), right)
+
+
+def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
+    """Counts the DTensors a step builds, and the addresses its gradients use, after warm-up."""
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
+    for step in range(2):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        model.zero_grad()
+    units = [model, model.embedding, *model.layers]
+    runtime = model._unit.context.comm_ctx
+
+    def addresses() -> list[int]:
+        slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring._made]
+        shards = [grads.require_shard().flat.data_ptr() for unit in units for grads in unit._unit.grad_groups]
+        return slots + shards
+
+    before = addresses()
+    built = 0
+    original = DTensor.__new__
+
+    def counting(*args: object, **kwargs: object) -> object:
+        nonlocal built
+        built += 1
+        return original(*args, **kwargs)
+
+    DTensor.__new__ = counting
+    try:
+        for step in range(3):
+            token_loss(model, SHARDGRAD.tokens(step)).backward()
+            model.zero_grad()
+    finally:
+        DTensor.__new__ = original
+    assert built == 0
+    assert addresses() == before
+
+
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
+def test_gradients_keep_their_object_and_address_over_steps(two_ranks: Ranks, set_to_none: bool) -> None:
+    two_ranks.run(gradients_keep_their_object_and_address, set_to_none)
+
+
+@pytest.mark.parametrize("switch", [None, False, True])
+def test_a_parameter_no_rank_uses_keeps_none_and_does_not_decay(
+    two_ranks: Ranks, switch: bool | None
+) -> None:
+    """Whatever `set_reduce_scatter_unused_params` says: FSDP2 makes zeros of None with it."""
+    two_ranks.run(unused_parameters_stay_where_they_are, switch)
+
+
+def test_a_partly_used_unit_equals_an_unsharded_run(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, train_partly)
+
+
+def test_foreign_gradients_accumulate_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_foreign_gradients)
+
+
+def test_a_foreign_gradient_is_taken_over_by_the_persistent_one(two_ranks: Ranks) -> None:
+    two_ranks.run(foreign_gradients_give_way_to_ours)
+
+
+@pytest.mark.parametrize("decoupled", [False, True], ids=["grad", "decoupled_grad"])
+def test_reduced_gradients_have_the_dtype_and_the_name_of_the_policy(
+    two_ranks: Ranks, decoupled: bool
+) -> None:
+    two_ranks.run(gradients_have_the_policys_dtype, decoupled)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_warm_step_builds_no_dtensor_and_allocates_no_gradient_memory(
+    two_ranks: Ranks, reshard_after_forward: bool
+) -> None:
+    two_ranks.run(warm_steps_build_nothing, reshard_after_forward)

@@ -1,0 +1,347 @@
+"""Gradients of a completed backward are kept, whatever a program does next; frozen parameters get none.
+
+Each program runs under plain torch, with gradients averaged over the ranks by hand, and under shardgrad. What
+every parameter has for a gradient, or that it has none, is compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from tests.support.ranks import Ranks
+
+SIZE = 6
+Shard = Callable[[nn.Module], nn.Module]
+Program = Callable[[Shard], nn.Module]
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(4)]).double()
+
+
+def batch(number: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, SIZE, dtype=torch.float64, generator=generator)
+
+
+def shard_each(shard: Shard, model: nn.Sequential) -> nn.Module:
+    for layer in list(model)[:-1]:
+        shard(layer)
+    return shard(model)
+
+
+def set_sync(model: Any, sync: bool) -> None:
+    """Does nothing under plain torch."""
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_requires_gradient_sync(sync)
+
+
+# -- comparing ----------------------------------------------------------------------------------------------
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor | None]:
+    gradients: dict[str, Tensor | None] = {}
+    for name, param in model.named_parameters():
+        gradients[name] = param.grad
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+    return gradients
+
+
+def gathered(model: nn.Module) -> dict[str, Tensor | None]:
+    for module in model.modules():
+        if isinstance(module, shardgrad.FSDPModule):
+            module.reshard()
+    gradients: dict[str, Tensor | None] = {}
+    for name, param in model.named_parameters():
+        gradients[name] = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+    return gradients
+
+
+def gradients_are_plain_torch(program: Program, **options: Any) -> None:
+    expected = averaged(program(lambda module: module))
+    got = gathered(program(lambda module: shardgrad.fully_shard(module, **options)))
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        ours = got[name]
+        assert (ours is None) == (gradient is None), f"{name}: {ours} instead of {gradient}"
+        if gradient is not None and ours is not None:
+            assert torch.allclose(ours, gradient, rtol=1e-12, atol=1e-14), name
+
+
+# -- a forward that does not come to its end ----------------------------------------------------------------
+
+
+def evaluates_and_fails(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    model(batch()).square().mean().backward()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError):
+            model(batch()[:, :5])
+        model(batch(1))
+    return model
+
+
+def fails_between_micro_batches_without_sync(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    set_sync(model, False)
+    model(batch()).square().mean().backward()
+    with pytest.raises(RuntimeError):
+        model(batch()[:, :5])
+    set_sync(model, True)
+    model(batch(1)).square().mean().backward()
+    return model
+
+
+def fails_between_a_forward_and_its_backward(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    loss = model(batch()).square().mean()
+    with pytest.raises(RuntimeError):
+        model(batch()[:, :5])
+    with torch.no_grad():
+        model(batch(1))
+    loss.backward()
+    return model
+
+
+class Stop(Exception):
+    """Raised to leave a forward early."""
+
+
+def extracts_features_by_an_exception(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    features: list[Tensor] = []
+
+    def stop(module: nn.Module, args: Any, output: Tensor) -> None:
+        features.append(output)
+        raise Stop
+
+    model[1].register_forward_hook(stop)
+    for number in range(2):
+        with pytest.raises(Stop):
+            model(batch(number))
+        features.pop().square().sum().backward()
+    return model
+
+
+class SelfConditioned(nn.Module):
+    """Calls itself for a first guess."""
+
+    def __init__(self, depth: int = 1, with_gradients: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
+        self.depth, self.with_gradients = depth, with_gradients
+
+    def forward(self, x: Tensor, depth: int | None = None) -> Tensor:
+        depth = self.depth if depth is None else depth
+        if depth:
+            with torch.set_grad_enabled(self.with_gradients):
+                x = x + self(x, depth - 1)
+        return self.b(torch.tanh(self.a(x)))
+
+
+def calls_itself(shard: Shard, depth: int, with_gradients: bool) -> nn.Module:
+    model = SelfConditioned(depth, with_gradients)
+    shard(model.a)
+    shard(model)
+    for number in range(2):
+        model(batch(number)).square().sum().backward()
+    return model
+
+
+def self_conditioned(shard: Shard) -> nn.Module:
+    return calls_itself(shard, 1, False)
+
+
+def recursive_with_gradients(shard: Shard) -> nn.Module:
+    return calls_itself(shard, 3, True)
+
+
+def fails_inside_itself_and_goes_on(shard: Shard) -> nn.Module:
+    model = calls_itself(shard, 1, False)
+    with pytest.raises(RuntimeError):
+        model(batch()[:, :5])
+    model(batch(2)).square().sum().backward()
+    return model
+
+
+# -- freezing -----------------------------------------------------------------------------------------------
+
+
+def freezes_between_micro_batches(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    set_sync(model, False)
+    model(batch()).square().sum().backward()
+    model[0].bias.requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    set_sync(model, True)
+    model(batch(1)).square().sum().backward()
+    return model
+
+
+def unfreezes_between_micro_batches(shard: Shard) -> nn.Module:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model[3].bias.requires_grad_(False)
+    shard_each(shard, model)
+    set_sync(model, False)
+    model(batch()).square().sum().backward()
+    model[0].weight.requires_grad_(True)
+    model[3].bias.requires_grad_(True)
+    set_sync(model, True)
+    model(batch(1)).square().sum().backward()
+    return model
+
+
+def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    loss = model(batch()).square().mean()
+    model[1].requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    loss.backward()
+    return model
+
+
+class Alternating(nn.Module):
+    """Trains every other layer, others in the next step; decides so in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            layer.requires_grad_((self.step + place) % 2 == 0)
+            x = layer(x)
+        return x
+
+
+def trains_other_layers_in_each_step(shard: Shard) -> nn.Module:
+    model = Alternating()
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    for step in range(4):
+        model.zero_grad()
+        model.step = step
+        model(batch(step)).square().mean().backward()
+    return model
+
+
+class FreezesItself(nn.Module):
+    """Freezes and unfreezes its own weight, while that is unsharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
+        self.scale = nn.Parameter(torch.ones(SIZE, dtype=torch.float64))
+        self.trains = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.requires_grad_(self.trains)
+        return self.b(self.a(x) * self.scale)
+
+
+def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
+    model = FreezesItself()
+    shard(model.a)
+    shard(model)
+    for number, trains in enumerate((True, False, True)):
+        model.zero_grad()
+        model.trains = trains
+        model(batch(number)).square().mean().backward()
+    return model
+
+
+PROGRAMS = [
+    evaluates_and_fails,
+    fails_between_micro_batches_without_sync,
+    fails_between_a_forward_and_its_backward,
+    extracts_features_by_an_exception,
+    self_conditioned,
+    recursive_with_gradients,
+    fails_inside_itself_and_goes_on,
+    freezes_between_micro_batches,
+    unfreezes_between_micro_batches,
+    freezes_between_forward_and_backward,
+    trains_other_layers_in_each_step,
+    freezes_its_own_parameter_in_forward,
+]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+def test_a_program_has_the_gradients_of_plain_torch(
+    two_ranks: Ranks, program: Program, reshard_after_forward: bool | None
+) -> None:
+    two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=reshard_after_forward)
+
+
+@pytest.mark.parametrize(
+    "program", [freezes_between_micro_batches, unfreezes_between_micro_batches], ids=lambda p: p.__name__
+)
+def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks, program: Program) -> None:
+    two_ranks.run(gradients_are_plain_torch, program, zero_stage=1)
+
+
+# -- a backward that does not come to its end ---------------------------------------------------------------
+
+
+def only_the_half_written_go(sync: bool) -> None:
+    """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end later."""
+    model = shard_each(shardgrad.fully_shard, mlp())
+    set_sync(model, sync)
+    model(batch()).square().sum().backward()
+    set_sync(model, True)
+    with torch.no_grad():
+        model(batch())
+    set_sync(model, sync)
+
+    def trap(grad: Tensor) -> Tensor:
+        raise Stop
+
+    hidden: list[Tensor] = []
+    handle = model[0].register_forward_hook(lambda module, args, output: hidden.append(output))
+    loss = model(batch(1)).square().sum()
+    hidden.pop().register_hook(trap)
+    handle.remove()
+    with pytest.raises(Stop):
+        loss.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with torch.no_grad():
+            model(batch())
+    (warning,) = [str(each.message) for each in caught if "a backward failed" in str(each.message)]
+    assert ("In units 1, 2 they had been added" in warning) == (not sync)
+    set_sync(model, True)
+    model(batch(2)).square().sum().backward()
+    expected = {}
+    for numbers in ((0, 2), (2,)):
+        plain = mlp()
+        for number in numbers:
+            plain(batch(number)).square().sum().backward()
+        expected[numbers] = averaged(plain)
+    for name, gradient in gathered(model).items():
+        kept = sync or name.startswith(("0.", "3."))  # the root waits for its turn, behind 0
+        torch.testing.assert_close(gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
+    two_ranks: Ranks, sync: bool
+) -> None:
+    two_ranks.run(only_the_half_written_go, sync)

@@ -1,0 +1,253 @@
+"""Where dtypes change: at the border of each policy, for whatever crosses it, and on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardgrad
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+    watching_collectives,
+)
+from tests.support.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)
+
+
+def train_on_squares(engine: Engine, model: nn.Module, steps: int = 3) -> Tensors:
+    optim = make_optimizer("adamw", model)
+    for step in range(steps):
+        optim.zero_grad()
+        model(engine.inputs(step, 5)).float().square().mean().backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+def as_tensors(dtypes: list[torch.dtype]) -> Tensors:
+    return {f"dtype {i}": torch.zeros((), dtype=dtype) for i, dtype in enumerate(dtypes)}
+
+
+# -- what travels between units -----------------------------------------------------------------------------
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+    mask: Tensor
+
+
+@dataclass
+class Nested:
+    inner: Hidden
+    note: str = "kept"
+
+
+class Named(NamedTuple):
+    value: Tensor
+    mask: Tensor
+
+
+STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+    "dataclass": (Hidden, lambda hidden: (hidden.value, hidden.mask)),
+    "nested": (lambda v, m: Nested(Hidden(v, m)), lambda nested: (nested.inner.value, nested.inner.mask)),
+    "namedtuple": (Named, lambda named: (named.value, named.mask)),
+    "dict": (lambda v, m: {"value": v, "mask": m}, lambda found: (found["value"], found["mask"])),
+    "list": (lambda v, m: [v, None, m], lambda found: (found[0], found[2])),
+}
+
+
+class Passing(nn.Module):
+    """Takes and returns a structure of a floating and an integer tensor."""
+
+    def __init__(self, inner: int, outer: int, structure: str, seen: list[torch.dtype]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inner, outer)
+        self.wrap, self.unwrap = STRUCTURES[structure]
+        self.seen = seen
+
+    def forward(self, hidden: Any) -> Any:
+        value, mask = self.unwrap(hidden)
+        self.seen += [value.dtype, mask.dtype]
+        return self.wrap(self.linear(value) * mask, mask)
+
+
+class Layered(nn.Module):
+    """Units with policies of their own; what travels between them is a structure."""
+
+    def __init__(self, structure: str) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+        self.wrap, self.unwrap = STRUCTURES[structure]
+        self.first, self.second, self.third = (
+            Passing(*sizes, structure, self.seen) for sizes in ((5, 7), (7, 7), (7, 3))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.wrap(x, torch.ones(1, dtype=torch.int64))
+        for layer in (self.first, self.second, self.third):
+            hidden = layer(hidden)
+        value = self.unwrap(hidden)[0]
+        self.seen.append(value.dtype)
+        return value
+
+
+POLICIES = {
+    "each its own": (BF16, MixedPrecisionPolicy(param_dtype=torch.float32), BF16),
+    "outputs cast": (
+        BF16,
+        BF16,
+        MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32),
+    ),
+    "float16": (FP16, BF16, FP16),
+}
+
+
+def train_layered(engine: Engine, name: str, structure: str) -> Tensors:
+    torch.manual_seed(0)
+    model = Layered(structure)
+    policies = POLICIES[name]
+    for inner, policy in zip((model.first, model.second, model.third), policies, strict=True):
+        engine.fully_shard(inner, mp_policy=policy)
+    engine.fully_shard(model)
+    found = train_on_squares(engine, model)
+    computed = [policy.param_dtype for policy in policies]
+    assert model.seen[:6:2] == computed
+    assert set(model.seen[1:6:2]) == {torch.int64}, "only floating inputs are cast"
+    assert model.seen[6] == (policies[-1].output_dtype or computed[-1])
+    return found | as_tensors(model.seen)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("name", POLICIES)
+def test_casts_happen_at_the_border_of_each_policy(two_ranks: Ranks, name: str, structure: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_layered, name, structure)
+
+
+def train_with_inputs_as_they_come(engine: Engine) -> Tensors:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    model = stack(5, 7, 3)
+    engine.fully_shard(model[0], mp_policy=policy)
+    engine.fully_shard(model[2], mp_policy=policy)
+    engine.fully_shard(model, mp_policy=policy)
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        with pytest.raises(RuntimeError, match="dtype"):
+            model(engine.inputs(step, 5))
+        model.reset_iter_state()
+        model(engine.inputs(step, 5, dtype=torch.bfloat16)).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_inputs_as_they_come)
+
+
+# -- norms, and lists of modules ----------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    """A norm that is a unit of its own, or in one unit with the head, between layers in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.body(x))
+        output = self.head(hidden.float() + 1)
+        self.seen += [hidden.dtype, output.dtype]
+        return output
+
+
+def train_normed(engine: Engine, policy: MixedPrecisionPolicy, together: bool) -> Tensors:
+    torch.manual_seed(0)
+    model = Normed()
+    engine.fully_shard([model.norm, model.head] if together else model.norm, mp_policy=policy)
+    engine.fully_shard(model)
+    found = train_on_squares(engine, model)
+    assert model.seen[:2] == [policy.param_dtype, policy.param_dtype if together else torch.float32]
+    return found | as_tensors(model.seen)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["alone", "in a list"])
+@pytest.mark.parametrize("policy", [BF16, FP16], ids=["bf16", "fp16"])
+def test_norms_in_a_narrow_dtype_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, policy: MixedPrecisionPolicy, together: bool
+) -> None:
+    """In a list, the inputs of each of its modules are cast."""
+    two_ranks.run(same_bits_as_fsdp2, train_normed, policy, together)
+
+
+# -- on the wire --------------------------------------------------------------------------------------------
+
+
+def dtypes_on_the_wire(engine: Engine, policy: MixedPrecisionPolicy) -> tuple[set[torch.dtype], ...]:
+    """Returns what a forward gathers, and what a backward after which nothing is gathered reduces."""
+    model = engine.shard_tower(tower(), mp_policy=policy, reshard_after_forward=False)
+    token_loss(model, engine.tokens(0)).backward()
+    gathered: set[torch.dtype] = set()
+    reduced: set[torch.dtype] = set()
+    with watching_collectives(lambda name, chunk: gathered.add(chunk.dtype)):
+        loss = token_loss(model, engine.tokens(1))
+    with watching_collectives(lambda name, chunk: reduced.add(chunk.dtype)):
+        loss.backward()
+    return gathered, reduced
+
+
+def travels_as_under_fsdp2(policy: MixedPrecisionPolicy) -> None:
+    param = policy.param_dtype or torch.float32
+    expected = ({param}, {policy.reduce_dtype or param})
+    assert dtypes_on_the_wire(FSDP2, policy) == expected
+    assert dtypes_on_the_wire(SHARDGRAD, policy) == expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        MixedPrecisionPolicy(),
+        BF16,
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+        MixedPrecisionPolicy(param_dtype=torch.float16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ],
+    ids=["float32", "bf16 and fp32", "bf16", "fp16", "fp32 and bf16"],
+)
+def test_parameters_and_gradients_travel_in_the_dtypes_of_the_policy(
+    two_ranks: Ranks, policy: MixedPrecisionPolicy
+) -> None:
+    two_ranks.run(travels_as_under_fsdp2, policy)
+
+
+def small_addends_survive() -> None:
+    """256 on one rank and 1 on the other: bfloat16 has no 257."""
+    model = nn.Linear(1, 1, bias=False)
+    shardgrad.fully_shard(model, mp_policy=BF16)
+    x = torch.tensor([[256.0 if dist.get_rank() == 0 else 1.0]])
+    model(x).sum().backward()
+    grad = model.weight.grad.full_tensor()
+    assert grad.dtype is torch.float32
+    assert grad.item() == 257 / 2
+
+
+def test_a_reduction_in_float32_keeps_what_bfloat16_would_lose(two_ranks: Ranks) -> None:
+    two_ranks.run(small_addends_survive)

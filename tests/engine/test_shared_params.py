@@ -1,0 +1,158 @@
+"""Parameters that several modules, or several calls of one module, use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgrad.errors import TiedParameterError
+from tests.support.parity import (
+    SHARDGRAD,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Engine,
+    Tensors,
+    close_to_unsharded,
+    recompute,
+    same_bits_as_fsdp2,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+
+def tied_tower() -> nn.Module:
+    model = tower()
+    model.head.weight = model.embedding.weight
+    return model
+
+
+def train_tied_in_one_unit(engine: Engine) -> Tensors:
+    model = tied_tower()
+    for layer in model.layers:
+        engine.fully_shard(layer)
+    return train(engine, engine.fully_shard(model))
+
+
+def train_tied_and_recomputed(engine: Engine) -> Tensors:
+    model = recompute(tied_tower())
+    for layer in model.layers:
+        engine.fully_shard(layer)
+    return train(engine, engine.fully_shard(model))
+
+
+def train_tied_across_units(engine: Engine) -> Tensors:
+    model = tied_tower()
+    for inner in (model.embedding, *model.layers, model.head):
+        engine.fully_shard(inner)
+    return train(engine, engine.fully_shard(model))
+
+
+def train_tied_to_the_root(engine: Engine) -> Tensors:
+    """The embedding is a unit of its own, the head belongs to the root."""
+    return train(engine, engine.shard_tower(tied_tower()))
+
+
+def train_tied_in_a_list(engine: Engine) -> Tensors:
+    model = tied_tower()
+    engine.fully_shard([model.embedding, model.head])
+    return train(engine, engine.fully_shard(model))
+
+
+def the_root_owns_what_its_units_share() -> None:
+    model = tied_tower()
+    for inner in (model.embedding, model.head):
+        SHARDGRAD.fully_shard(inner)
+    SHARDGRAD.fully_shard(model)
+    assert model.embedding.weight is model.head.weight
+    assert isinstance(model.head.weight, DTensor)
+    names = [name for name, _ in model.named_parameters()]
+    assert "head.weight" in names
+    assert "embedding.weight" not in names
+    train(SHARDGRAD, model, steps=1)
+    assert model.embedding.weight is model.head.weight
+
+
+def siblings_without_an_ancestor_are_refused() -> None:
+    embedding, head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    SHARDGRAD.fully_shard(embedding)
+    SHARDGRAD.fully_shard(head)
+    with pytest.raises(TiedParameterError, match="weight") as caught:
+        model(torch.zeros(2, dtype=torch.long))
+    assert "try:" in str(caught.value)
+
+
+class Recurrent(nn.Module):
+    """One block applied three times between an embedding and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(x)
+
+
+def train_recurrent(engine: Engine, reshard_after_forward: bool) -> Tensors:
+    torch.manual_seed(0)
+    model = Recurrent()
+    engine.fully_shard(model.block, reshard_after_forward=reshard_after_forward)
+    return train(engine, engine.fully_shard(model))
+
+
+def train_a_stack_of_shared_blocks(engine: Engine) -> Tensors:
+    """Two blocks, each registered twice."""
+    model = tower(depth=2)
+    model.layers.append(model.layers[0])
+    model.layers.append(model.layers[1])
+    for layer in list(model.layers)[:2]:
+        engine.fully_shard(layer)
+    return train(engine, engine.fully_shard(model))
+
+
+TIED_LIKE_FSDP2 = [train_tied_in_one_unit, train_tied_in_a_list, train_a_stack_of_shared_blocks]
+
+
+@pytest.mark.parametrize("program", TIED_LIKE_FSDP2)
+def test_shared_parameters_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: object) -> None:
+    two_ranks.run(same_bits_as_fsdp2, program)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_unit_called_three_times_trains_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, reshard_after_forward: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_recurrent, reshard_after_forward)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        train_tied_in_one_unit,
+        train_tied_and_recomputed,
+        train_tied_across_units,
+        train_tied_to_the_root,
+        train_tied_in_a_list,
+        train_a_stack_of_shared_blocks,
+    ],
+)
+def test_shared_parameters_equal_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
+    two_ranks.run(close_to_unsharded, program)
+
+
+def test_the_root_owns_a_parameter_that_two_of_its_units_share(two_ranks: Ranks) -> None:
+    two_ranks.run(the_root_owns_what_its_units_share)
+
+
+def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(siblings_without_an_ancestor_are_refused)

@@ -1,0 +1,192 @@
+"""Parameters that do not train, start or stop training later, are ignored, or have another dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    close_to_unsharded,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+    train,
+    watching_collectives,
+)
+from tests.support.ranks import Ranks
+
+
+def train_half_frozen(engine: Engine) -> Tensors:
+    model = tower()
+    for layer in model.layers:
+        layer.up.requires_grad_(False)
+    model.embedding.requires_grad_(False)
+    return train(engine, engine.shard_tower(model))
+
+
+def freeze_after_sharding(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    for layer in model.layers:
+        layer.norm.requires_grad_(False)
+    return train(engine, model)
+
+
+def unfreeze_between_steps(engine: Engine) -> Tensors:
+    model = tower()
+    model.layers[1].requires_grad_(False)
+    model.head.bias.requires_grad_(False)
+    engine.shard_tower(model)
+    train(engine, model, steps=2)
+    model.requires_grad_(True)
+    train(engine, model, steps=2, first_step=2)
+    model.layers[0].up.requires_grad_(False)
+    return train(engine, model, steps=2, first_step=4)
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer with a trainable low-rank path beside it."""
+
+    def __init__(self, inner: int, outer: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(inner, outer).requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(rank, inner) / inner)
+        self.up = nn.Parameter(torch.randn(outer, rank) / rank)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def train_lora(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = nn.Sequential(LoraLinear(5, 7), nn.Tanh(), LoraLinear(7, 3))
+    engine.fully_shard(model[0])
+    engine.fully_shard(model[2])
+    engine.fully_shard(model)
+    return train_stack(engine, model)
+
+
+def train_stack(engine: Engine, model: nn.Module, steps: int = 3) -> Tensors:
+    optim = make_optimizer("adamw", model)
+    for step in range(steps):
+        optim.zero_grad()
+        x = engine.inputs(step, 5, dtype=next(model.parameters()).dtype)
+        model(x).square().mean().backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+def ignored_gradients(engine: Engine) -> Tensors:
+    model = stack(5, 7, 3)
+    ignored = set(model[0].parameters())
+    engine.fully_shard(model, ignored_params=ignored)
+    assert set(model[0].parameters()) == ignored
+    assert not any(isinstance(param, DTensor) for param in ignored)
+    model(engine.inputs(0, 5)).square().mean().backward()
+    return engine.snapshot(model)
+
+
+class TwoDtypes(nn.Module):
+    """One unit with a float64 and a float32 layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(5, 7, dtype=torch.float64)
+        self.narrow = nn.Linear(7, 3, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(torch.tanh(self.wide(x)).float())
+
+
+def train_two_dtypes(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    return train_stack(engine, engine.fully_shard(TwoDtypes()))
+
+
+def freeze_while_whole(engine: Engine) -> Tensors:
+    """A forward leaves the root whole; what is frozen then stays frozen when it is sharded again."""
+    model = engine.shard_tower(tower())
+    with torch.no_grad():
+        model(engine.tokens(9)[0])
+    model.head.requires_grad_(False)
+    if not engine.whole_batch:
+        assert not isinstance(model.head.weight, DTensor)
+        model.reshard()
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+        with torch.no_grad():
+            model(engine.tokens(10 + step)[0])
+        model.head.requires_grad_(step == 0)
+    return engine.snapshot(model)
+
+
+def frozen_parameters_have_no_gradient() -> None:
+    model = tower()
+    model.layers[0].up.requires_grad_(False)
+    SHARDGRAD.shard_tower(model)
+    train(SHARDGRAD, model, steps=1, set_to_none=False)
+    for name, param in model.named_parameters():
+        assert (param.grad is None) == name.startswith("layers.0.up"), name
+
+
+def only_what_trains_is_reduced(engine: Engine, when: str) -> int:
+    """Returns how many elements this rank sends to reduce one unit of which a part is frozen."""
+    model = stack(8, 16, 4)
+    if when == "before":
+        model[0].requires_grad_(False)
+    engine.fully_shard(model, reshard_after_forward=False)
+    if when == "after":
+        model[0].requires_grad_(False)
+    sent: list[int] = []
+    loss = model(engine.inputs(0, 8)).square().mean()
+    with watching_collectives(lambda name, chunk: sent.append(chunk.numel())):
+        loss.backward()
+    return sum(sent)
+
+
+def frozen_elements_stay(when: str) -> None:
+    ours, theirs = (only_what_trains_is_reduced(engine, when) for engine in (SHARDGRAD, FSDP2))
+    trains = 16 * 4 + 4
+    assert theirs == trains
+    # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own, which
+    # stays. Beside gradients travel flags, a label and padding to 128 bytes.
+    assert trains / 2 <= ours <= trains / 2 + 3 * 32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_only_trainable_elements_of_a_unit_are_reduced(two_ranks: Ranks, when: str) -> None:
+    """Frozen before sharding, or afterwards; it is 144 elements that would travel too."""
+    two_ranks.run(frozen_elements_stay, when)
+
+
+@pytest.mark.parametrize("program", [train_half_frozen, freeze_after_sharding, train_lora, ignored_gradients])
+def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, program: object
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, program)
+
+
+@pytest.mark.parametrize(
+    "program", [train_half_frozen, unfreeze_between_steps, freeze_while_whole, train_lora]
+)
+def test_freezing_and_unfreezing_equals_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
+    two_ranks.run(close_to_unsharded, program)
+
+
+def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:
+    # Half of the model computes in fp32, in another order than unsharded: 2^-24 with a margin for Adam.
+    two_ranks.run(close_to_unsharded, train_two_dtypes, tolerance=1e-4)
+
+
+def test_a_frozen_parameter_never_gets_a_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(frozen_parameters_have_no_gradient)

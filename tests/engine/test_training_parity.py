@@ -1,0 +1,217 @@
+"""Whole training runs: bit for bit like FSDP2 on two ranks, and like an unsharded run on every world."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.support.parity import (
+    FSDP2_GATHERED,
+    GATHERED,
+    Engine,
+    Tensors,
+    close_to_unsharded,
+    flat_mesh,
+    hsdp_mesh,
+    make_optimizer,
+    many_small,
+    same_bits_as_fsdp2,
+    token_loss,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BF16_REDUCED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+FP32_REDUCED_IN_BF16 = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+FP16 = MixedPrecisionPolicy(param_dtype=torch.float16)
+
+RESHARD = pytest.mark.parametrize("reshard_after_forward", [None, True, False, 1, 2])
+ACCUMULATION = pytest.mark.parametrize(
+    ("micro_batches", "sync_each"),
+    [(1, True), (4, True), (4, False)],
+    ids=["one_batch", "sync_each_of_4", "sync_last_of_4"],
+)
+
+OPTIMIZER = pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+ZEROING = pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
+
+
+def train_tower(engine: Engine, shard: dict[str, Any], **options: Any) -> Tensors:
+    return train(engine, engine.shard_tower(tower(), **shard), **options)
+
+
+def train_many_small(engine: Engine, **options: Any) -> Tensors:
+    return train(engine, engine.fully_shard(many_small()), **options)
+
+
+def train_hsdp_tower(engine: Engine, shape: tuple[int, int], **options: Any) -> Tensors:
+    return train_tower(engine, {"mesh": hsdp_mesh(*shape)}, **options)
+
+
+def train_deferring_the_all_reduce(engine: Engine) -> Tensors:
+    """HSDP on 2 x 2: each micro-batch is reduced inside its shard group, the last one across replicas."""
+    model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 2))
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        for micro in range(3):
+            if not engine.whole_batch:
+                model.set_requires_all_reduce(micro == 2)
+            (token_loss(model, engine.tokens(3 * step + micro)) / 3).backward()
+            if not engine.whole_batch and micro < 2:
+                assert all(param.grad is None for param in model.parameters())
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def train_tower_on_named_mesh(engine: Engine) -> Tensors:
+    return train_tower(engine, {"mesh": flat_mesh()})
+
+
+@RESHARD
+@ACCUMULATION
+def test_two_ranks_train_bit_for_bit_like_fsdp2_however_they_reshard(
+    two_ranks: Ranks, reshard_after_forward: bool | int | None, micro_batches: int, sync_each: bool
+) -> None:
+    two_ranks.run(
+        same_bits_as_fsdp2,
+        train_tower,
+        {"reshard_after_forward": reshard_after_forward},
+        micro_batches=micro_batches,
+        sync_each=sync_each,
+    )
+
+
+@ACCUMULATION
+@OPTIMIZER
+@ZEROING
+def test_two_ranks_train_bit_for_bit_like_fsdp2_with_every_optimizer_and_zeroing(
+    two_ranks: Ranks, micro_batches: int, sync_each: bool, optimizer: str, set_to_none: bool
+) -> None:
+    two_ranks.run(
+        same_bits_as_fsdp2,
+        train_tower,
+        {},
+        micro_batches=micro_batches,
+        sync_each=sync_each,
+        optimizer=optimizer,
+        set_to_none=set_to_none,
+    )
+
+
+@OPTIMIZER
+def test_many_small_parameters_in_one_unit_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, optimizer: str
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_many_small, optimizer=optimizer)
+
+
+@ACCUMULATION
+def test_bf16_compute_with_fp32_reduction_is_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, micro_batches: int, sync_each: bool
+) -> None:
+    two_ranks.run(
+        same_bits_as_fsdp2, train_tower, {"mp_policy": BF16}, micro_batches=micro_batches, sync_each=sync_each
+    )
+
+
+def test_a_mesh_passed_by_hand_trains_like_the_default_one(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_tower_on_named_mesh)
+
+
+def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:
+    """Trains under both engines; they may differ by `fraction` of how far training moved a parameter."""
+    start = {name: param.detach() for name, param in tower().named_parameters()}
+    ours, theirs = (
+        train_tower(engine, shard, optimizer="sgd", **options) for engine in (GATHERED, FSDP2_GATHERED)
+    )
+    assert list(ours) == list(theirs)
+    for name, before in start.items():
+        moved = (theirs[name] - before).abs().max()
+        off = (ours[name] - theirs[name]).abs().max()
+        assert moved > 0, name
+        assert off <= fraction * moved, f"{name} is off by {off}, after moving by {moved}"
+
+
+@ACCUMULATION
+@pytest.mark.parametrize("policy", [BF16_REDUCED, FP32_REDUCED_IN_BF16], ids=["bf16", "fp32"])
+def test_bf16_reduction_stays_within_bf16_rounding_of_fsdp2(
+    two_ranks: Ranks, policy: MixedPrecisionPolicy, micro_batches: int, sync_each: bool
+) -> None:
+    # FSDP2 rounds the sum of two bf16 gradients to bf16 once more (2^-9 relative), we keep fp32; a few steps
+    # of momentum and re-rounded weights multiply that, hence 2^-5 of the way.
+    two_ranks.run(
+        train_and_compare_distance,
+        {"mp_policy": policy},
+        2**-5,
+        micro_batches=micro_batches,
+        sync_each=sync_each,
+    )
+
+
+def test_fp16_reduction_stays_within_fp16_rounding_of_fsdp2(two_ranks: Ranks) -> None:
+    # As for bf16, with 2^-11 a rounding.
+    two_ranks.run(train_and_compare_distance, {"mp_policy": FP16}, 2**-6)
+
+
+def test_an_all_reduce_deferred_to_the_last_micro_batch_equals_an_unsharded_run(four_ranks: Ranks) -> None:
+    four_ranks.run(close_to_unsharded, train_deferring_the_all_reduce)
+
+
+def test_fp32_on_four_ranks_differs_from_fsdp2_only_by_the_order_of_sums(four_ranks: Ranks) -> None:
+    # Four terms in another order differ by a few times 2^-24, relative to the largest term.
+    four_ranks.run(train_and_compare_distance, {}, 1e-4)
+
+
+def test_bf16_on_four_ranks_stays_within_bf16_rounding_of_fsdp2(four_ranks: Ranks) -> None:
+    # Another order of four fp32 terms may turn a weight's rounding to bf16 around (2^-8 relative).
+    four_ranks.run(train_and_compare_distance, {"mp_policy": BF16}, 2**-5)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@ACCUMULATION
+def test_a_sharded_run_equals_an_unsharded_one_on_the_concatenated_batch(
+    worlds: dict[int, Ranks], world_size: int, micro_batches: int, sync_each: bool
+) -> None:
+    worlds[world_size].run(
+        close_to_unsharded, train_tower, {}, micro_batches=micro_batches, sync_each=sync_each
+    )
+
+
+@OPTIMIZER
+@ZEROING
+def test_four_ranks_equal_an_unsharded_run_for_every_optimizer_and_zeroing(
+    four_ranks: Ranks, optimizer: str, set_to_none: bool
+) -> None:
+    four_ranks.run(close_to_unsharded, train_tower, {}, optimizer=optimizer, set_to_none=set_to_none)
+
+
+@RESHARD
+def test_four_ranks_equal_an_unsharded_run_however_they_reshard(
+    four_ranks: Ranks, reshard_after_forward: bool | int | None
+) -> None:
+    four_ranks.run(close_to_unsharded, train_tower, {"reshard_after_forward": reshard_after_forward})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_many_small_parameters_equal_an_unsharded_run(worlds: dict[int, Ranks], world_size: int) -> None:
+    worlds[world_size].run(close_to_unsharded, train_many_small)
+
+
+@ACCUMULATION
+def test_hsdp_two_by_two_equals_an_unsharded_run(
+    four_ranks: Ranks, micro_batches: int, sync_each: bool
+) -> None:
+    four_ranks.run(
+        close_to_unsharded, train_hsdp_tower, (2, 2), micro_batches=micro_batches, sync_each=sync_each
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+def test_hsdp_on_two_ranks_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, shape: tuple[int, int]) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_hsdp_tower, shape)

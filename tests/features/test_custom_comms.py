@@ -1,0 +1,319 @@
+"""How programs steer collectives: every call does here what it does under FSDP2, on two ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import UnshardHandle
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+import shardgrad
+from shardgrad.engine.unit import unit_of
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    Tower,
+    assert_same_bits,
+    hsdp_mesh,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+
+class CountedGather(AllGather):
+    def __init__(self, counts: Counter[str], *, keeps_buffer: bool = False) -> None:
+        self.counts = counts
+        self.keeps_buffer = keeps_buffer
+        self.memory = torch.empty(0)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.counts["allocated for gathers"] += 1
+        if not self.keeps_buffer:
+            return torch.empty(*size, dtype=dtype, device=device)
+        if self.memory.numel() * self.memory.itemsize < size[0] * dtype.itemsize:
+            self.memory = torch.empty(*size, dtype=dtype, device=device)
+        return self.memory.view(dtype)[: size[0]]
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.counts["gathered"] += 1
+        begin = input_tensor.numel() * group.rank()
+        assert output_tensor[begin:].data_ptr() == input_tensor.data_ptr()  # as under FSDP2
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CountedScatter(ReduceScatter):
+    def __init__(self, counts: Counter[str]) -> None:
+        self.counts = counts
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        self.counts["allocated for reductions"] += 1
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        self.counts["reduced"] += 1
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+
+def train_through_own_collectives(engine: Engine, *, keeps_buffer: bool = False) -> Tensors:
+    model = engine.shard_tower(tower())
+    counts: Counter[str] = Counter()
+    gather, scatter = CountedGather(counts, keeps_buffer=keeps_buffer), CountedScatter(counts)
+    for layer in model.layers:
+        layer.set_custom_all_gather(gather)
+        layer.set_custom_reduce_scatter(scatter)
+    found = train(engine, model, micro_batches=2)
+    assert counts["allocated for gathers"]
+    assert counts["allocated for reductions"]
+    assert counts["reduced"] == 3 * 2 * len(model.layers)
+    assert counts["gathered"] >= 3 * 2 * len(model.layers)
+    return found
+
+
+def train_with_own_buffer() -> None:
+    """A program whose `allocate` returns one buffer again and again."""
+    ours = train_through_own_collectives(SHARDGRAD, keeps_buffer=True)
+    assert_same_bits(ours, train_through_own_collectives(SHARDGRAD))
+
+
+def train_hooked(engine: Engine, *, forced: bool, replicas: int) -> Tensors:
+    options = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
+    model = engine.shard_tower(tower(), **options)
+    norms: list[torch.Tensor] = []
+
+    def hook(chunk: torch.Tensor) -> None:
+        assert chunk.ndim == 1
+        norms.append(chunk.square().sum())
+        chunk.mul_(3.0)
+
+    for layer in model.layers:
+        layer.set_all_reduce_hook(hook)
+        layer.set_force_sum_reduction_for_comms(forced)
+    found = train(engine, model, micro_batches=2, optimizer="sgd")
+    assert len(norms) == 3 * 2 * len(model.layers)
+    # Squares are added up in another order, since padding lies elsewhere.
+    return found | {f"norm {i}": norm.double().round(decimals=4) for i, norm in enumerate(norms)}
+
+
+def refuses_a_stream_under_hsdp(engine: Engine) -> None:
+    model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 1))
+    with pytest.raises(ValueError, match="stream cannot be set when using native HSDP"):
+        model.set_all_reduce_hook(print, stream=object())
+
+
+def separate(model: Tower) -> None:
+    model.set_separate_reduce_scatter_group()
+    model.set_separate_reduce_scatter_group()  # once is enough
+    model.layers[0].set_separate_reduce_scatter_group(False)
+
+
+def one_buffer(model: Tower) -> None:
+    model.set_reduce_scatter_max_input_buffers(1)
+
+
+def many_buffers(model: Tower) -> None:
+    model.layers[0].set_reduce_scatter_max_input_buffers(5, recurse=False)
+
+
+def from_process_group(model: Tower) -> None:
+    for module in (model, *model.layers):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+    model.layers[1].set_allocate_memory_from_process_group_for_comm(False)
+
+
+def train_set(engine: Engine, setting: Callable[[Tower], None]) -> Tensors:
+    model = engine.shard_tower(tower())
+    setting(model)
+    return train(engine, model, micro_batches=2)
+
+
+def settings_are_in_force() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    separate(model)
+    many_buffers(model)
+    train(SHARDGRAD, model, steps=1)
+    shard_group = unit_of(model).mesh.shard_group
+    layers = [unit_of(layer).groups[0].collectives.reduce_group for layer in model.layers]
+    assert layers[0] is None
+    assert layers[1] is layers[2] is not shard_group
+    ring = unit_of(model).context.comm_ctx.reduce_ring
+    assert ring.depth == 5
+    one_buffer(model)
+    assert ring.depth == 1
+    train(SHARDGRAD, model, steps=1)
+
+
+def train_with_events(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    optim.register_step_post_hook(lambda *_: model.set_post_optim_event(torch.Event("cpu")))
+    for step in range(3):
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def train_two_roots(engine: Engine, *, early: bool) -> Tensors:
+    """Two stages, each a root, run one after the other as in a pipeline."""
+    share = fsdp.share_comm_ctx if engine is FSDP2 else shardgrad.share_comm_ctx
+    share([])
+    first, second = (stack(5, 7, 7, seed=0), stack(7, 7, 3, seed=1))
+    for root in (first, second):
+        engine.fully_shard(root[0])
+        engine.fully_shard(root)
+    if early:
+        share([first, second])
+    found: Tensors = {}
+    for step in range(3):
+        if step == 1 and not early and engine is SHARDGRAD:
+            share([first, second])
+        loss = second(first(engine.inputs(step, 5))).square().mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        for root in (first, second):
+            for param in root.parameters():
+                param.data.add_(param.grad, alpha=-0.1)
+                param.grad = None
+    if engine is SHARDGRAD:
+        runtimes = [unit_of(root).context.comm_ctx for root in (first, second)]
+        assert runtimes[0].reduce_ring is runtimes[1].reduce_ring
+        assert runtimes[0].streams is runtimes[1].streams
+    return found
+
+
+class Wrapper(nn.Module):
+    """Has no parameters but its layer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, inputs: tuple[torch.Tensor, str]) -> torch.Tensor:
+        x, text = inputs
+        assert text == "kept"
+        return torch.relu(self.layer(x))
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = nn.Tanh()
+        self.wrapper = Wrapper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.wrapper((x, "kept")))
+
+
+def train_with_empty_units(engine: Engine) -> Tensors:
+    torch.manual_seed(0)
+    model = Nested()
+    for module in (model.activation, model.wrapper.layer, model.wrapper, model):
+        engine.fully_shard(module)
+    handle = model.activation.unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle)
+    handle.wait()
+    assert model.wrapper.unshard() is None
+    model.wrapper.reshard()
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        model(engine.inputs(step, 5)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    ignored = nn.Linear(3, 3)
+    engine.fully_shard(ignored, ignored_params=set(ignored.parameters()))
+    assert type(ignored.weight) is nn.Parameter
+    ignored(torch.ones(2, 3)).sum().backward()
+    return engine.snapshot(model)
+
+
+def state_of(engine: Engine) -> None:
+    plain, sharded = nn.Linear(2, 2), nn.Linear(2, 2)
+    engine.fully_shard(sharded)
+    assert engine.fully_shard.state(plain) is None
+    assert engine.fully_shard.state(sharded) is sharded._get_fsdp_state()
+
+
+def symmetric_memory_error(engine: Engine) -> str:
+    model = engine.fully_shard(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError) as caught:
+        model.set_symm_mem_for_comm()
+    return str(caught.value)
+
+
+def refuses_symmetric_memory_as_fsdp2() -> None:
+    """torch for CPUs has no such memory; on a device the same call would succeed."""
+    assert symmetric_memory_error(SHARDGRAD) == symmetric_memory_error(FSDP2)
+
+
+def test_own_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_through_own_collectives)
+
+
+def test_own_collectives_may_allocate_one_buffer_for_all(two_ranks: Ranks) -> None:
+    two_ranks.run(train_with_own_buffer)
+
+
+@pytest.mark.parametrize(("forced", "replicas"), [(False, 1), (True, 1), (True, 2)])
+def test_an_all_reduce_hook_sees_what_it_sees_under_fsdp2(
+    two_ranks: Ranks, forced: bool, replicas: int
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_hooked, forced=forced, replicas=replicas)
+
+
+@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
+def test_a_hook_has_no_stream_of_its_own_under_hsdp(two_ranks: Ranks, engine: Engine) -> None:
+    two_ranks.run(refuses_a_stream_under_hsdp, engine)
+
+
+@pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
+def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: Any) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_set, setting)
+
+
+def test_settings_of_collectives_are_in_force(two_ranks: Ranks) -> None:
+    two_ranks.run(settings_are_in_force)
+
+
+def test_an_event_after_the_optimizer_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_events)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])
+def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, early: bool) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_two_roots, early=early)
+
+
+def test_units_without_parameters_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_empty_units)
+
+
+@pytest.mark.parametrize("engine", [SHARDGRAD, FSDP2], ids=lambda engine: engine.name)
+def test_the_state_of_a_sharded_module_is_found(two_ranks: Ranks, engine: Engine) -> None:
+    two_ranks.run(state_of, engine)
+
+
+def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(refuses_symmetric_memory_as_fsdp2)

@@ -1,0 +1,240 @@
+"""Ranks that use different parameters, run different units, or have no batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardgrad
+from shardgrad.errors import CollectiveError, DesyncError, ParticipationError
+from tests.support.parity import SHARDGRAD
+from tests.support.ranks import Ranks
+
+TIMEOUT_S = 3.0
+
+
+class Choice(nn.Module):
+    """Three parameters of one shape in one unit; forward uses the one it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(5, 3))
+        self.b = nn.Parameter(torch.randn(5, 3))
+        self.c = nn.Parameter(torch.randn(5, 3))
+
+    def forward(self, x: Tensor, which: str) -> Tensor:
+        return (x @ getattr(self, which)).square().sum()
+
+
+def choice() -> Choice:
+    torch.manual_seed(0)
+    return Choice()
+
+
+def each_parameter_gets_its_own_average() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    whole = choice()
+    model = SHARDGRAD.fully_shard(choice())
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))
+    optim = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model(x, "ab"[rank]).backward()
+    for owner, name in enumerate("ab"):
+        theirs = torch.randn(4, 5, generator=torch.Generator().manual_seed(owner))
+        whole(theirs, name).backward()
+        right = getattr(whole, name).grad / size
+        torch.testing.assert_close(getattr(model, name).grad.full_tensor(), right, rtol=1e-6, atol=1e-6)
+    assert model.c.grad is None
+    report = shardgrad.gradient_report(model)
+    assert report.touched_by == {"a": (0,), "b": (1,), "c": ()}
+    assert report.disagreements == {"a": (0,), "b": (1,)}
+    assert report.untouched == ["c"]
+    for name in ("a", "b"):
+        assert name in str(report)
+    optim.step()
+    assert torch.equal(model.c.full_tensor(), choice().c)
+
+
+class Routed(nn.Module):
+    """A trunk and two units, of which each rank runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.left, self.right = nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, experts: list[str]) -> Tensor:
+        hidden = torch.tanh(self.trunk(x))
+        return sum((getattr(self, name)(hidden).square().sum() for name in experts), hidden.sum())
+
+
+def routed() -> Routed:
+    torch.manual_seed(0)
+    return Routed()
+
+
+def sharded_routed() -> Routed:
+    model = routed()
+    SHARDGRAD.fully_shard(model.left)
+    SHARDGRAD.fully_shard(model.right)
+    return SHARDGRAD.fully_shard(model)
+
+
+def batch_of(rank: int, step: int = 0) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+# What each of the two ranks runs in successive iterations; None: it has no batch.
+ROUTES: list[list[list[str] | None]] = [
+    [["left"], ["right"]],
+    [["left", "right"], []],
+    [["left"], None],
+    [["right", "left"], ["left", "right"]],
+    [None, ["right"]],
+]
+
+
+def participation_gives_the_mean_with_zeros() -> None:
+    whole, model = routed(), sharded_routed()
+    optims = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (whole, model)]
+    for step, routes in enumerate(ROUTES):
+        mine = routes[dist.get_rank()]
+        with shardgrad.participate(model):
+            if mine is not None:
+                model(batch_of(dist.get_rank(), step), mine).backward()
+        for rank, route in enumerate(routes):
+            if route is not None:
+                (whole(batch_of(rank, step), route) / dist.get_world_size()).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None), f"step {step}: {name}"
+            if theirs.grad is not None:
+                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+
+
+def participation_mixes_with_ordinary_steps() -> None:
+    whole, model = routed(), sharded_routed()
+    both = ["left", "right"]
+    for step in range(4):
+        if step % 2 == 0:
+            model(batch_of(dist.get_rank(), step), both).backward()
+        else:
+            with shardgrad.participate(model):
+                model(batch_of(dist.get_rank(), step), both).backward()
+        for rank in range(dist.get_world_size()):
+            (whole(batch_of(rank, step), both) / dist.get_world_size()).backward()
+        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def participation_without_gradients() -> None:
+    whole, model = routed(), sharded_routed()
+    with torch.no_grad(), shardgrad.participate(model):
+        if dist.get_rank() == 0:
+            x = batch_of(0)
+            assert torch.equal(model(x, ["left"]), whole(x, ["left"]))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def participation_is_used_rightly() -> None:
+    model = sharded_routed()
+    with (
+        pytest.raises(ParticipationError, match="nested"),
+        shardgrad.participate(model),
+        shardgrad.participate(model),
+    ):
+        pass
+    with pytest.raises(ParticipationError, match="needs the root"), shardgrad.participate(nn.ReLU()):
+        pass
+
+    def two_backwards() -> None:
+        with shardgrad.participate(model):
+            for step in range(2):
+                model(batch_of(dist.get_rank(), step), ["left"]).backward()
+
+    with pytest.raises(ParticipationError, match="second backward"):
+        two_backwards()
+
+
+def a_missing_rank_is_an_error_in_time(missing: str) -> float:
+    """Lets rank 1 leave out a unit, or a batch; returns how long it took until this rank raised."""
+    model = sharded_routed()
+    both = ["left", "right"]
+    model(batch_of(dist.get_rank()), both).backward()
+
+    def go_on() -> None:
+        if dist.get_rank() == 0 or missing == "unit":
+            model(batch_of(dist.get_rank()), both if dist.get_rank() == 0 else ["left"]).backward()
+        # A rank without a batch goes on to whatever it does after the step.
+        model(batch_of(dist.get_rank()), ["right"]).backward()
+
+    start = time.monotonic()
+    with pytest.raises(CollectiveError) as caught:
+        go_on()
+    text = str(caught.value)
+    assert "participate" in text, text
+    assert "where:" in text, text
+    return time.monotonic() - start
+
+
+def a_skipped_unit_is_told_at_once() -> float:
+    """Rank 1 leaves out the second of three equal layers; returns how long it took until this rank raised."""
+    torch.manual_seed(0)
+    layers = [SHARDGRAD.fully_shard(nn.Linear(5, 5)) for _ in range(3)]
+    model = SHARDGRAD.fully_shard(nn.Sequential(*layers))
+    x = torch.randn(2, 5)
+    model(x)
+    mine = nn.Sequential(*(layers if dist.get_rank() == 0 else (layers[0], layers[2])))
+    start = time.monotonic()
+    with pytest.raises(DesyncError) as caught:
+        mine(x)
+    text = str(caught.value)
+    assert "all-gather of 1" in text, text
+    assert "all-gather of 2" in text, text
+    return time.monotonic() - start
+
+
+@pytest.fixture
+def impatient_ranks() -> Iterator[Ranks]:
+    """Two ranks whose collectives time out soon; the test breaks them."""
+    ranks = Ranks(2, collective_timeout_s=TIMEOUT_S)
+    yield ranks
+    ranks.stop()
+
+
+def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(two_ranks: Ranks) -> None:
+    two_ranks.run(each_parameter_gets_its_own_average)
+
+
+def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate(two_ranks: Ranks) -> None:
+    two_ranks.run(participation_gives_the_mean_with_zeros)
+
+
+def test_participation_may_alternate_with_ordinary_steps(two_ranks: Ranks) -> None:
+    two_ranks.run(participation_mixes_with_ordinary_steps)
+
+
+def test_a_rank_without_a_batch_joins_an_evaluation(two_ranks: Ranks) -> None:
+    two_ranks.run(participation_without_gradients)
+
+
+def test_misuse_of_participate_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(participation_is_used_rightly)
+
+
+def test_a_rank_that_skips_a_unit_of_the_same_size_is_told_at_once(impatient_ranks: Ranks) -> None:
+    for elapsed in impatient_ranks.run(a_skipped_unit_is_told_at_once):
+        assert elapsed < TIMEOUT_S
+
+
+@pytest.mark.parametrize("missing", ["unit", "batch"])
+def test_a_rank_that_leaves_something_out_is_an_error_on_every_rank_in_time(
+    impatient_ranks: Ranks, missing: str
+) -> None:
+    for elapsed in impatient_ranks.run(a_missing_rank_is_an_error_in_time, missing, timeout_s=40.0):
+        assert elapsed < 4 * TIMEOUT_S

@@ -1,0 +1,125 @@
+"""What is known without a step: optimizers, settings, process groups; and `shardgrad doctor`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from click.testing import CliRunner
+from torch import nn
+
+import shardgrad
+from shardgrad.cli import main
+from shardgrad.graphs.preflight.environment import environment_issues
+from shardgrad.graphs.preflight.issues import Issue
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def kinds(found: list[Issue]) -> list[str]:
+    return [issue.kind for issue in found]
+
+
+def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    (found,) = environment_issues(CUDA, [torch.optim.AdamW(weights)])
+    assert found.kind == "uncapturable optimizer"
+    assert found.what.startswith("a step of AdamW cannot be recorded: ")
+    assert found.fix.startswith("shardgrad.optim.AdamW; or capturable=True")
+
+
+def test_a_learning_rate_must_be_a_tensor_unless_the_optimizer_is_ours() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    (found,) = environment_issues(CUDA, [torch.optim.SGD(weights, lr=0.1)])
+    assert found.kind == "frozen hyperparameter"
+    assert found.fix.endswith("lr=torch.tensor(0.1, device='cuda:0')")
+    assert environment_issues(CUDA, [torch.optim.SGD(weights, lr=torch.tensor(0.1))]) == []
+    assert environment_issues(CUDA, [shardgrad.optim.SGD(weights, lr=0.1)]) == []
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_clash_with_registration_unless_that_is_off(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
+    (found,) = environment_issues(CUDA, [])
+    assert (found.kind, found.fix) == ("environment", "export NCCL_GRAPH_REGISTER=0, before Python starts")
+    assert name in found.what
+    assert environment_issues(CPU, []) == []
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    assert environment_issues(CUDA, []) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "PYTORCH_NO_CUDA_MEMORY_CACHING"]
+)
+def test_settings_that_block_are_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "1")
+    (found,) = environment_issues(CUDA, [])
+    assert (found.kind, found.fix) == ("environment", f"unset {name}, before Python starts")
+    monkeypatch.setenv(name, "0")
+    assert environment_issues(CUDA, []) == []
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_detection_is_an_obstacle_only_if_it_looks_for_nans() -> None:
+    with torch.autograd.detect_anomaly():
+        assert kinds(environment_issues(CPU, [])) == ["anomaly mode"]
+    with torch.autograd.detect_anomaly(check_nan=False):
+        assert environment_issues(CPU, []) == []
+
+
+class _Group:
+    """A process group whose communicator is made by its first collective."""
+
+    def __init__(self, *, used: bool) -> None:
+        self._used = used
+
+    def _get_backend(self, device: torch.device) -> _Group:
+        if device.type == "cpu":
+            raise RuntimeError("no backend for cpu")
+        return self
+
+    def _is_initialized(self) -> bool:
+        return self._used
+
+
+@pytest.mark.parametrize(("used", "found"), [(False, ["unused process group"]), (True, [])])
+def test_a_process_group_without_a_collective_behind_it_is_named(
+    used: bool, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={_Group(used=used): None}))
+    assert kinds(environment_issues(CUDA, [])) == found
+
+
+# -- shardgrad doctor ---------------------------------------------------------------------------------------
+
+
+def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:
+    done = CliRunner().invoke(main, ["doctor", "--cpu"])
+    assert done.exit_code == 0, done.output
+    assert torch.__version__ in done.output
+    assert done.output.endswith(
+        "No issues for a graph in this environment, and in a training step of preset tiny on cpu.\n"
+    )
+    assert not dist.is_initialized()
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_the_doctor_names_an_issue_and_exits_with_1() -> None:
+    with torch.autograd.detect_anomaly():
+        done = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"])
+    assert done.exit_code == 1
+    assert "issue (anomaly mode): anomaly detection is on" in done.output
+    assert "1 issue for a graph" in done.output
+
+
+def test_the_doctor_refuses_a_preset_that_is_not_there() -> None:
+    done = CliRunner().invoke(main, ["doctor", "--preset", "huge"])
+    assert done.exit_code == 2
+    assert "'huge'" in done.output

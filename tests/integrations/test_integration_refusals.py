@@ -1,0 +1,348 @@
+"""What integrations refuse, in words and before anything is built or changed; and what is not there."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardgrad
+from shardgrad import GradientPolicy, integrations
+from shardgrad.engine import streams
+from shardgrad.errors import (
+    CaptureError,
+    DeepcopyError,
+    GradientError,
+    OptimizerParameterError,
+    OptimizerStateError,
+    OptionError,
+    PartnerUnavailableError,
+    UnsupportedError,
+)
+from shardgrad.integrations.probe import Release
+from tests.support.parity import FSDP2, assert_same_bits
+from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
+from tests.support.ranks import Ranks
+from tests.support.stand_ins import apex_fused_adam, te_fused_adam
+
+BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.uint8
+
+
+@pytest.fixture
+def one_rank(worlds: dict[int, Ranks]) -> Ranks:
+    return worlds[1]
+
+
+# -- there, or not ------------------------------------------------------------------------------------------
+
+
+def test_shardgrad_imports_neither_integrations_nor_partners() -> None:
+    code = (
+        "import sys, shardgrad; "
+        "found = [m for m in sys.modules if m.startswith(('shardgrad.integrations', 'transformer_engine', "
+        "'apex', 'amp_C'))]; assert not found, found; "
+        "import shardgrad.integrations.apex, shardgrad.integrations.transformer_engine; "
+        "assert 'transformer_engine' not in sys.modules and 'apex' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "has_220"),
+    [
+        ("2.20.0", True),
+        ("2.20.2+cu13", True),
+        ("2.21.0.dev0", True),
+        ("3.0", True),
+        ("2.20.0.dev0+d0067d0", False),
+        ("2.20.0rc1", False),
+        ("2.19.1", False),
+        ("1.30", False),
+        ("", False),
+        ("unknown", False),
+    ],
+)
+def test_a_development_build_counts_as_older_than_its_release(text: str, has_220: bool) -> None:
+    assert Release(text).has(2, 20) == has_220
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ImportError("no module"),
+        OSError("libcudnn.so.9: cannot open shared object file"),
+        FileNotFoundError("Could not find shared object file"),
+        RuntimeError("built for another torch"),
+        AssertionError(""),
+    ],
+)
+def test_a_broken_transformer_engine_says_why(error: Exception) -> None:
+    with te_fused_adam.installed(broken=error):
+        words = integrations.availability()["transformer_engine"]
+        assert type(error).__name__ in words
+        assert str(error) in words
+        with pytest.raises(PartnerUnavailableError, match="cannot be used") as raised:
+            integrations.transformer_engine.fused_adam([nn.Parameter(torch.ones(1))])
+    assert isinstance(raised.value, ImportError)
+
+
+def test_a_release_before_2_6_is_refused() -> None:
+    with te_fused_adam.installed("2.5.0"):
+        assert "older than 2.6" in integrations.transformer_engine.probe().why_not
+
+
+def test_an_optimizer_without_the_keywords_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_fused_adam.installed() as fused_adam:
+        monkeypatch.setattr(fused_adam, "__init__", lambda self, params, lr=1e-3: None)
+        assert "does not take capturable" in integrations.transformer_engine.probe().why_not
+
+
+def test_a_module_without_the_optimizer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with te_fused_adam.installed():
+        module = sys.modules["transformer_engine.pytorch.optimizers"]
+        monkeypatch.setattr(module, "FusedAdam", nn.Linear)
+        assert "no optimizer called FusedAdam" in integrations.transformer_engine.probe().why_not
+
+
+def test_another_project_called_apex_is_told_apart() -> None:
+    with apex_fused_adam.installed(stranger=True):
+        assert "not NVIDIA's" in integrations.apex.probe().why_not
+    with apex_fused_adam.installed(with_extension=False):
+        assert "without its CUDA extension" in integrations.apex.probe().why_not
+    with apex_fused_adam.installed():
+        assert integrations.apex.probe().why_not == ""
+
+
+def test_an_apex_without_the_capturable_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with apex_fused_adam.installed():
+        monkeypatch.delattr(sys.modules["amp_C"], "multi_tensor_adam_capturable")
+        assert "amp_C has no multi_tensor_adam_capturable" in integrations.apex.probe().why_not
+
+
+def test_usable_partners_are_named_with_their_version() -> None:
+    with te_fused_adam.installed("2.18.0"):
+        assert integrations.availability()["transformer_engine"] == "TransformerEngine's FusedAdam 2.18.0"
+
+
+def test_an_unknown_integration_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="deepspeed"):
+        _ = integrations.deepspeed
+
+
+# -- options and parameters ---------------------------------------------------------------------------------
+
+
+def _refuses(
+    name: str, kwargs: dict[str, Any], dtypes: list[torch.dtype], error: type[Exception], words: str
+) -> None:
+    policy = kwargs.pop("policy", None)
+    options = {} if policy is None else {"gradient_policy": policy}
+    models = [plane((4,), dtype=dtype, **options) for dtype in dtypes]
+    params = [param for model in models for param in model.parameters()]
+    before = [p.detach().to_local().clone() for p in params]
+    with partner(name) as fused_adam, pytest.raises(error, match=words) as raised:
+        fused_adam(params, **HYPER, **kwargs)
+    if issubclass(error, shardgrad.ShardgradError):
+        assert raised.value.expected
+        assert raised.value.got
+    assert all(torch.equal(p.detach().to_local(), b) for p, b in zip(params, before, strict=True))
+
+
+FLOAT32_GRADIENTS, DECOUPLED = GradientPolicy(dtype=FP32), GradientPolicy(decoupled=True)
+HALF_MASTER = {"capturable": True, "master_weights": True, "master_weight_dtype": FP16}
+TE, TE_12, TE_18 = "te 2.17.1", "te 2.12.0", "te 2.18.0"
+REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str]] = [
+    (TE, {"use_decoupled_grad": True}, [FP32], OptionError, "would read param.decoupled_grad"),
+    (TE, {"use_decoupled_grad": False, "policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
+    (TE, {"amsgrad": True}, [FP32], UnsupportedError, "amsgrad"),
+    (TE, {"set_grad_none": True}, [FP32], UnsupportedError, "set_grad_none"),
+    (TE, {"nonsense": 1}, [FP32], OptionError, "does not take nonsense"),
+    (TE, {"exp_avg_dtype": torch.float64}, [FP32], OptionError, "moments of torch.float64"),
+    (TE, {"master_weights": True, "master_weight_dtype": BF16}, [BF16], OptionError, "master weights of"),
+    (TE, HALF_MASTER, [FP16], OptionError, "capturable=True with master weights of torch.float16"),
+    (TE, {"store_param_remainders": True}, [BF16], OptionError, "without float32 master weights"),
+    (
+        TE,
+        {"store_param_remainders": True, "master_weights": True, "capturable": True},
+        [BF16],
+        OptionError,
+        "capturable=True with store_param_remainders=True",
+    ),
+    (TE, {"capturable": True, "exp_avg_dtype": BF16}, [BF16], OptionError, "capturable=True with moments"),
+    (
+        TE,
+        {"capturable": True, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
+        [BF16],
+        OptionError,
+        "both float32, or both bfloat16",
+    ),
+    (
+        TE_12,
+        {"capturable": True, "exp_avg_dtype": BF16, "exp_avg_sq_dtype": BF16},
+        [BF16],
+        OptionError,
+        "from 2.13 on",
+    ),
+    (
+        TE_18,
+        {"capturable": True, "policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "before 2.20",
+    ),
+    (
+        "te 2.20.0.dev0",
+        {"capturable": True, "policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "before 2.20",
+    ),
+    (TE, {}, [FP16, BF16], OptimizerParameterError, "parameters of one dtype"),
+    (TE, {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
+    (TE, {"lr": -1.0}, [FP32], OptionError, "outside its range"),
+    ("apex", {"policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
+    ("apex", {"policy": FLOAT32_GRADIENTS}, [BF16], OptimizerParameterError, "read the parameter as if"),
+    ("apex", {"master_weights": True}, [FP16], OptionError, "without capturable=True"),
+    ("apex", {"master_weights": True, "capturable": True}, [BF16], OptimizerParameterError, "without ever"),
+    ("apex", {"amsgrad": True}, [FP32], UnsupportedError, "amsgrad"),
+    ("apex", {"use_decoupled_grad": True}, [FP32], OptionError, "does not take use_decoupled_grad"),
+    ("apex", {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "dtypes", "error", "words"), REFUSED, ids=[f"{r[0]}: {r[4]}" for r in REFUSED]
+)
+def test_refused_before_anything_is_built(
+    one_rank: Ranks,
+    name: str,
+    kwargs: dict[str, Any],
+    dtypes: list[torch.dtype],
+    error: type[Exception],
+    words: str,
+) -> None:
+    if "lr" in kwargs:
+        one_rank.run(_refuses_rate)
+    else:
+        one_rank.run(_refuses, name, kwargs, dtypes, error, words)
+
+
+def _refuses_rate() -> None:
+    with partner(TE) as fused_adam, pytest.raises(OptionError, match="outside its range"):
+        fused_adam([nn.Parameter(torch.ones(1))], lr=-1.0)
+
+
+def _mixed_gradients() -> None:
+    first, second = plane(dtype=BF16), plane(dtype=BF16, gradient_policy=GradientPolicy(dtype=FP32))
+    with partner(TE) as fused_adam:
+        with pytest.raises(OptimizerParameterError, match="gradients of one dtype"):
+            fused_adam([*first.parameters(), *second.parameters()])
+        fused_adam([{"params": first.parameters()}, {"params": second.parameters()}])
+
+
+def test_gradients_of_two_dtypes_in_a_group_are_refused(one_rank: Ranks) -> None:
+    one_rank.run(_mixed_gradients)
+
+
+def _wrong_places() -> None:
+    with partner(TE) as fused_adam:
+        with pytest.raises(OptimizerParameterError, match="meta device"):
+            fused_adam([nn.Parameter(torch.empty(3, device="meta"))])
+        with pytest.raises(OptimizerParameterError, match="another engine"):
+            fused_adam(FSDP2.fully_shard(Plane()).parameters())
+        with pytest.raises(OptimizerParameterError, match="not contiguous"):
+            fused_adam([nn.Parameter(torch.zeros(3, 4).t())])
+    model = plane()
+    with te_fused_adam.installed(), pytest.raises(OptimizerParameterError, match="run on cuda only"):
+        integrations.transformer_engine.fused_adam(model)
+    with apex_fused_adam.installed(), pytest.raises(OptimizerParameterError, match="run on cuda only"):
+        integrations.apex.fused_adam(model)
+
+
+def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
+    one_rank.run(_wrong_places)
+
+
+# -- later --------------------------------------------------------------------------------------------------
+
+
+def _later(name: str) -> None:
+    with partner(name) as fused_adam:
+        model = plane()
+        optimizer = fused_adam(model, **HYPER)
+        with pytest.raises(UnsupportedError, match="add_param_group"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+        with pytest.raises(DeepcopyError, match="cannot be copied"):
+            copy.deepcopy(optimizer)
+        descend(model, optimizer, range(1))
+        saved = optimizer.state_dict()
+        before = weights(model)
+        smaller = plane((5, 3))
+        other = fused_adam(smaller, **HYPER)
+        with pytest.raises(OptimizerStateError, match="groups are others"):
+            other.load_state_dict(saved)
+        saved["state"][0] = {**saved["state"][0], "max_exp_avg_sq": torch.zeros(5, 3)}
+        with pytest.raises(OptimizerStateError, match="unknown state"):
+            optimizer.load_state_dict(saved)
+        saved["state"][0] = {"exp_avg": torch.zeros(5)}
+        with pytest.raises(OptimizerStateError, match="another shape"):
+            optimizer.load_state_dict(saved)
+        saved["state"][0] = {"exp_avg": torch.zeros((5, 3), dtype=torch.int16)}
+        with pytest.raises(OptimizerStateError, match="kept otherwise"):
+            optimizer.load_state_dict(saved)
+        assert_same_bits(weights(model), before)
+
+
+@pytest.mark.parametrize("name", ["te 2.17.1", "apex"])
+def test_what_comes_later_and_does_not_fit_is_refused(one_rank: Ranks, name: str) -> None:
+    one_rank.run(_later, name)
+
+
+def _replaced() -> None:
+    with partner(TE) as fused_adam:
+        model = plane()
+        optimizer = fused_adam(model, **HYPER)
+        descend(model, optimizer, range(1))
+        model.to(torch.float64)
+        model(1).backward()
+        with pytest.raises(OptimizerParameterError, match="replaced or moved"):
+            optimizer.step()
+        plain = nn.Parameter(torch.ones(3))
+        optimizer = fused_adam([plain], **HYPER)
+        plain.grad_dtype = BF16
+        plain.grad = torch.ones(3, dtype=BF16)
+        with pytest.raises(GradientError, match="another dtype"):
+            optimizer.step()
+        plain.grad, plain.data = None, torch.ones(3)
+        with pytest.raises(OptimizerParameterError, match="replaced or moved"):
+            optimizer.step()
+
+
+def test_parameters_that_moved_are_noticed_at_the_step(one_rank: Ranks) -> None:
+    one_rank.run(_replaced)
+
+
+def _first_step_in_a_graph() -> None:
+    from shardgrad.integrations import bound
+
+    with partner(TE) as fused_adam:
+        model = plane(dtype=BF16)
+        optimizer = fused_adam(model, **HYPER, capturable=True, master_weights=True)
+        model(0).backward()
+        ask, bound.is_capturing = bound.is_capturing, lambda device: True
+        try:
+            with pytest.raises(CaptureError, match="master weights"):
+                optimizer.step()
+        finally:
+            bound.is_capturing = ask
+        assert bound.is_capturing is streams.is_capturing
+        optimizer.step()
+
+
+def test_a_first_step_with_masters_is_not_captured(one_rank: Ranks) -> None:
+    one_rank.run(_first_step_in_a_graph)

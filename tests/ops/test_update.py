@@ -1,0 +1,414 @@
+"""adam_ and sgd_, in both backends, against float64, torch.optim, and each other."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardgrad import ops
+from tests.support.segments import (
+    ADAM,
+    BACKENDS,
+    DTYPES,
+    SGD,
+    SIZES,
+    UNTOUCHED,
+    Segment,
+    assert_same,
+    assert_same_bits,
+    needs_library,
+    run_adam,
+    run_sgd,
+)
+
+RUN = {"adam": run_adam, "sgd": run_sgd}
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "adam": ({}, {"decoupled": False}, {"maximize": True}),
+    "sgd": (
+        {},
+        {"momentum": False},
+        {"nesterov": True},
+        {"decoupled": True, "maximize": True},
+    ),
+}
+CASES = [(rule, options) for rule, several in OPTIONS.items() for options in several]
+HALVES = (torch.bfloat16, torch.float16)
+# Gradients and states are stored independently, so each has to meet each dtype, but not in every pair.
+STORED = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.float16, torch.bfloat16),
+    (torch.float64, torch.float16),
+    (torch.float32, torch.float64),
+)
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    chosen: str = request.param
+    return chosen
+
+
+def truth(
+    rule: str, w: Tensor, g: Tensor, a: Tensor, b: Tensor, t: int, **options: Any
+) -> tuple[Tensor, ...]:
+    """One step in float64, written out from the papers: the new weight and states."""
+    w, g, a, b = (x.double() for x in (w, g, a, b))
+    decay = (ADAM if rule == "adam" else SGD)[-1]
+    lr = 1e-2
+    g = -g if options.get("maximize") else g
+    if options.get("decoupled", rule == "adam"):
+        w = w * (1 - lr * decay)
+    else:
+        g = g + decay * w
+    if rule == "adam":
+        _, beta1, beta2, eps, _ = ADAM
+        a = beta1 * a + (1 - beta1) * g
+        b = beta2 * b + (1 - beta2) * g**2
+        mean, variance = a / (1 - beta1**t), b / (1 - beta2**t)
+        return w - lr * mean / (variance.sqrt() + eps), a, b
+    _, momentum, dampening, _ = SGD
+    if options.get("momentum", True):
+        a = g if t == 1 else momentum * a + (1 - dampening) * g
+        g = g + momentum * a if options.get("nesterov") else a
+    return w - lr * g, a, b
+
+
+def within(actual: Tensor, exact: Tensor, scale: Tensor, compute: torch.dtype) -> bool:
+    """Whether a stored number is the exact one but for twelve roundings of arithmetic on numbers as large as
+    `scale` and the rounding where it is stored, which below the normal range is absolute."""
+    stored = torch.finfo(actual.dtype)
+    bound = 12 * torch.finfo(compute).eps * scale + stored.eps * exact.abs() + stored.tiny * stored.eps
+    return bool(((actual.double() - exact).abs() <= bound).all())
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
+def test_one_step_is_the_papers_in_every_dtype(
+    backend: str, rule: str, options: dict[str, Any], dtype: torch.dtype, taken: int
+) -> None:
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    for grad, state in STORED:
+        s = Segment.of(param=dtype, grad=grad, state=state, taken=taken)
+        before = s.clone()
+        RUN[rule](backend, s, **options)
+        for i in range(len(SIZES)):
+            old = [before.params()[i], before.grads()[i]]
+            old += [before.states(x)[i] for x in (before.first, before.second)]
+            new = truth(rule, *old, t=taken + 1, **options)
+            size = 1 + sum(x.double().abs() for x in old)
+            assert within(s.params()[i], new[0], size, compute)
+            assert within(s.states(s.first)[i], new[1], size, compute)
+            assert within(s.states(s.second)[i], new[2], size * (1 + old[1].double().abs()), compute)
+        assert (s.steps == taken + 1).all()
+        assert s.ticket.item() == 0
+
+
+@pytest.mark.parametrize("rule", RUN)
+def test_nothing_outside_the_rows_is_touched(backend: str, rule: str) -> None:
+    s = Segment.of()
+    RUN[rule](backend, s)
+    for flat, column in ((s.param, 0), (s.grad, 1), (s.first, 2), (s.second, 2)):
+        outside = torch.ones(flat.numel(), dtype=torch.bool)
+        for piece in s.pieces:
+            outside[piece[column] : piece[column] + piece[3]] = False
+        assert (flat[outside] == UNTOUCHED).all()
+
+
+@needs_library
+@pytest.mark.parametrize("param", DTYPES, ids=str)
+@pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
+def test_the_backends_agree_bit_for_bit(rule: str, options: dict[str, Any], param: torch.dtype) -> None:
+    masters = {torch.bfloat16: (None, torch.float32, torch.int16), torch.float16: (None, torch.float32)}
+    for (grad, state), master in itertools.product(STORED, masters.get(param, (None,))):
+        s = Segment.of(param=param, grad=grad, state=state, master=master, taken=0)
+        s.touched[3] = 0
+        other = s.clone()
+        for step in range(3):
+            scale = torch.tensor(0.37) if step else None
+            for backend, each in (("reference", s), ("compiled", other)):
+                RUN[rule](
+                    backend,
+                    each.with_gradients(step),
+                    scale=scale,
+                    stochastic_rounding=True,
+                    seed=5,
+                    **options,
+                )
+            if param == torch.float64 and rule == "adam":
+                # The reference's square root is torch's, at most an ulp off. The update is small, so in each
+                # of three steps the weight, below 8, can only come out one of its own ulps off.
+                torch.testing.assert_close(other.param, s.param, rtol=0, atol=3 * 8 * 2.2e-16)
+                other = replace(other, param=s.param.clone())
+            assert_same(other, s)
+
+
+@needs_library
+@pytest.mark.parametrize("rule", RUN)
+def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None:
+    special = torch.tensor(
+        [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e-20, 1.0]
+    )
+    grads, params = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
+    rows, tiles = ops.segment_rows([(0, 0, 0, grads.numel(), 0, 0)])
+    for param, master in itertools.product(
+        (torch.float32, torch.bfloat16), (None, torch.float32, torch.int16)
+    ):
+        if param == torch.float32 and master is not None:
+            continue
+        exact = None if master is None else params.to(master if master.is_floating_point else torch.int16)
+        if master == torch.int16:
+            exact = torch.zeros(params.shape, dtype=torch.int16)
+        s = replace(
+            Segment.of((1,), taken=0), param=params.to(param), grad=grads, first=torch.zeros_like(params),
+            second=torch.zeros_like(params), master=exact, rows=rows, tiles=tiles,
+        )  # fmt: skip
+        other = s.clone()
+        for _ in range(2):
+            RUN[rule]("reference", s, stochastic_rounding=True)
+            RUN[rule]("compiled", other, stochastic_rounding=True)
+        assert_same(other, s)
+
+
+@needs_library
+@pytest.mark.parametrize("rule", RUN)
+def test_results_do_not_depend_on_the_number_of_threads(rule: str) -> None:
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            s = Segment.of((200_001, 0, *range(300)), param=torch.bfloat16)
+            RUN[rule]("compiled", s, stochastic_rounding=True)
+            results.append(s)
+    finally:
+        torch.set_num_threads(before)
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("steps", [1, 20])
+def test_float32_adamw_is_a_few_ulps_from_the_truth_and_no_farther_than_any_of_torchs(
+    backend: str, steps: int
+) -> None:
+    s = Segment.of((100_000,), taken=0)
+    ways = ({"fused": True}, {"foreach": True}, {"foreach": False})
+    theirs = [s.params()[0].clone().requires_grad_() for _ in ways]
+    optimizers = [
+        torch.optim.AdamW([param], lr=1e-2, weight_decay=0.1, **way)
+        for param, way in zip(theirs, ways, strict=True)
+    ]
+    exact = s.params()[0].double()
+    moments = (torch.zeros_like(exact), torch.zeros_like(exact))
+    for t in range(1, steps + 1):
+        s = s.with_gradients(t, deviation=10.0 ** (t % 5 - 2))
+        for param, optimizer in zip(theirs, optimizers, strict=True):
+            param.grad = s.grads()[0].clone()
+            optimizer.step()
+        exact, *moments = truth("adam", exact, s.grads()[0], *moments, t=t)
+        run_adam(backend, s)
+    off = (s.params()[0].double() - exact).abs()
+    # A step rounds the weight three times: the factor of its decay, its product, the difference. What is
+    # taken off is smaller by lr, so its own roundings vanish beside these.
+    assert (off <= steps * 1.5 * torch.finfo(torch.float32).eps * (1 + exact.abs())).all()
+    # The roundings of the weight make most of either error, so chance decides the third digit.
+    for param in theirs:
+        assert off.mean() <= 1.01 * (param.detach().double() - exact).abs().mean()
+
+
+def adam_like(cls: type[torch.optim.Optimizer], **options: Any) -> tuple[Any, ...]:
+    values = (1e-2, 0.9, 0.99, 1e-8, options.pop("weight_decay", 0.0))
+    keywords = {"lr": values[0], "betas": values[1:3], "eps": values[3], "weight_decay": values[4]} | options
+    ours = {"decoupled": cls is torch.optim.AdamW} | options
+    return "adam", values, ours, cls, keywords
+
+
+def sgd_like(**options: Any) -> tuple[Any, ...]:
+    names = ("momentum", "dampening", "weight_decay")
+    values = (1e-2, *(options.get(name, 0.0) for name in names))
+    ours = {k: v for k, v in options.items() if k not in names} | {"momentum": "momentum" in options}
+    return "sgd", values, ours, torch.optim.SGD, {"lr": 1e-2} | options
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "ours", "cls", "keywords"),
+    [
+        adam_like(torch.optim.AdamW, weight_decay=0.1),
+        adam_like(torch.optim.AdamW, weight_decay=0.1, maximize=True),
+        adam_like(torch.optim.Adam),
+        adam_like(torch.optim.Adam, weight_decay=0.1, maximize=True),
+        sgd_like(),
+        sgd_like(weight_decay=0.1),
+        sgd_like(momentum=0.9),
+        sgd_like(momentum=0.9, dampening=0.3, weight_decay=0.1, maximize=True),
+        sgd_like(momentum=0.9, nesterov=True, weight_decay=0.1),
+    ],
+    ids=str,
+)
+def test_200_steps_follow_torch_optim(
+    backend: str, rule: str, values: Any, ours: Any, cls: Any, keywords: Any
+) -> None:
+    # In float64 the two differ by the order of operations only: at most some rounding errors in each step.
+    s = Segment.of((17, 300), param=torch.float64, grad=torch.float64, state=torch.float64, taken=0)
+    theirs = [param.clone().requires_grad_() for param in s.params()]
+    optimizer = cls(theirs, **keywords)
+    for step in range(200):
+        now = s.with_gradients(step)
+        for param, grad in zip(theirs, now.grads(), strict=True):
+            param.grad = grad.clone()
+        optimizer.step()
+        RUN[rule](backend, now, values, **ours)
+    for our, their in zip(s.params(), theirs, strict=True):
+        torch.testing.assert_close(our, their.detach(), rtol=200 * 16 * 2.2e-16, atol=200 * 16 * 2.2e-16)
+
+
+@pytest.mark.parametrize("rule", RUN)
+def test_a_parameter_without_a_gradient_is_left_alone_completely(backend: str, rule: str) -> None:
+    for flag in (0.0, -1.0, math.nan):
+        s = Segment.of(param=torch.bfloat16, master=torch.float32)
+        s.touched[[1, 5]] = flag  # of rows 0 and 4
+        before = s.clone()
+        RUN[rule](backend, s)
+        for i in range(len(SIZES)):
+            after = [s.params()[i], *(s.states(x)[i] for x in (s.first, s.master))]
+            old = [before.params()[i], *(before.states(x)[i] for x in (before.first, before.master))]
+            dead = i in (0, 4)
+            assert s.steps[s.pieces[i][4]] == (3 if dead else 4)
+            if SIZES[i]:
+                same = all(torch.equal(a, b) for a, b in zip(after, old, strict=True))
+                assert same is dead
+
+
+@pytest.mark.parametrize("rule", RUN)
+@pytest.mark.parametrize("flag", [1.0, math.inf, math.nan, -1.0])
+def test_found_inf_leaves_everything_as_it_is(backend: str, rule: str, flag: float) -> None:
+    s = Segment.of(param=torch.bfloat16, master=torch.float32)
+    before = s.clone()
+    RUN[rule](backend, s, found_inf=torch.tensor([flag]))
+    assert_same(s, before)
+    RUN[rule](backend, s, found_inf=torch.tensor([0.0]))
+    RUN[rule](backend, before)
+    assert_same(s, before)
+
+
+@pytest.mark.parametrize("rule", RUN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_scale_is_a_factor_of_the_gradients(backend: str, rule: str, dtype: torch.dtype) -> None:
+    s = Segment.of()
+    other = s.clone()
+    other.grad.mul_(0.3)
+    grad = s.grad.clone()
+    RUN[rule](backend, s, scale=torch.tensor([0.3], dtype=dtype))
+    RUN[rule](backend, other)
+    assert_same(s, other)
+    assert_same_bits(s.grad, grad)
+
+
+@pytest.mark.parametrize("rule", RUN)
+@pytest.mark.parametrize(
+    ("half", "master"),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.int16)],
+    ids=str,
+)
+def test_an_exact_weight_goes_the_way_of_a_float32_parameter(
+    backend: str, rule: str, half: torch.dtype, master: torch.dtype
+) -> None:
+    s = Segment.of((3000, 5), param=half, master=master, taken=0)
+    plain = replace(Segment.of((3000, 5), taken=0), param=s.param.float())
+    for step in range(20):
+        RUN[rule](backend, s.with_gradients(step))
+        RUN[rule](backend, plain.with_gradients(step))
+        for exact, expected, stored in zip(s.exact(), plain.params(), s.params(), strict=True):
+            assert_same_bits(exact, expected)
+            if master == torch.float32:
+                assert_same_bits(stored, exact.to(half))
+            else:  # of two neighbours equally near, the larger
+                assert ((stored.float() - exact).abs() <= (exact.to(half).float() - exact).abs()).all()
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+def test_who_writes_the_parameter_last_wins_over_the_master(backend: str, half: torch.dtype) -> None:
+    s = Segment.of((100, 3000), param=half, master=torch.float32, taken=0)
+    run_adam(backend, s)
+    s.param[10:50] = 50.0  # as loading a checkpoint does; far from what any master rounds to
+    other = s.clone()
+    other.master[9:49] = 50.0  # the same elements: row 0 begins at 3 there, at 2 here
+    run_adam(backend, s)
+    run_adam(backend, other)
+    assert_same(s, other)
+
+
+def test_stochastic_rounding_is_right_on_average(backend: str) -> None:
+    numel, lr = 40_000, 2.0**-10
+    # A quarter of the way from 1 to its upper neighbour in bfloat16, 1 + 2**-7; the step itself is exact.
+    s = Segment.of((numel,), param=torch.bfloat16, taken=0)
+    s.param.fill_(1.0)
+    s.grad.fill_(-2.0)
+    run_sgd(backend, s, (lr, 0.0, 0.0, 0.0), momentum=False, stochastic_rounding=True, seed=1)
+    (after,) = s.params()
+    up = after == 1 + 2.0**-7
+    assert (up | (after == 1)).all()
+    deviation = math.sqrt(0.25 * 0.75 / numel)
+    assert abs(up.double().mean().item() - 0.25) < 5 * deviation
+    # Neighbours toss coins of their own: P(both up) is the square, whatever the distance.
+    for distance in (1, 2, 16, 256):
+        both = (up[distance:] & up[:-distance]).double().mean().item()
+        assert abs(both - 0.0625) < 5 * math.sqrt(0.0625 * 0.9375 / numel) * 2
+
+
+def test_stochastic_rounding_depends_on_seed_step_and_place_and_on_nothing_else(backend: str) -> None:
+    def once(seed: int, taken: int = 0, sizes: tuple[int, ...] = (4000,)) -> Tensor:
+        s = Segment.of(sizes, param=torch.bfloat16, taken=taken)
+        s.param.fill_(1.0)
+        s.grad.fill_(-2.0)
+        run_sgd(backend, s, (2.0**-9, 0, 0, 0), momentum=False, stochastic_rounding=True, seed=seed)
+        return s.param[3:2003].clone()  # row 0 begins at 3
+
+    base = once(1)
+    assert torch.equal(once(1), base)
+    assert torch.equal(once(1, sizes=(2000, 5, 7000)), base)
+    for other in (once(2), once(-1), once(1, taken=1), once(1, taken=2)):
+        assert 0.4 < (other == base).double().mean() < 0.6
+
+
+def test_stochastic_rounding_keeps_what_is_exact_and_what_is_not_finite(backend: str) -> None:
+    s = Segment.of((7,), param=torch.bfloat16, taken=0)
+    values = torch.tensor([1.0, -0.0, math.inf, -math.inf, math.nan, 3.0, 2.0**-126], dtype=torch.bfloat16)
+    s.params()[0].copy_(values)
+    s.grad.zero_()
+    run_sgd(backend, s, (0.1, 0.0, 0.0, 0.0), momentum=False, stochastic_rounding=True)
+    assert_same_bits(s.params()[0], values)
+
+
+@pytest.mark.parametrize("rule", RUN)
+def test_ten_thousand_tiny_parameters_are_one_call(rule: str) -> None:
+    backend = "compiled" if ops.backend() == "compiled" else "reference"
+    sizes = tuple(i % 7 for i in range(10_000 if backend == "compiled" else 500))
+    s, other = Segment.of(sizes), Segment.of(sizes)
+    s.touched[::3] = 0
+    other.touched[::3] = 0
+    RUN[rule](backend, s)
+    RUN[rule]("reference", other)
+    assert_same(s, other)
+
+
+def test_each_parameter_counts_its_own_steps(backend: str) -> None:
+    s = Segment.of((4, 4, 4), taken=0)
+    for step in range(4):
+        s.touched[2] = step % 2
+        run_adam(backend, s.with_gradients(step))
+    assert s.steps.tolist() == [4, 2, 4]
+
+
+def test_a_segment_without_elements_still_counts_steps(backend: str) -> None:
+    s = Segment.of((0, 0))
+    run_adam(backend, s)
+    run_sgd(backend, s)
+    assert (s.steps == 5).all()
+    run_adam(backend, Segment.of(()))

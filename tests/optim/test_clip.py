@@ -1,0 +1,328 @@
+"""Clipping measures like torch, writes nothing, and whoever looks at a gradient finds it clipped."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import shardgrad
+from shardgrad.errors import GradientError, OptionError
+from tests.support.parity import (
+    GATHERED,
+    SHARDGRAD,
+    UNSHARDED,
+    Engine,
+    Tensors,
+    assert_close,
+    float64,
+    hsdp_mesh,
+    stack,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+NORMS = [2.0, 1.0, math.inf, 3.5, -math.inf]
+
+
+def clip(engine: Engine, params: Any, *args: Any, **kwargs: Any) -> Tensor:
+    home = torch.nn.utils if engine is UNSHARDED else shardgrad
+    params = params.parameters() if isinstance(params, nn.Module) and engine is UNSHARDED else params
+    return home.clip_grad_norm_(params, *args, **kwargs).double()
+
+
+def clipped(engine: Engine, norm_type: float, mesh: tuple[int, int] | None) -> Tensors:
+    options = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
+    model = engine.shard_tower(tower(), **options)
+    token_loss(model, engine.tokens(0)).backward()
+    norm = clip(engine, model, 1e-3, norm_type=norm_type)
+    return {"norm": norm, **engine.snapshot(model)}
+
+
+def norms_are_torchs(mesh: tuple[int, int] | None) -> None:
+    with float64():
+        for norm_type in NORMS:
+            ours, theirs = clipped(GATHERED, norm_type, mesh), clipped(UNSHARDED, norm_type, mesh)
+            assert_close(ours, theirs, tolerance=1e-6)  # the norm and its factor are float32
+
+
+def test_every_norm_is_torchs(two_ranks: Ranks) -> None:
+    two_ranks.run(norms_are_torchs, None)
+
+
+def the_norm_of_order_zero_counts_elements() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    model[0].bias.grad.zero_()
+    assert shardgrad.clip_grad_norm_(model, math.inf, norm_type=0.0) == 15
+
+
+def test_the_norm_of_order_zero_counts_elements(two_ranks: Ranks) -> None:
+    two_ranks.run(the_norm_of_order_zero_counts_elements)
+
+
+def test_replicas_are_counted_once(four_ranks: Ranks) -> None:
+    four_ranks.run(norms_are_torchs, (2, 2))
+
+
+def mixed() -> None:
+    """A unit over two ranks, one over hybrid shards, and parameters nobody shards, in one norm."""
+
+    def build(engine: Engine) -> nn.Sequential:
+        model = stack(5, 6, 7, 3).double()
+        if engine is not UNSHARDED:
+            shardgrad.fully_shard(model[0])
+            shardgrad.fully_shard(model[2], mesh=hsdp_mesh(2, 2))
+        return model
+
+    norms = []
+    for engine in (SHARDGRAD, UNSHARDED):
+        model = build(engine)
+        model(UNSHARDED.inputs(0, 5, dtype=torch.float64)).square().mean().backward()  # the same on each rank
+        norms.append(clip(engine, model, 0.1))
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
+
+
+def test_units_on_other_meshes_and_plain_parameters_share_a_norm(four_ranks: Ranks) -> None:
+    four_ranks.run(mixed)
+
+
+def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
+    """Returns a clipped model, what its gradients are to be, and its shard's memory."""
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+    right = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    memory = model._unit.grad_groups[0].require_shard().flat
+    before = memory.clone()
+    norm = shardgrad.clip_grad_norm_(model, 1e-2)
+    assert norm > 1e-2
+    factor = 1e-2 / (norm + 1e-6)
+    assert torch.equal(memory, before), "clipping should not write gradients"
+    return model, {name: value * factor for name, value in right.items()}, memory
+
+
+READS = {
+    "to_local": lambda grad: grad.to_local(),
+    "_local_tensor": lambda grad: grad._local_tensor,
+    "an operation": lambda grad: (grad * 1.0).to_local(),
+    "a foreach operation": lambda grad: torch._foreach_mul([grad], 1.0)[0].to_local(),
+    "redistribute": lambda grad: grad.redistribute(placements=grad.placements).to_local(),
+    "a change in place": lambda grad: grad.mul_(1.0).to_local(),
+    "detach": lambda grad: grad.detach().to_local(),
+    "deepcopy": lambda grad: copy.deepcopy(grad).to_local(),
+    "pickle": lambda grad: pickle.loads(pickle.dumps(grad.to_local())),
+}
+
+
+def whoever_reads_finds_clipped_values(read: str) -> None:
+    model, right, _ = with_gradients()
+    for name, param in model.named_parameters():
+        assert isinstance(param.grad, DTensor)
+        assert (param.grad.shape, param.grad.dtype) == (param.shape, param.dtype)
+        torch.testing.assert_close(READS[read](param.grad), right[name], rtol=1e-6, atol=1e-9)
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad.to_local(), right[name], rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("read", READS)
+def test_whoever_reads_a_gradient_finds_it_clipped_once(two_ranks: Ranks, read: str) -> None:
+    two_ranks.run(whoever_reads_finds_clipped_values, read)
+
+
+def looking_costs_nothing() -> None:
+    model, _, memory = with_gradients()
+    before = memory.clone()
+    for param in model.parameters():
+        grad = param.grad
+        assert grad is not None
+        assert (grad.shape, grad.dtype, grad.device, grad.placements) == (
+            param.shape, param.dtype, param.device, param.placements,
+        )  # fmt: skip
+        assert grad is param.grad
+    assert torch.equal(memory, before)
+
+
+def test_looking_at_shape_and_identity_writes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(looking_costs_nothing)
+
+
+def the_factor_is_not_lost_and_not_taken_twice() -> None:
+    """A second micro-batch, a second clip, a stock optimizer, a gradient by hand: each sees the factor."""
+    model, right, _ = with_gradients()
+    model(SHARDGRAD.inputs(1, 5)).square().mean().backward()
+    other = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    other(SHARDGRAD.inputs(1, 5)).square().mean().backward()
+    for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.to_local(), right[name] + q.grad.to_local())
+
+    model, right, _ = with_gradients()
+    norm = shardgrad.clip_grad_norm_(model, 1e-3)
+    torch.testing.assert_close(norm, torch.tensor(1e-2), rtol=1e-3, atol=0)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.to_local(), right[name] / 10, rtol=1e-2, atol=1e-9)
+
+    model, right, _ = with_gradients()
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.to_local(), before[name] - right[name])
+
+    model, right, _ = with_gradients()
+    model[0].weight.grad = torch.ones_like(model[0].weight)
+    before = {name: p.to_local().clone() for name, p in model.named_parameters()}
+    shardgrad.optim.SGD(model.parameters(), lr=1.0).step()
+    for name, p in model.named_parameters():
+        step = torch.ones_like(right[name]) if name == "0.weight" else right[name]
+        torch.testing.assert_close(p.to_local(), before[name] - step)
+
+    model, right, _ = with_gradients()
+    for p in model.parameters():
+        p.grad = None
+    model(SHARDGRAD.inputs(1, 5)).square().mean().backward()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+def test_the_factor_is_neither_lost_nor_taken_twice(two_ranks: Ranks) -> None:
+    two_ranks.run(the_factor_is_not_lost_and_not_taken_twice)
+
+
+def part_of_a_unit_is_clipped_at_once() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+    before = {name: p.grad.to_local().clone() for name, p in model.named_parameters()}
+    norm = shardgrad.clip_grad_norm_(model[0].parameters(), 1e-3)
+    for name, p in model.named_parameters():
+        factor = 1e-3 / (norm + 1e-6) if name.startswith("0.") else 1.0
+        torch.testing.assert_close(p.grad.to_local(), before[name] * factor)
+
+
+def test_part_of_a_unit_is_clipped_and_the_rest_left(two_ranks: Ranks) -> None:
+    two_ranks.run(part_of_a_unit_is_clipped_at_once)
+
+
+def gradients_that_are_not_finite_skip_the_step(norm_type: float, value: float) -> None:
+    """One element on one rank; every rank skips, and the next step counts again."""
+    model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
+    model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+    if dist.get_rank() == 1:
+        model[0].weight.grad.to_local()[0, 0] = value
+    before = [p.to_local().clone() for p in model.parameters()]
+    norm = shardgrad.clip_grad_norm_(model, 1.0, norm_type=norm_type)
+    assert not torch.isfinite(norm)
+    optim.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.to_local(), old)
+        assert optim.state[p]["step"] == 0
+        assert not optim.state[p]["exp_avg"].to_local().any()
+    assert optim.skipped_steps == 1
+    optim.zero_grad()
+    model(SHARDGRAD.inputs(1, 5)).square().mean().backward()
+    shardgrad.clip_grad_norm_(model, 1.0)
+    optim.step()
+    assert optim.skipped_steps == 1
+    assert all(optim.state[p]["step"] == 1 for p in model.parameters())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(
+    two_ranks: Ranks, norm_type: float, value: float
+) -> None:
+    two_ranks.run(gradients_that_are_not_finite_skip_the_step, norm_type, value)
+
+
+def check_finite_looks_by_itself() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, check_finite=True)
+    model(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+    if dist.get_rank() == 0:
+        model[0].bias.grad.to_local()[0] = math.nan
+    before = model[0].weight.to_local().clone()
+    optim.step()
+    assert torch.equal(model[0].weight.to_local(), before)
+
+
+def test_an_optimizer_can_look_for_itself(two_ranks: Ranks) -> None:
+    two_ranks.run(check_finite_looks_by_itself)
+
+
+def large_gradients_have_a_norm() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    for p in model.parameters():
+        p.grad.fill_(1e30)
+    norm = shardgrad.clip_grad_norm_(model, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(1e30 * math.sqrt(18)))
+
+
+def test_finite_gradients_never_have_an_infinite_norm(two_ranks: Ranks) -> None:
+    two_ranks.run(large_gradients_have_a_norm)
+
+
+def errors_are_typed() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    before = model[0].weight.grad.to_local().clone()
+    with pytest.raises(OptionError, match="max_norm"):
+        shardgrad.clip_grad_norm_(model, -1.0)
+    with pytest.raises(OptionError, match="norm of this type"):
+        shardgrad.clip_grad_norm_(model, 1.0, norm_type=-2.0)
+    model[0].bias.grad.fill_(math.nan)
+    with pytest.raises(GradientError, match="non-finite"):
+        shardgrad.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+    assert torch.equal(model[0].weight.grad.to_local(), before)
+    table = nn.Embedding(5, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(GradientError, match="dense"):
+        shardgrad.clip_grad_norm_(table, 1.0)
+    assert shardgrad.clip_grad_norm_([], 1.0) == 0
+
+
+def test_bad_arguments_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(errors_are_typed)
+
+
+def same_bits_every_time() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    norms = {shardgrad.clip_grad_norm_(model, math.inf).item() for _ in range(5)}
+    assert len(norms) == 1
+
+
+def test_a_norm_is_the_same_bits_every_time(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_every_time)
+
+
+def another_librarys_dtensors() -> None:
+    """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of ours."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = [torch.arange(24.0).view(4, 6), torch.ones(3, 4)]
+    cut = [
+        nn.Parameter(distribute_tensor(tensor, mesh, [placement]))
+        for tensor, placement in zip(whole, (Shard(1), Replicate()), strict=True)
+    ]
+    for param, tensor in zip(cut, whole, strict=True):
+        param.grad = distribute_tensor(tensor, mesh, param.placements)
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    gradients = [p.grad.full_tensor().clone() for p in (*model.parameters(), *cut)]
+    right = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+    norm = shardgrad.clip_grad_norm_([*model.parameters(), *cut], 1.0)
+    torch.testing.assert_close(norm, right)
+    for param, before in zip((*model.parameters(), *cut), gradients, strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), before / (right + 1e-6))
+
+
+def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks) -> None:
+    two_ranks.run(another_librarys_dtensors)

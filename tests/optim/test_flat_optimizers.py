@@ -1,0 +1,539 @@
+"""The optimizers of `shardgrad.optim` train as torch's do, in one launch for each segment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import shardgrad
+from shardgrad import ops
+from shardgrad.errors import ForeignParameterError, OptimizerParameterError
+from shardgrad.policies import GradientPolicy
+from tests.support.parity import (
+    FSDP2,
+    GATHERED,
+    SHARDGRAD,
+    UNSHARDED,
+    Engine,
+    Tensors,
+    assert_close,
+    float64,
+    hsdp_mesh,
+    stack,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
+    "adam": ("Adam", {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95)}),
+    "adam_maximize": ("Adam", {"lr": 1e-3, "maximize": True}),
+    "sgd": ("SGD", {"lr": 1e-1}),
+    "sgd_momentum": ("SGD", {"lr": 1e-1, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.01}),
+    "sgd_nesterov": ("SGD", {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+}
+
+
+def build(rule: str, engine: Engine, params: Any) -> torch.optim.Optimizer:
+    """Returns our optimizer for our engine, and torch's for the unsharded oracle."""
+    name, options = RULES[rule]
+    home = torch.optim if engine is UNSHARDED else shardgrad.optim
+    return getattr(home, name)(params, **options)
+
+
+def decayed_and_not(model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups that lie interleaved in every unit."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    return [{"params": matrices}, {"params": vectors, "weight_decay": 0.0, "lr": 5e-3}]
+
+
+def train_by(
+    engine: Engine, rule: str, *, micro_batches: int = 1, mesh: tuple[int, int] | None = None
+) -> Tensors:
+    options = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
+    model = engine.shard_tower(tower(), **options)
+    optim = build(rule, engine, decayed_and_not(model))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optim, max_lr=[1e-2, 5e-3], total_steps=8, cycle_momentum=rule not in ("sgd",)
+    )
+    history: Tensors = {}
+    for step in range(6):
+        for micro in range(micro_batches):
+            engine.sync(model, micro == micro_batches - 1)
+            loss = token_loss(model, engine.tokens(step * micro_batches + micro)) / micro_batches
+            loss.backward()
+        if step == 3:
+            optim.param_groups[0]["weight_decay"] = 0.3
+        history[f"loss {step}"] = engine.mean(loss)
+        optim.step()
+        schedule.step()
+        optim.zero_grad()
+    return {**history, **engine.snapshot(model)}
+
+
+def trains_as_torch_does_unsharded(rule: str, **options: Any) -> None:
+    with float64():
+        ours, theirs = train_by(GATHERED, rule, **options), train_by(UNSHARDED, rule, **options)
+    assert_close(ours, theirs, tolerance=1e-10)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_follows_torch_unsharded_with_groups_and_schedules(two_ranks: Ranks, rule: str) -> None:
+    two_ranks.run(trains_as_torch_does_unsharded, rule)
+
+
+def test_four_ranks_with_short_and_empty_pieces_and_accumulation(four_ranks: Ranks) -> None:
+    four_ranks.run(trains_as_torch_does_unsharded, "adamw", micro_batches=2)
+
+
+def test_hybrid_sharding(four_ranks: Ranks) -> None:
+    four_ranks.run(trains_as_torch_does_unsharded, "adamw", mesh=(2, 2))
+
+
+# -- one launch -----------------------------------------------------------------------------------------
+
+
+class _Launches:
+    """Counts what reaches the kernels, and what torch does besides, in a step."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            step()
+        self.names = [event.name for event in profile.events()]
+
+    def count(self, name: str) -> int:
+        return sum(each == name for each in self.names)
+
+
+def a_step_is_one_launch_for_each_unit_and_group() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    optim = shardgrad.optim.AdamW(decayed_and_not(model))
+    for step in range(2):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        if step == 0:
+            optim.step()
+            optim.zero_grad()
+    launches = _Launches(optim.step)
+    # Three layers and the root have matrices and vectors; the embedding has a matrix only.
+    assert launches.count("shardgrad::adam_") == 4 * 2 + 1
+    touched = [name for name in launches.names if name.startswith("aten::")]
+    assert not touched, f"a step should do nothing but launch: {set(touched)}"
+
+
+def test_a_step_is_one_launch_for_each_unit_and_group_and_nothing_else(two_ranks: Ranks) -> None:
+    two_ranks.run(a_step_is_one_launch_for_each_unit_and_group)
+
+
+def the_step_never_looks_through_a_gradient() -> None:
+    """The gradient's DTensor is replaced by one whose every use raises; its memory is the shard's."""
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=1.0)
+    for _ in range(2):
+        optim.step()  # the first step with gradients is watched
+        optim.zero_grad()
+        model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    before = {name: p.full_tensor().detach().clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.full_tensor().clone() for name, p in model.named_parameters()}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError("the optimizer used param.grad")
+
+    cls = type(model[0].weight.grad)
+    kept = cls.__torch_dispatch__, cls.to_local
+    cls.__torch_dispatch__ = classmethod(refuse)
+    cls.to_local = refuse
+    try:
+        optim.step()
+    finally:
+        cls.__torch_dispatch__, cls.to_local = kept
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.full_tensor(), before[name] - gradients[name])
+
+
+def test_the_step_never_looks_through_a_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(the_step_never_looks_through_a_gradient)
+
+
+# Parameters, gradients, and how the optimizer keeps the rest.
+KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Optimizer]]] = {
+    "all float32": (torch.float32, torch.float32, shardgrad.optim.AdamW),
+    "bf16 gradients": (torch.float32, torch.bfloat16, shardgrad.optim.AdamW),
+    "float32 gradients, a master": (
+        torch.bfloat16,
+        torch.float32,
+        lambda p: shardgrad.optim.AdamW(p, master="float32"),
+    ),
+    "bf16 moments, a remainder": (
+        torch.bfloat16,
+        torch.bfloat16,
+        lambda p: shardgrad.optim.Adam(p, master="remainder", moment_dtype=torch.bfloat16),
+    ),
+    "momentum": (torch.float32, torch.bfloat16, lambda p: shardgrad.optim.SGD(p, lr=1e-3, momentum=0.9)),
+    "looks for itself": (
+        torch.float32,
+        torch.float32,
+        lambda p: shardgrad.optim.AdamW(p, check_finite=True),
+    ),
+}
+
+
+def nothing_is_allocated_after_the_first_step(name: str) -> None:
+    """A copy of this rank's gradients, in whatever dtype, is at least 2 MiB here."""
+    param_dtype, grad_dtype, make = KEPT[name]
+    model = stack(1024, 1024, 1024).to(param_dtype)
+    shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=grad_dtype))
+    optim = make(model.parameters())
+    for step in range(2):
+        model(SHARDGRAD.inputs(step, 1024, dtype=param_dtype)).square().mean().backward()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            if name != "looks for itself":
+                shardgrad.clip_grad_norm_(model, 1e-3)
+            optim.step()
+        optim.zero_grad()
+    assert {p.grad_dtype for p in model.parameters()} <= {grad_dtype, None}
+    total = sum(max(event.cpu_memory_usage, 0) for event in profile.events())
+    assert total < 1 << 20, f"{total} bytes were allocated"
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(nothing_is_allocated_after_the_first_step, name)
+
+
+# -- clipping by torch, groups that come later ---------------------------------------------------------------
+
+
+def train_with_torchs_clipping(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = build("adamw", engine, [p for p in model.parameters() if p.ndim > 1])
+    history: Tensors = {}
+    for step in range(4):
+        if step == 2:
+            optim.add_param_group({"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 5e-3})
+        token_loss(model, engine.tokens(step)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        history[f"norm {step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm.detach()
+        optim.step()
+        optim.zero_grad()
+        model.zero_grad()
+    return {**history, **engine.snapshot(model)}
+
+
+def torchs_clipping_and_later_groups_work() -> None:
+    with float64():
+        ours, theirs = train_with_torchs_clipping(GATHERED), train_with_torchs_clipping(UNSHARDED)
+    assert_close(ours, theirs, tolerance=1e-10)
+
+
+def test_torchs_clipping_and_a_group_added_later_work_as_unsharded(two_ranks: Ranks) -> None:
+    two_ranks.run(torchs_clipping_and_later_groups_work)
+
+
+# -- None, and gradients by hand ---------------------------------------------------------------------------
+
+
+def train_with_gaps(engine: Engine) -> Tensors:
+    """A gradient is dropped in one step, assigned by hand in another; no decay and no moment may move."""
+    torch.manual_seed(0)
+    model = engine.fully_shard(stack(5, 4, 3))
+    optim = build("adamw", engine, model.parameters())
+    for step in range(4):
+        model(engine.inputs(step, 5, dtype=torch.float64)).square().mean().backward()
+        if step == 1:
+            model[0].weight.grad = None
+        if step == 2:
+            model[2].bias.grad = torch.ones_like(model[2].bias)
+        optim.step()
+        if step == 0:
+            optim.step()  # a second step on the same gradients
+        optim.zero_grad()
+        optim.step()  # without any gradient
+    return engine.snapshot(model)
+
+
+def gaps_are_honoured() -> None:
+    with float64():
+        assert_close(train_with_gaps(GATHERED), train_with_gaps(UNSHARDED))
+
+
+def test_a_gradient_that_is_none_or_assigned_counts_as_it_does_in_torch(two_ranks: Ranks) -> None:
+    two_ranks.run(gaps_are_honoured)
+
+
+class Choosing(nn.Module):
+    """Each rank uses the layer it is told to; one is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor, used: tuple[int, ...]) -> Tensor:
+        return sum(self.layers[i](x) for i in used)  # type: ignore[return-value]
+
+
+def a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not() -> None:
+    torch.manual_seed(0)
+    model = Choosing()
+    untouched = model.layers[2].weight.detach().clone()
+    other = model.layers[1].weight.detach().clone()
+    shardgrad.fully_shard(model)
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    for step in range(2):
+        used = (0, 1) if dist.get_rank() == step else (0,)
+        model(SHARDGRAD.inputs(step, 4), used).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    assert torch.equal(model.layers[2].weight.full_tensor(), untouched)
+    assert not torch.equal(model.layers[1].weight.full_tensor(), other)
+    assert optim.state[model.layers[2].weight]["step"] == 0
+    assert optim.state[model.layers[1].weight]["step"] == 2
+
+
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+def test_the_none_rule_is_that_of_all_ranks_together(two_ranks: Ranks) -> None:
+    two_ranks.run(a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not)
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------
+
+
+def half(engine: Engine) -> nn.Module:
+    return engine.shard_tower(tower().to(torch.bfloat16))
+
+
+def losses(model: nn.Module, optim: torch.optim.Optimizer, steps: int) -> list[float]:
+    found = []
+    for step in range(steps):
+        loss = token_loss(model, SHARDGRAD.tokens(step % 4))
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        found.append(SHARDGRAD.mean(loss).item())
+    return found
+
+
+def a_master_and_a_remainder_train_alike() -> None:
+    runs = {}
+    for master in ("float32", "remainder"):
+        model = half(SHARDGRAD)
+        optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-3, master=master)
+        runs[master] = (losses(model, optim, 8), SHARDGRAD.snapshot(model))
+    # Ties round up in the one and to even in the other, so single weights may differ by one unit.
+    torch.testing.assert_close(runs["float32"][0], runs["remainder"][0], rtol=1e-3, atol=1e-3)
+    for name, exact in runs["float32"][1].items():
+        torch.testing.assert_close(exact, runs["remainder"][1][name], rtol=1e-2, atol=1e-4)
+
+
+def test_a_master_and_a_remainder_train_alike(two_ranks: Ranks) -> None:
+    two_ranks.run(a_master_and_a_remainder_train_alike)
+
+
+def small_steps_survive(options: dict[str, Any], survives: bool) -> None:
+    """Steps of 1e-6 on bf16 weights around 1: each alone rounds away."""
+    model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    nn.init.ones_(model.weight)
+    shardgrad.fully_shard(model)
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0, **options)
+    for _ in range(100):
+        model(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
+        optim.step()
+        optim.zero_grad()
+    mean = model.weight.full_tensor().float().mean().item()
+    if survives:
+        assert abs(mean - 0.99) < 2e-3, mean
+    else:
+        assert mean == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "survives"),
+    [
+        ({}, False),
+        ({"master": "float32"}, True),
+        ({"master": "remainder"}, True),
+        ({"stochastic_rounding": True}, True),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+def test_small_steps_survive_in_16_bits_if_something_keeps_them(
+    two_ranks: Ranks, options: dict[str, Any], survives: bool
+) -> None:
+    two_ranks.run(small_steps_survive, options, survives)
+
+
+def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
+    """fp32 gradients under bf16 parameters are read in fp32, wherever they are bound."""
+    runs = {}
+    for policy in (GradientPolicy(dtype=torch.float32, decoupled=decoupled), GradientPolicy()):
+        model = stack(40, 40).to(torch.bfloat16)
+        shardgrad.fully_shard(
+            model, gradient_policy=policy, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        )
+        optim = shardgrad.optim.SGD(model.parameters(), lr=1.0, master="float32")
+        torch.manual_seed(dist.get_rank())
+        model(torch.randn(7, 40, dtype=torch.bfloat16)).square().mean().backward()
+        grads = [getattr(p, policy.attribute) for p in model.parameters()]
+        assert {g.dtype for g in grads} == {policy.dtype or torch.bfloat16}
+        expected = [
+            p.to_local().float() - g.to_local().float()
+            for p, g in zip(model.parameters(), grads, strict=True)
+        ]
+        optim.step()
+        runs[policy.dtype] = [optim.state[p]["master"].to_local().clone() for p in model.parameters()]
+        for master, right in zip(runs[policy.dtype], expected, strict=True):
+            assert torch.equal(master, right)
+        optim.zero_grad()
+        assert all(getattr(p, policy.attribute) is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_gradients_are_read_in_their_own_dtype(two_ranks: Ranks, decoupled: bool) -> None:
+    two_ranks.run(wide_gradients_of_narrow_parameters, decoupled)
+
+
+def narrow_gradients_of_wide_parameters() -> None:
+    model = stack(40, 40)
+    shardgrad.fully_shard(model, gradient_policy=GradientPolicy(dtype=torch.bfloat16))
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, moment_dtype=torch.bfloat16)
+    model(SHARDGRAD.inputs(0, 40)).square().mean().backward()
+    grads = [p.grad.to_local().clone() for p in model.parameters()]
+    before = [p.to_local().clone() for p in model.parameters()]
+    optim.step()
+    for p, g, old in zip(model.parameters(), grads, before, strict=True):
+        assert g.dtype is torch.bfloat16
+        assert optim.state[p]["exp_avg"].dtype is torch.bfloat16
+        # The first Adam step has the sign of the gradient and the size of the learning rate.
+        expected = old * (1 - 1e-2 * 1e-2) - 1e-2 * g.float() / (g.float().abs() + 1e-8)
+        torch.testing.assert_close(p.to_local(), expected, rtol=1e-2, atol=2e-4)
+
+
+def test_half_width_gradients_and_moments_under_float32_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(narrow_gradients_of_wide_parameters)
+
+
+def whoever_wrote_the_weights_last_wins() -> None:
+    model = SHARDGRAD.fully_shard(nn.Linear(16, 16, bias=False, dtype=torch.bfloat16))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.0, master="float32")
+    loaded = torch.randn(16, 16).to(torch.bfloat16)
+    for _ in range(2):
+        model(torch.ones(2, 16, dtype=torch.bfloat16)).sum().backward()
+        optim.step()
+        with torch.no_grad():
+            rows = model.weight.to_local().shape[0]
+            model.weight.to_local().copy_(loaded[dist.get_rank() * rows :][:rows])
+    optim.step()
+    assert torch.equal(model.weight.full_tensor(), loaded)
+
+
+@pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
+def test_weights_loaded_after_the_optimizer_was_built_are_not_lost_to_the_master(two_ranks: Ranks) -> None:
+    two_ranks.run(whoever_wrote_the_weights_last_wins)
+
+
+def test_the_compiled_kernels_are_the_ones_under_test() -> None:
+    assert ops.backend() == "compiled"
+
+
+# -- refusals ------------------------------------------------------------------------------------------------
+
+
+def parameters_of_two_engines_are_refused() -> None:
+    ours, theirs = SHARDGRAD.fully_shard(stack(5, 3)), FSDP2.fully_shard(stack(5, 3))
+    both = [*ours.parameters(), *theirs.parameters()]
+    with pytest.raises(OptimizerParameterError, match="another engine"):
+        shardgrad.optim.AdamW(both)
+    optim = shardgrad.optim.AdamW(ours.parameters())
+    with pytest.raises(OptimizerParameterError, match="another engine"):
+        optim.add_param_group({"params": list(theirs.parameters())})
+    assert len(optim.param_groups) == 1
+
+
+def test_parameters_of_two_engines_in_one_optimizer_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(parameters_of_two_engines_are_refused)
+
+
+def replaced_parameters_are_refused() -> None:
+    for replace in (_replace_object, _replace_data):
+        model = SHARDGRAD.fully_shard(stack(5, 4, 3))
+        optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+        model(SHARDGRAD.inputs(0, 5)).sum().backward()
+        before = [p.to_local().clone() for p in model.parameters()]
+        replace(model)
+        with pytest.raises(OptimizerParameterError, match=r"2\.weight|0\.weight"):
+            optim.step()
+        kept = [p for name, p in model.named_parameters() if name in ("0.bias", "2.bias")]
+        for p, old in zip(kept, (before[1], before[3]), strict=True):
+            assert torch.equal(p.to_local(), old)
+
+
+def _replace_object(model: nn.Module) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def _replace_data(model: nn.Module) -> None:
+    weight = model[2].weight
+    weight._local_tensor = torch.zeros_like(weight._local_tensor)
+
+
+def test_a_replaced_parameter_is_refused_before_anything_changes(two_ranks: Ranks) -> None:
+    two_ranks.run(replaced_parameters_are_refused)
+
+
+def data_assigned_to_a_sharded_parameter_is_not_lost() -> None:
+    """`param.data = x` on a sharded parameter: what torch lets through must not be trained past."""
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    bias = model[0].bias.to_local().clone()
+    new = torch.full_like(model[0].weight.detach(), 7.0)
+    model[0].weight.data = new
+    with pytest.raises(OptimizerParameterError, match=r"0\.weight"):
+        optim.step()
+    assert torch.equal(model[0].bias.to_local(), bias)
+    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {0.0}
+
+
+def test_data_assigned_to_a_sharded_parameter_is_noticed(two_ranks: Ranks) -> None:
+    two_ranks.run(data_assigned_to_a_sharded_parameter_is_not_lost)
+
+
+def gradients_sharded_otherwise_are_refused() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    before = [p.to_local().clone() for p in model.parameters()]
+    mesh = model[0].weight.device_mesh
+    model[0].weight.grad = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
+    with pytest.raises(ForeignParameterError, match="sharded like its parameter"):
+        optim.step()
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_gradient_that_is_sharded_otherwise_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_sharded_otherwise_are_refused)
+
+
+def an_optimizer_built_before_sharding_is_refused() -> None:
+    model = stack(5, 3)
+    early, params = shardgrad.optim.AdamW(model.parameters(), lr=0.1), list(model.parameters())
+    SHARDGRAD.fully_shard(model)
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    with pytest.raises(OptimizerParameterError, match="before fully_shard"):
+        early.step()
+    with pytest.raises(OptimizerParameterError, match="in its place"):
+        shardgrad.optim.SGD(params, lr=0.1)
+
+
+def test_an_optimizer_that_was_built_before_sharding_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(an_optimizer_built_before_sharding_is_refused)

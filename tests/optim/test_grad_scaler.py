@@ -1,0 +1,178 @@
+"""Loss scaling decides on the device, the same on every rank, and like torch's."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgrad
+from shardgrad.errors import OptionError
+from tests.support.parity import SHARDGRAD, stack
+from tests.support.ranks import Ranks
+
+
+def build() -> nn.Module:
+    return SHARDGRAD.fully_shard(stack(5, 4, 3))
+
+
+def backward(model: nn.Module, scaler: Any, step: int, *, overflow: bool = False) -> None:
+    loss = model(SHARDGRAD.inputs(step, 5)).square().mean()
+    scaler.scale(loss).backward()
+    if overflow and dist.get_rank() == 1:
+        model[2].weight.grad.to_local()[0, 0] = math.inf
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [p.to_local().clone() for p in model.parameters()]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def scales_move_as_torchs(clip: bool, stock: bool) -> None:
+    """Six steps, of which the third overflows on one rank; the scale grows every two good steps."""
+    settings = {"init_scale": 1024.0, "growth_interval": 2}
+    ours, theirs = shardgrad.GradScaler(**settings), torch.amp.GradScaler("cpu", **settings)
+    model, other = build(), build()
+    home = torch.optim if stock else shardgrad.optim
+    optim, other_optim = home.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(6):
+        before = weights(model)
+        for m, o, s, clipping in (
+            (model, optim, ours, shardgrad.clip_grad_norm_),
+            (other, other_optim, theirs, nn.utils.clip_grad_norm_),
+        ):
+            backward(m, s, step, overflow=step == 2)
+            if clip:
+                s.unscale_(o)
+                clipping(m.parameters(), 0.05)
+            s.step(o)
+            s.update()
+            o.zero_grad()
+        assert ours.get_scale() == theirs.get_scale(), step
+        assert same(before, weights(model)) == (step == 2)
+        for a, b in zip(weights(model), weights(other), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert ours.state_dict() == theirs.state_dict()
+    if not stock:
+        assert optim.skipped_steps == 1
+
+
+@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("stock", [False, True])
+def test_the_scale_and_the_weights_move_as_with_torch(two_ranks: Ranks, clip: bool, stock: bool) -> None:
+    two_ranks.run(scales_move_as_torchs, clip, stock)
+
+
+def torchs_scaler_drives_our_optimizer(unscale: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    model, other = build(), build()
+    optim, plain = shardgrad.optim.AdamW(model.parameters()), torch.optim.AdamW(other.parameters())
+    for step in range(4):
+        before = weights(model)
+        backward(model, scaler, step, overflow=step == 1)
+        if unscale:
+            scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+        assert same(before, weights(model)) == (step == 1)
+        if step != 1:
+            other(SHARDGRAD.inputs(step, 5)).square().mean().backward()
+            plain.step()
+            plain.zero_grad()
+    for a, b in zip(weights(model), weights(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {3.0}
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+def test_torchs_scaler_drives_our_optimizer(two_ranks: Ranks, unscale: bool) -> None:
+    two_ranks.run(torchs_scaler_drives_our_optimizer, unscale)
+
+
+def gradients_are_not_written() -> None:
+    model, scaler = build(), shardgrad.GradScaler(init_scale=8.0)
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, scaler, 0)
+    memory = model._unit.grad_groups[0].require_shard().flat
+    before = memory.clone()
+    scaler.unscale_(optim)
+    shardgrad.clip_grad_norm_(model, 1e-3)
+    scaler.step(optim)
+    assert torch.equal(memory, before)
+    ratio = model[0].weight.grad.to_local() / before[: model[0].weight.to_local().numel()].view(-1, 5)
+    assert (ratio < 1 / 8).all()
+
+
+def test_unscaling_and_clipping_write_no_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_are_not_written)
+
+
+def two_optimizers_share_a_scaler() -> None:
+    model, scaler = build(), shardgrad.GradScaler(init_scale=1024.0)
+    halves = [shardgrad.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
+    right = build()
+    right(SHARDGRAD.inputs(0, 5)).square().mean().backward()
+    backward(model, scaler, 0)
+    before = weights(model)
+    for optim in halves:
+        scaler.step(optim)
+    scaler.update()
+    for p, old, q in zip(model.parameters(), before, right.parameters(), strict=True):
+        torch.testing.assert_close(p.to_local(), old - 0.1 * q.grad.to_local())
+
+
+def test_two_optimizers_over_one_unit_take_the_scale_out_once(two_ranks: Ranks) -> None:
+    two_ranks.run(two_optimizers_share_a_scaler)
+
+
+def wrong_order_is_refused() -> None:
+    model, scaler = build(), shardgrad.GradScaler()
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(OptionError, match="inf checks"):
+        scaler.update()
+    backward(model, scaler, 0)
+    scaler.unscale_(optim)
+    with pytest.raises(OptionError, match="already been called"):
+        scaler.unscale_(optim)
+    scaler.step(optim)
+    with pytest.raises(OptionError, match="already been called"):
+        scaler.step(optim)
+    with pytest.raises(OptionError, match="Closure"):
+        scaler.step(optim, lambda: None)
+    scaler.update()
+    for settings in ({"growth_factor": 1.0}, {"backoff_factor": 1.0}, {"init_scale": 0.0}):
+        with pytest.raises(OptionError, match="ranges"):
+            shardgrad.GradScaler(**settings)
+    with pytest.raises(OptionError, match="empty"):
+        scaler.load_state_dict({})
+
+
+def test_a_wrong_order_of_calls_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(wrong_order_is_refused)
+
+
+def states_go_both_ways() -> None:
+    ours, theirs = shardgrad.GradScaler(), torch.amp.GradScaler("cpu")
+    state = {**theirs.state_dict(), "scale": 64.0, "_growth_tracker": 3}
+    ours.load_state_dict(state)
+    theirs.load_state_dict(ours.state_dict())
+    assert ours.get_scale() == theirs.get_scale() == 64.0
+    disabled = shardgrad.GradScaler(enabled=False)
+    loss = torch.ones(())
+    assert disabled.scale(loss) is loss
+    assert (disabled.state_dict(), disabled.get_scale()) == ({}, 1.0)
+    assert ours.scale([loss, {"a": loss}]) == [64.0, {"a": 64.0}]
+    ours.update(new_scale=32.0)
+    assert ours.get_scale() == 32.0
+
+
+def test_states_go_to_and_from_torchs_scaler(two_ranks: Ranks) -> None:
+    two_ranks.run(states_go_both_ways)

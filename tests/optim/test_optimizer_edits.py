@@ -1,0 +1,186 @@
+"""Programs edit an optimizer's groups and state by hand; the flat optimizers follow as torch's do."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shardgrad.errors import CaptureError, OptimizerParameterError, OptimizerStateError
+from shardgrad.optim import SGD, AdamW
+
+PAIRS = [
+    pytest.param(lambda p: AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1), id="AdamW"),
+    pytest.param(
+        lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), id="SGD"
+    ),
+]
+both = pytest.mark.parametrize(("ours", "theirs"), PAIRS)
+Edit = Callable[[nn.Sequential, Optimizer], None]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise((5, 7, 3))))
+
+
+def in_two_groups(m: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": list(m[0].parameters())}, {"params": list(m[1].parameters()), "lr": 0.01}]
+
+
+def train(m: nn.Sequential, optim: Optimizer, steps: range) -> None:
+    for step in steps:
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        m.zero_grad()
+        m(x).square().mean().backward()
+        optim.step()
+
+
+def trained(make: Callable[[Any], Optimizer], edits: list[Edit]) -> nn.Sequential:
+    """Trains three steps, and three more after each edit."""
+    m = model()
+    optim = make(in_two_groups(m))
+    train(m, optim, range(3))
+    for i, edit in enumerate(edits, start=1):
+        edit(m, optim)
+        train(m, optim, range(3 * i, 3 * i + 3))
+    return m
+
+
+def assert_follows(ours: Any, theirs: Any, *edits: Edit) -> None:
+    left, right, unedited = trained(ours, list(edits)), trained(theirs, list(edits)), trained(theirs, [])
+    for p, q in zip(left.parameters(), right.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    assert any(not torch.equal(p, q) for p, q in zip(right.parameters(), unedited.parameters(), strict=True))
+
+
+@both
+def test_clearing_the_state_resets_the_moments(ours: Any, theirs: Any) -> None:
+    assert_follows(ours, theirs, lambda m, optim: optim.state.clear())
+
+
+@both
+def test_a_new_state_dictionary_resets_the_moments(ours: Any, theirs: Any) -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        optim.state = defaultdict(dict)
+
+    assert_follows(ours, theirs, edit)
+
+
+@both
+def test_removing_the_state_of_one_parameter_resets_that_one(ours: Any, theirs: Any) -> None:
+    assert_follows(ours, theirs, lambda m, optim: optim.state.pop(m[1].weight) and None)
+
+
+def test_a_replaced_moment_is_used() -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        optim.state[m[0].weight]["exp_avg"] = torch.full_like(m[0].weight, 0.5)
+
+    assert_follows(lambda p: AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1), edit)
+
+
+@both
+def test_a_deleted_group_is_not_trained_any_more(ours: Any, theirs: Any) -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        del optim.param_groups[1]
+
+    assert_follows(ours, theirs, edit)
+
+
+@both
+def test_a_group_whose_parameters_were_replaced_trains_the_new_ones(ours: Any, theirs: Any) -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        optim.param_groups[0]["params"] = [m[0].bias]
+
+    assert_follows(ours, theirs, edit)
+
+
+@both
+def test_a_parameter_that_moves_to_another_group_keeps_its_moments(ours: Any, theirs: Any) -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        first, second = optim.param_groups
+        second["params"] = [*second["params"], m[0].weight]
+        first["params"] = [m[0].bias]
+
+    assert_follows(ours, theirs, edit)
+
+
+@both
+def test_a_group_that_was_removed_and_added_again_keeps_its_moments(ours: Any, theirs: Any) -> None:
+    removed: dict[int, dict[str, Any]] = {}
+
+    def remove(m: nn.Sequential, optim: Optimizer) -> None:
+        removed[id(m)] = dict(optim.param_groups.pop(1))
+
+    def add(m: nn.Sequential, optim: Optimizer) -> None:
+        optim.add_param_group(removed[id(m)])
+
+    assert_follows(ours, theirs, remove, add)
+
+
+def test_an_assigned_learning_rate_still_counts_after_groups_were_edited() -> None:
+    def edit(m: nn.Sequential, optim: Optimizer) -> None:
+        del optim.param_groups[0]
+        optim.param_groups[0]["lr"] = 0.5
+
+    assert_follows(lambda p: AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1), edit)
+
+
+def test_zero_grad_leaves_the_parameters_of_a_deleted_group_alone() -> None:
+    m = model()
+    optim = AdamW(in_two_groups(m), lr=0.1)
+    m(torch.ones(2, 5)).sum().backward()
+    del optim.param_groups[1]
+    optim.zero_grad()
+    assert (m[0].weight.grad, m[1].weight.grad is None) == (None, False)
+
+
+def test_a_parameter_in_two_groups_is_refused_before_anything_changes() -> None:
+    m = model()
+    optim = AdamW(in_two_groups(m), lr=0.1)
+    train(m, optim, range(2))
+    before = [p.detach().clone() for p in m.parameters()]
+    optim.param_groups[1]["params"] = [m[0].weight]
+    with pytest.raises(OptimizerParameterError, match="twice"):
+        train(m, optim, range(1))
+    assert all(map(torch.equal, before, m.parameters()))
+
+
+def test_state_of_another_shape_is_refused_before_anything_changes() -> None:
+    m = model()
+    optim = AdamW(m.parameters(), lr=0.1)
+    train(m, optim, range(2))
+    before = [p.detach().clone() for p in m.parameters()]
+    optim.state[m[0].weight]["exp_avg"] = torch.zeros(3)
+    with pytest.raises(OptimizerStateError, match="shape"):
+        train(m, optim, range(1))
+    assert all(map(torch.equal, before, m.parameters()))
+
+
+def test_state_and_groups_cannot_be_edited_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    m = model()
+    optim = AdamW(m.parameters(), lr=0.1)
+    train(m, optim, range(1))
+    monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: True, raising=False)
+    optim.state.clear()
+    with pytest.raises(CaptureError, match="between calls"):
+        optim.step()
+
+
+def test_an_edited_optimizer_saves_and_loads() -> None:
+    m = model()
+    optim = AdamW(in_two_groups(m), lr=0.1)
+    train(m, optim, range(3))
+    optim.state.clear()
+    train(m, optim, range(1))
+    again = AdamW(in_two_groups(m), lr=0.1)
+    again.load_state_dict(optim.state_dict())
+    for p in m.parameters():
+        assert optim.state[p]["step"] == again.state[p]["step"] == 1
+        assert torch.equal(optim.state[p]["exp_avg"], again.state[p]["exp_avg"])

@@ -1,0 +1,364 @@
+"""Optimizer state goes to and from torch's optimizers, FSDP2, other world sizes and checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.errors import DeepcopyError, OptimizerStateError
+from tests.support.parity import (
+    FSDP2,
+    GATHERED,
+    SHARDGRAD,
+    UNSHARDED,
+    Engine,
+    Tensors,
+    assert_close,
+    assert_same_bits,
+    float64,
+    hsdp_mesh,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+
+def adamw(engine: Engine, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    home = shardgrad.optim if engine in (SHARDGRAD, GATHERED) else torch.optim
+    return home.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, **options)
+
+
+def run(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def build(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = engine.shard_tower(tower())
+    return model, adamw(engine, model, **options)
+
+
+def whole_state(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
+    found: Tensors = {}
+    for name, param in model.named_parameters():
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            value = optim.state[param][key]
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{name}.{key}"] = value.to(torch.float64, copy=True)
+    return found
+
+
+def hands_over(source: Engine, target: Engine) -> None:
+    """Two steps under `source`, two under `target`, equal four steps of the unsharded oracle."""
+    with float64():
+        model, optim = build(source)
+        run(source, model, optim, range(2))
+        other, other_optim = build(target)
+        with torch.no_grad():
+            for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+                ours.copy_(theirs)
+        other_optim.load_state_dict(copy.deepcopy(optim.state_dict()))
+        run(target, other, other_optim, range(2, 4))
+        oracle, oracle_optim = build(UNSHARDED)
+        run(UNSHARDED, oracle, oracle_optim, range(4))
+        whole = {name: param.full_tensor() for name, param in other.named_parameters()}
+        assert_close(whole, dict(oracle.named_parameters()))
+        assert_close(whole_state(other, other_optim), whole_state(oracle, oracle_optim))
+
+
+def test_a_state_saved_by_torch_under_fsdp2_loads_here(two_ranks: Ranks) -> None:
+    two_ranks.run(hands_over, FSDP2, SHARDGRAD)
+
+
+def test_a_state_saved_here_loads_into_torch_under_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(hands_over, SHARDGRAD, FSDP2)
+
+
+def state_is_one_dtensor_for_each_parameter_in_flat_memory() -> None:
+    model, optim = build(SHARDGRAD)
+    run(SHARDGRAD, model, optim, range(1))
+    for param in model.parameters():
+        state = optim.state[param]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert (state["step"].dtype, state["step"].item()) == (torch.float32, 1.0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert isinstance(state[key], DTensor)
+            assert (state[key].shape, state[key].placements) == (param.shape, param.placements)
+    for key in ("exp_avg", "exp_avg_sq"):
+        pieces = [optim.state[param][key].to_local() for param in model.layers[0].parameters()]
+        begins = [piece.data_ptr() for piece in pieces]
+        apart = [after - before for before, after in pairwise(begins)]
+        # Each piece begins where the one before it ends, at the next multiple of 128 bytes.
+        assert apart == [-(-piece.nbytes // 128) * 128 for piece in pieces[:-1]]
+
+
+def test_state_is_one_dtensor_for_each_parameter_in_flat_memory(two_ranks: Ranks) -> None:
+    two_ranks.run(state_is_one_dtensor_for_each_parameter_in_flat_memory)
+
+
+def loading_keeps_addresses() -> None:
+    model, optim = build(SHARDGRAD)
+    run(SHARDGRAD, model, optim, range(1))
+    before = [
+        v.to_local().data_ptr() for p in model.parameters() for k, v in optim.state[p].items() if k != "step"
+    ]
+    saved = copy.deepcopy(optim.state_dict())
+    run(SHARDGRAD, model, optim, range(1, 3))
+    optim.load_state_dict(saved)
+    after = [
+        v.to_local().data_ptr() for p in model.parameters() for k, v in optim.state[p].items() if k != "step"
+    ]
+    assert before == after
+    assert {float(optim.state[p]["step"]) for p in model.parameters()} == {1.0}
+    for number, param in enumerate(model.parameters()):
+        saved_avg = saved["state"][number]["exp_avg"].to_local()
+        assert torch.equal(optim.state[param]["exp_avg"].to_local(), saved_avg)
+
+
+def test_loading_copies_into_the_buffers_that_exist(two_ranks: Ranks) -> None:
+    two_ranks.run(loading_keeps_addresses)
+
+
+def full_and_sharded_options(full: bool, cpu_offload: bool) -> None:
+    options = StateDictOptions(full_state_dict=full, cpu_offload=cpu_offload)
+    model, optim = build(SHARDGRAD)
+    run(SHARDGRAD, model, optim, range(2))
+    right = whole_state(model, optim)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
+    other, other_optim = build(SHARDGRAD)
+    load = StateDictOptions(full_state_dict=full, broadcast_from_rank0=full)
+    set_optimizer_state_dict(other, other_optim, saved, options=load)
+    assert_same_bits(whole_state(other, other_optim), right)
+
+
+@pytest.mark.parametrize(("full", "cpu_offload"), [(False, False), (True, False), (True, True)])
+def test_torchs_state_dict_functions_work(two_ranks: Ranks, full: bool, cpu_offload: bool) -> None:
+    two_ranks.run(full_and_sharded_options, full, cpu_offload)
+
+
+def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -> None:
+    """Through torch's functions, and through a checkpoint if there is a folder; both train on."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optim = build(source)
+    run(source, model, optim, range(2))
+    right = whole_state(model, optim)
+    other, other_optim = build(target)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optim, options=options))
+    if folder is not None:
+        dcp.save({"optimizer": saved}, checkpoint_id=folder)
+        saved = get_optimizer_state_dict(other, other_optim, options=options)
+        dcp.load({"optimizer": saved}, checkpoint_id=folder)
+    set_optimizer_state_dict(other, other_optim, saved, options=options)
+    assert_same_bits(whole_state(other, other_optim), right)
+    before = [p.full_tensor().clone() for p in other.parameters()]
+    run(target, other, other_optim, range(2, 3))
+    after = [p.full_tensor() for p in other.parameters()]
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    assert {float(other_optim.state[p]["step"]) for p in other.parameters()} == {3.0}
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+@pytest.mark.parametrize("checkpoint", [False, True])
+@pytest.mark.parametrize(
+    ("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["from FSDP2", "to FSDP2"]
+)
+def test_state_crosses_through_torchs_functions_and_checkpoints(
+    two_ranks: Ranks, tmp_path: Path, source: Engine, target: Engine, checkpoint: bool, flatten: bool
+) -> None:
+    two_ranks.run(crosses, source, target, str(tmp_path) if checkpoint else None, flatten)
+
+
+def a_loaded_state_says_nothing_about_how_torch_computes() -> None:
+    """`capturable=False` of a saved group would make a capture be refused; it is torch's affair."""
+    _, optim = build(SHARDGRAD)
+    before = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+    other, other_optim = build(FSDP2, foreach=False)
+    run(FSDP2, other, other_optim, range(1))
+    saved = copy.deepcopy(other_optim.state_dict())
+    saved["param_groups"][0].update(capturable=True, lr=0.5)
+    optim.load_state_dict(saved)
+    after = {key: value for key, value in optim.param_groups[0].items() if key != "params"}
+    assert after == before | {"lr": 0.5}
+
+
+def test_a_loaded_state_says_nothing_about_how_torch_computes(two_ranks: Ranks) -> None:
+    two_ranks.run(a_loaded_state_says_nothing_about_how_torch_computes)
+
+
+def save_momentum(folder: str) -> Tensors:
+    model = FSDP2.shard_tower(tower())
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    run(FSDP2, model, optim, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
+    return {name: optim.state[p]["momentum_buffer"].full_tensor() for name, p in model.named_parameters()}
+
+
+def load_momentum(folder: str) -> None:
+    """torch's SGD saves no step counts, so a checkpoint of it has no entry for ours."""
+    right = save_momentum(folder)
+    model = SHARDGRAD.shard_tower(tower())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = {"optimizer": get_optimizer_state_dict(model, optim)}
+    dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
+    set_optimizer_state_dict(model, optim, state["optimizer"])
+    loaded = {n: optim.state[p]["momentum_buffer"].full_tensor().clone() for n, p in model.named_parameters()}
+    assert_same_bits(loaded, right)
+    gradients = {}
+    token_loss(model, SHARDGRAD.tokens(2)).backward()
+    for name, param in model.named_parameters():
+        gradients[name] = param.grad.full_tensor().clone()
+    optim.step()
+    for name, param in model.named_parameters():
+        now = optim.state[param]["momentum_buffer"].full_tensor()
+        torch.testing.assert_close(now, 0.9 * right[name] + gradients[name])
+
+
+def test_momentum_of_a_checkpoint_without_step_counts_is_not_taken_for_a_fresh_start(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
+    two_ranks.run(load_momentum, str(tmp_path))
+
+
+def save_checkpoint(folder: str) -> Tensors:
+    model, optim = build(SHARDGRAD, master="float32")
+    run(SHARDGRAD, model, optim, range(2))
+    dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
+    return whole_state(model, optim)
+
+
+def load_checkpoint(folder: str, right: Tensors, hybrid: bool) -> None:
+    mesh = {"mesh": hsdp_mesh(2, 2)} if hybrid else {}
+    model = SHARDGRAD.shard_tower(tower(), **mesh)
+    optim = adamw(SHARDGRAD, model)
+    state = {"optimizer": get_optimizer_state_dict(model, optim)}
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(model, optim, state["optimizer"])
+    assert_same_bits(whole_state(model, optim), right)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_checkpoint_loads_into_another_world(
+    two_ranks: Ranks, four_ranks: Ranks, tmp_path: Path, hybrid: bool
+) -> None:
+    right = two_ranks.run(save_checkpoint, str(tmp_path))[0]
+    four_ranks.run(load_checkpoint, str(tmp_path), right, hybrid)
+
+
+def whole_tensors_load() -> None:
+    """An unsharded run's state, as `torch.load` gives it."""
+    with float64():
+        oracle, oracle_optim = build(UNSHARDED)
+        run(UNSHARDED, oracle, oracle_optim, range(2))
+        model, optim = build(GATHERED)
+        optim.load_state_dict(oracle_optim.state_dict())
+        assert_same_bits(whole_state(model, optim), whole_state(oracle, oracle_optim))
+
+
+def test_the_state_of_an_unsharded_run_loads(two_ranks: Ranks) -> None:
+    two_ranks.run(whole_tensors_load)
+
+
+def misfits_are_refused_before_anything_changes() -> None:
+    model, optim = build(SHARDGRAD)
+    run(SHARDGRAD, model, optim, range(2))
+    right, lr = whole_state(model, optim), optim.param_groups[0]["lr"]
+
+    def refused(change: Any, error: type[Exception] = OptimizerStateError) -> None:
+        saved = copy.deepcopy(optim.state_dict())
+        saved["param_groups"][0]["lr"] = 0.5
+        change(saved)
+        with pytest.raises(error):
+            optim.load_state_dict(saved)
+        assert optim.param_groups[0]["lr"] == lr
+        assert_same_bits(whole_state(model, optim), right)
+
+    refused(lambda saved: saved["param_groups"].append(saved["param_groups"][0]))
+    refused(lambda saved: saved["param_groups"][0]["params"].pop())
+    refused(lambda saved: saved["state"][3].update(exp_avg=torch.zeros(2, 2)))
+    refused(lambda saved: saved["state"][3].update(exp_avg="a string"))
+    refused(lambda saved: saved["state"][3].update(step=torch.zeros(2)))
+    refused(lambda saved: saved["state"][3].update(max_exp_avg_sq=torch.zeros(2, 2)))
+    refused(lambda saved: saved["param_groups"][0].update(betas=(2.0, 0.5)), ValueError)
+    refused(lambda saved: saved["param_groups"][0].update(weight_decay=float("nan")), ValueError)
+
+
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(two_ranks: Ranks) -> None:
+    two_ranks.run(misfits_are_refused_before_anything_changes)
+
+
+def momentum_goes_both_ways() -> None:
+    def sgd(engine: Engine) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = engine.shard_tower(tower())
+        home = shardgrad.optim if engine is SHARDGRAD else torch.optim
+        return model, home.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+    (model, optim), (other, other_optim) = sgd(SHARDGRAD), sgd(FSDP2)
+    run(SHARDGRAD, model, optim, range(2))
+    run(FSDP2, other, other_optim, range(2))
+    mine, theirs = copy.deepcopy(optim.state_dict()), copy.deepcopy(other_optim.state_dict())
+    optim.load_state_dict(theirs)
+    other_optim.load_state_dict(mine)
+    # Dampening tells whether the first step is taken for the first one again.
+    run(SHARDGRAD, model, optim, range(2, 4))
+    run(FSDP2, other, other_optim, range(2, 4))
+    for ours, right in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(ours.to_local(), right.to_local(), rtol=1e-5, atol=1e-6)
+
+
+def test_momentum_goes_both_ways_and_is_not_taken_for_a_fresh_start(two_ranks: Ranks) -> None:
+    two_ranks.run(momentum_goes_both_ways)
+
+
+def hooks_run_and_copies_are_refused() -> None:
+    model, optim = build(SHARDGRAD)
+    calls: list[str] = []
+    optim.register_load_state_dict_pre_hook(lambda o, s: calls.append("before"))
+    optim.register_load_state_dict_post_hook(lambda o: calls.append("after"))
+    optim.register_state_dict_post_hook(lambda o, s: calls.append("saved"))
+    optim.register_step_pre_hook(lambda o, a, k: calls.append("step"))
+    optim.load_state_dict(optim.state_dict())
+    run(SHARDGRAD, model, optim, range(1))
+    assert calls == ["saved", "before", "after", "step"]
+    with pytest.raises(DeepcopyError, match="state_dict"):
+        copy.deepcopy(optim)
+
+
+def test_hooks_run_and_copies_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(hooks_run_and_copies_are_refused)
+
+
+def meta_models_get_their_state_late() -> None:
+    with torch.device("meta"):
+        model = tower()
+    SHARDGRAD.shard_tower(model)
+    optim = adamw(SHARDGRAD, model)
+    assert not optim.state
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    for param in model.parameters():
+        torch.nn.init.normal_(param)
+    run(SHARDGRAD, model, optim, range(1))
+    assert len(optim.state) == len(list(model.parameters()))
+    assert dist.get_world_size() == 2
+
+
+def test_an_optimizer_built_over_a_meta_model_allocates_at_its_first_step(two_ranks: Ranks) -> None:
+    two_ranks.run(meta_models_get_their_state_late)

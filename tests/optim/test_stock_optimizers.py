@@ -1,0 +1,266 @@
+"""torch's own optimizers, clipping and loss scaler on our parameters do what they do under FSDP2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import shardgrad
+from shardgrad.checks import capturable_optimizers
+from shardgrad.errors import CaptureError
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    many_small,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+RECIPES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2}),
+    "AdamW foreach": (torch.optim.AdamW, {"lr": 1e-2, "foreach": True}),
+    "AdamW for-loop": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
+    "AdamW fused": (torch.optim.AdamW, {"lr": 1e-2, "fused": True}),
+    "AdamW fused, lr a tensor": (torch.optim.AdamW, {"lr": torch.tensor(1e-2), "fused": True}),
+    "Adam amsgrad": (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True}),
+    "Adam foreach": (torch.optim.Adam, {"lr": 1e-2, "foreach": True}),
+    "SGD": (torch.optim.SGD, {"lr": 1e-1}),
+    "SGD momentum": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.1}),
+    "SGD nesterov": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "nesterov": True}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 1e-2}),
+}
+# DTensor has no rule for some of their operations in torch 2.13, whoever made the DTensor.
+RECIPES_WITHOUT_RULES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2}),
+    "SGD fused": (torch.optim.SGD, {"lr": 1e-1, "momentum": 0.9, "fused": True}),
+}
+
+
+def _train(engine: Engine, name: str, clip: str = "") -> Tensors:
+    kind, options = (RECIPES | RECIPES_WITHOUT_RULES)[name]
+    history: Tensors = {}
+    for model in (engine.shard_tower(tower()), engine.fully_shard(many_small())):
+        optimizer = kind(model.parameters(), **options)
+        for step in range(3):
+            loss = token_loss(model, engine.tokens(step))
+            loss.backward()
+            history[f"{type(model).__name__}, step {step}"] = loss.detach()
+            if clip:
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                history[f"{type(model).__name__}, norm {step}"] = norm.full_tensor()  # type: ignore[attr-defined]
+            optimizer.step()
+            optimizer.zero_grad()
+        history |= {f"{type(model).__name__} {key}": t for key, t in engine.snapshot(model).items()}
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    assert isinstance(value, DTensor), key
+                    assert value.placements == param.placements, key
+    return history
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_optimizer_of_torch_gives_the_bits_of_fsdp2(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, _train, name)
+
+
+def _does_alike(program: Any, *args: Any) -> None:
+    """Requires both engines to end with the same numbers, or with the same kind of error."""
+    outcomes: list[tuple[str, Tensors]] = []
+    for engine in (SHARDGRAD, FSDP2):
+        try:
+            outcomes.append(("", program(engine, *args)))
+        except Exception as error:
+            outcomes.append((type(error).__name__, {}))
+    (our_error, ours), (their_error, theirs) = outcomes
+    assert our_error == their_error
+    assert_same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("name", RECIPES_WITHOUT_RULES)
+def test_what_dtensor_cannot_do_fails_as_under_fsdp2(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_does_alike, _train, name)
+
+
+@pytest.mark.parametrize("name", ["AdamW fused", "SGD momentum"])
+def test_clipping_by_torch_gives_the_bits_of_fsdp2(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(same_bits_as_fsdp2, _train, name, "torch")
+
+
+def _minimise(engine: Engine, line_search: str | None) -> Tensors:
+    model = engine.fully_shard(stack(4, 6, 2))
+    x, y = engine.inputs(0, 4), engine.inputs(1, 2)
+    # On the mean of each rank's loss: a line search that saw different losses would tear ranks apart.
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / dist.get_world_size()
+
+    losses = torch.stack([torch.as_tensor(optimizer.step(closure)) for _ in range(2)])
+    return {"losses": losses, **engine.snapshot(model)}
+
+
+@pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
+def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str | None) -> None:
+    two_ranks.run(_does_alike, _minimise, line_search)
+
+
+# -- clipping by shardgrad ----------------------------------------------------------------------------------
+
+
+def _clipped_step(engine: Engine, ours: bool, name: str) -> Tensors:
+    model = engine.shard_tower(tower())
+    kind, options = RECIPES[name]
+    optimizer = kind(model.parameters(), **options)
+    token_loss(model, engine.tokens(0)).backward()
+    clip: Any = shardgrad.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 0.1)
+    optimizer.step()
+    return {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm, **engine.snapshot(model)}
+
+
+def _clips_as_torch(name: str) -> None:
+    ours, theirs = _clipped_step(SHARDGRAD, True, name), _clipped_step(FSDP2, False, name)
+    # Norms are summed in another order: each of n squares and sums carries one rounding in torch's float32,
+    # and the root halves the error. The factor inherits it, and so do gradients.
+    numel = sum(t.numel() for key, t in theirs.items() if key.endswith(".grad"))
+    unit = 2.0**-24
+    relative = (numel**0.5 + 8) * unit
+    lr = RECIPES[name][1]["lr"]
+    for key, right in theirs.items():
+        scale = right.abs().max().item() if right.numel() else 0.0
+        # A step moves a weight by lr times a gradient here, so by no more of its error than that.
+        bound = (
+            relative * scale if key.endswith(("norm", ".grad")) else relative * lr * 0.1 + 2 * unit * scale
+        )
+        off = (ours[key] - right).abs().max().item() if right.numel() else 0.0
+        assert off <= bound, f"{key} differs by {off}, more than {bound}"
+
+
+@pytest.mark.parametrize("name", ["SGD"])
+def test_clipping_by_shardgrad_reaches_an_optimizer_of_torch(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(_clips_as_torch, name)
+
+
+# -- loss scaling -------------------------------------------------------------------------------------------
+
+
+def _scaled(engine: Engine, name: str, unscale: bool) -> Tensors:
+    """Three steps under torch's scaler; in the second, rank 1 alone has an infinity."""
+    model = engine.shard_tower(tower())
+    kind, options = RECIPES[name]
+    optimizer = kind(model.parameters(), **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    history: Tensors = {}
+    for step in range(3):
+        scaler.scale(token_loss(model, engine.tokens(step))).backward()
+        if step == 1 and dist.get_rank() == 1:
+            local = model.embedding.weight.grad.to_local()
+            local.view(-1)[0] = float("inf")
+        if unscale:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        history |= {f"step {step} {key}": t for key, t in engine.snapshot(model).items()}
+        history[f"scale {step}"] = torch.tensor(scaler.get_scale())
+    for key in [key for key in history if key.startswith("step 1 ")]:
+        assert torch.equal(history[key], history[key.replace("step 1", "step 0")]), f"{key} was not skipped"
+    assert [history[f"scale {step}"].item() for step in range(3)] == [2.0**11, 2.0**10, 2.0**11]
+    return history
+
+
+@pytest.mark.parametrize("unscale", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum"])
+def test_a_loss_scaler_of_torch_skips_on_all_ranks_as_under_fsdp2(
+    two_ranks: Ranks, name: str, unscale: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, _scaled, name, unscale)
+
+
+# -- under capture ------------------------------------------------------------------------------------------
+
+
+def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, warm: bool) -> None:
+    model = shardgrad.fully_shard(stack(3, 2))
+    plain = nn.Linear(3, 2)
+    optimizer, other = kind(model.parameters(), **options), kind(plain.parameters(), **options)
+
+    def closure() -> Tensor:
+        loss = model(torch.ones(1, 3)).sum()
+        loss.backward()
+        return loss
+
+    closure()
+    if warm:
+        optimizer.step()
+    ask, capturable_optimizers.is_capturing = capturable_optimizers.is_capturing, lambda device: True
+    try:
+        if words is None:
+            optimizer.step()
+        else:
+            before = [p.detach().to_local().clone() for p in model.parameters()]
+            with pytest.raises(CaptureError, match=words) as raised:
+                optimizer.step(closure)
+            assert "weight" in str(raised.value.where)
+            now = [p.detach().to_local() for p in model.parameters()]
+            assert all(torch.equal(b, n) for b, n in zip(before, now, strict=True))
+        if kind is not torch.optim.LBFGS:
+            other.step()  # not ours: nothing is said
+    finally:
+        capturable_optimizers.is_capturing = ask
+    if words is not None and kind is not torch.optim.Adafactor:  # DTensor has no rule for its step
+        optimizer.step(closure)
+
+
+CAPTURES: list[tuple[type[Optimizer], dict[str, Any], str | None, bool]] = [
+    (torch.optim.LBFGS, {}, "LBFGS cannot be part of a CUDA graph: it reads losses", False),
+    (torch.optim.Adafactor, {}, "it reads norms", False),
+    (torch.optim.Adagrad, {}, "it counts steps on the host", True),
+    (torch.optim.AdamW, {}, "capturable=False", True),
+    (torch.optim.RMSprop, {"capturable": False}, "capturable=False", True),
+    (torch.optim.SGD, {"momentum": 0.9}, "makes the momentum", False),
+    (torch.optim.SGD, {"momentum": 0.9}, None, True),
+    (torch.optim.SGD, {}, None, False),
+    (shardgrad.optim.AdamW, {}, None, False),
+    (shardgrad.optim.SGD, {"lr": 0.1, "momentum": 0.9}, None, False),
+]
+
+
+@pytest.mark.parametrize("case", CAPTURES, ids=[f"{c[0].__name__} {c[1]} {c[3]}" for c in CAPTURES])
+def test_a_step_that_a_graph_would_freeze_is_refused_in_words(
+    worlds: dict[int, Ranks], case: tuple[type[Optimizer], dict[str, Any], str | None, bool]
+) -> None:
+    worlds[1].run(_says, *case)
+
+
+def _capturable_on_the_cpu() -> None:
+    for engine in (SHARDGRAD, FSDP2):
+        model = engine.fully_shard(stack(3, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), capturable=True, foreach=True)
+        model(torch.ones(1, 3)).sum().backward()
+        with pytest.raises(AssertionError, match="capturable=True"):
+            optimizer.step()
+
+
+def test_torch_refuses_capturable_on_the_cpu_as_under_fsdp2(worlds: dict[int, Ranks]) -> None:
+    worlds[1].run(_capturable_on_the_cpu)

@@ -1,0 +1,499 @@
+"""Plans: sizes and schedules are the engine's own, clocks obey arithmetic, and bad input gets a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from torch import nn
+
+from shardgrad.cli import main
+from shardgrad.plan.advice import _changes, _is_hopeless, advise
+from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops, scaled_to_mfu
+from shardgrad.plan.depth import estimate, shallow
+from shardgrad.plan.hardware import Machine, machine_of
+from shardgrad.plan.memory import memory_of
+from shardgrad.plan.planning import Calibration, Plan, plan_of
+from shardgrad.plan.recording import Event, Kernel, Marked, Transfer, Waited
+from shardgrad.plan.rehearsal import Rehearsal, rehearse
+from shardgrad.plan.repeats import key_of
+from shardgrad.plan.request import Request
+from shardgrad.plan.timeline import play
+from shardgrad.train.failure import UsageError
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import PRESETS, transformer_config
+
+pytestmark = pytest.mark.timeout(400)  # a rehearsal takes a second, or many where others use the machine
+
+H100 = machine_of("h100")
+TINY = Request(preset="tiny", ranks=16, seq_len=64)
+
+
+@cache
+def rehearsal_of(**changes: object) -> Rehearsal:
+    return rehearse(TINY.but(**changes))
+
+
+def plan_for(machine: Machine = H100, **changes: object) -> Plan:
+    return plan_of(rehearsal_of(**changes), machine)
+
+
+def transfers(rehearsal: Rehearsal) -> list[Transfer]:
+    return [event for event in rehearsal.events if isinstance(event, Transfer)]
+
+
+def chunk_nbytes(shape: tuple[int, ...], ranks: int, itemsize: int) -> int:
+    """What one parameter takes in a shard of fp32 or, aligned alike, of a narrower dtype; 128-byte pieces."""
+    numel = -(-shape[0] // ranks) * math.prod(shape[1:])
+    return -(-numel // 64) * 64 * itemsize  # bf16 travels too, so 64 elements
+
+
+# -- memory ---------------------------------------------------------------------------------------------
+
+
+def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
+    with torch.device("meta"):
+        shapes = [tuple(param.shape) for param in Transformer(PRESETS["tiny"]).parameters()]
+    pieces = sum(chunk_nbytes(shape, 16, 4) for shape in shapes)
+    resting = rehearsal_of().resting
+    tails = 3 * 64 * 4  # a unit's label, and 64 elements of alignment
+    assert resting["parameters"] == pytest.approx(pieces + tails, abs=3 * 512)
+    assert resting["gradients"] == pytest.approx(pieces + tails, abs=3 * 512)
+    assert resting["optimizer state"] == pytest.approx(2 * pieces, rel=0.05)
+
+
+def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
+    rehearsal = rehearsal_of()
+    now = peak = rehearsal.start_nbytes
+    for change in rehearsal.changes:
+        now += change.nbytes
+        peak = max(peak, now)
+    assert memory_of(rehearsal).peak.total == peak
+    assert now == rehearsal.start_nbytes, "a steady step ends with what it began with"
+
+
+def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
+    plain = plan_for(batch_size=8).peak_nbytes
+    assert plan_for(batch_size=8, activation_checkpointing=True).peak_nbytes < plain
+    assert plan_for(batch_size=4, accumulate=2).peak_nbytes < plain
+
+
+def test_whole_parameters_stay_in_stage_2() -> None:
+    whole = {stage: plan_for(stage=stage).memory.peak.nbytes["unsharded parameters"] for stage in ("2", "3")}
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
+    assert whole["2"] >= numel * 2 > whole["3"]
+
+
+# -- traffic --------------------------------------------------------------------------------------------
+
+
+def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() -> None:
+    counts = {stage: Counter(t.kind for t in transfers(rehearsal_of(stage=stage))) for stage in ("2", "3")}
+    units = rehearsal_of().units
+    assert counts["2"]["all-gather"] == units
+    assert counts["2"]["reduce-scatter"] == counts["3"]["reduce-scatter"] == units
+    # The root and the unit that backward begins with stay whole.
+    assert counts["3"]["all-gather"] == 2 * units - 2
+
+
+def reductions(**changes: object) -> int:
+    counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, **changes)))
+    return counts["reduce-scatter"]
+
+
+def test_stages_2_and_3_reduce_after_each_micro_batch_and_stage_1_after_the_last() -> None:
+    units = rehearsal_of().units
+    assert [reductions(stage=stage) for stage in "123"] == [units, 2 * units, 2 * units]
+    assert reductions(no_sync=True) == units
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_whole() -> None:
+    with torch.device("meta"):
+        numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
+    for changes in ({"stage": "1"}, {"no_sync": True}):
+        assert rehearsal_of(accumulate=2, **changes).resting["unreduced gradients"] >= numel * 4
+    assert "unreduced gradients" not in rehearsal_of(accumulate=2, stage="2").resting
+
+
+def test_whole_parameters_are_gathered_once_in_a_step_of_stages_1_and_2() -> None:
+    units = rehearsal_of().units
+    for stage in "12":
+        counts = Counter(t.kind for t in transfers(rehearsal_of(accumulate=2, stage=stage)))
+        assert counts["all-gather"] == units
+
+
+def test_a_reduction_travels_in_its_own_dtype() -> None:
+    def reduced(reduce_dtype: str) -> int:
+        moved = transfers(rehearsal_of(reduce_dtype=reduce_dtype))
+        return sum(t.sent_nbytes for t in moved if t.kind == "reduce-scatter")
+
+    assert reduced("fp32") == pytest.approx(2 * reduced("bf16"), rel=0.01)
+
+
+def test_replicas_exchange_a_shard_of_gradients_and_nothing_else() -> None:
+    rehearsal = rehearsal_of(mesh="4x4")
+    over_replicas = [t for t in transfers(rehearsal) if t.axis == "replicate"]
+    assert {t.kind for t in over_replicas} == {"all-reduce"}
+    scattered = [t for t in transfers(rehearsal) if t.kind == "reduce-scatter"]
+    assert [t.nbytes for t in over_replicas] == [t.nbytes // 4 for t in scattered]
+
+
+def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
+    hsdp, hfsdp, fsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp"), rehearsal_of()
+    for owner in ("parameters", "gradients", "optimizer state"):
+        assert hfsdp.resting[owner] == fsdp.resting[owner] < hsdp.resting[owner] / 3
+    assert hfsdp.resting["inner shards"] == pytest.approx(hsdp.resting["parameters"] / 2, rel=0.05)  # bf16
+    outer = [t for t in transfers(hfsdp) if t.axis == "replicate"]
+    assert Counter(t.kind for t in outer) == {"all-gather": 3, "reduce-scatter": 3}
+    assert {t.ranks for t in outer} == {4}
+
+
+def test_hfsdp_sends_inside_a_replica_what_hsdp_does() -> None:
+    hsdp, hfsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp")
+    kinds = ("all-gather", "reduce-scatter")
+    inner = [[t for t in transfers(one) if t.axis == "shard" and t.kind in kinds] for one in (hsdp, hfsdp)]
+    assert [t.name for t in inner[0]] == [t.name for t in inner[1]]
+    for one, other in zip(*inner, strict=True):
+        assert one.nbytes == pytest.approx(other.nbytes, rel=0.05)
+
+
+def test_a_plan_says_the_same_again_in_the_same_process() -> None:
+    """Process groups of a world that has ended are nobody's."""
+    for changes in ({"mesh": "4x4", "stage": "hfsdp"}, {"reshard_to": 4}):
+        assert rehearse(TINY.but(**changes)).events == rehearsal_of(**changes).events
+
+
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.long)])
+def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
+    names = [transfer.name for transfer in transfers(rehearsal_of(ranks=ranks)) if " of " in transfer.name]
+    assert names == [transfer.name for transfer in transfers(rehearsal_of())]
+
+
+# -- the clock ------------------------------------------------------------------------------------------
+
+
+def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
+    return Kernel(stream, "add", "forward", False, 0.0, 0.0, "bf16", nbytes)
+
+
+def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
+    return Transfer(stream, "all-gather of x", "all-gather", "shard", 8, nbytes, nbytes * 7 // 8, False)
+
+
+def played(*events: Event, machine: Machine = H100) -> list[tuple[float, float]]:
+    spans = play(events, CostModel(dataclasses.replace(machine, launch_s=0.0), shards=8)).spans
+    return [(span.begin_s, span.end_s) for span in spans]
+
+
+def test_a_stream_that_waits_for_nothing_overlaps() -> None:
+    (_, gathered), (begun, _) = played(gather(), kernel())
+    assert begun == 0.0 < gathered
+
+
+def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
+    (_, gathered), (begun, _) = played(gather(), Marked(1, "gather"), Waited(1, "compute"), kernel())
+    assert begun == gathered
+
+
+def test_a_mark_of_an_earlier_step_holds_back_nobody() -> None:
+    ((begun, _),) = played(Waited(7, "compute"), kernel())
+    assert begun == 0.0
+
+
+def test_collectives_over_one_link_follow_each_other() -> None:
+    (_, first), (second, _) = played(gather("gather"), gather("reduce"))
+    assert second == first
+
+
+def test_a_cpu_computes_while_an_exchange_is_under_way_and_then_waits_for_it() -> None:
+    cpu = machine_of("cpu")
+    events = gather("None"), kernel("compute"), Waited(0, None), kernel("compute")
+    (_, arrived), (during, _), (after, _) = played(*events, machine=cpu)
+    assert during < arrived <= after
+
+
+def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() -> None:
+    timeline = plan_for(machine_of("h100", is_graphed=True)).timeline
+    assert max(timeline.compute_s, timeline.transfers_s) <= timeline.step_s
+    copies = sum(span.end_s - span.begin_s for span in timeline.spans if span.lane == "copies")
+    assert timeline.step_s <= timeline.compute_s + timeline.transfers_s + copies
+
+
+def test_launching_one_by_one_takes_the_host_its_time() -> None:
+    eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
+    assert graphed.timeline.host_s == 0.0
+    assert eager.timeline.step_s >= eager.timeline.host_s > graphed.timeline.step_s
+
+
+def test_a_given_mfu_is_what_compute_alone_reaches() -> None:
+    events = rehearsal_of().events
+    cost = scaled_to_mfu(CostModel(H100, 16), events, 0.5)
+    assert model_flops(events) / (compute_s(events, cost) * 989e12) == pytest.approx(0.5)
+
+
+def test_model_flops_are_six_for_each_parameter_and_token() -> None:
+    config = transformer_config("tiny", {})
+    with torch.device("meta"):
+        matrices = sum(p.numel() for p in Transformer(config).parameters() if p.ndim == 2)
+    attention = 12 * config.layers * config.width * TINY.seq_len  # PaLM's, of all heads together
+    forward = sum(
+        e.palm_flops for e in rehearsal_of().events if isinstance(e, Kernel) and e.phase == "forward"
+    )
+    assert 3 * forward == pytest.approx(TINY.tokens * (6 * matrices + attention), rel=1e-6)
+
+
+# -- collectives ----------------------------------------------------------------------------------------
+
+
+def test_ranks_are_placed_on_nodes_as_a_launcher_places_them() -> None:
+    assert AxisLayout.of("shard", 64, 64, 8) == AxisLayout(64, nodes=8)
+    assert AxisLayout.of("shard", 8, 8, 8) == AxisLayout(8, nodes=1)
+    assert AxisLayout.of("replicate", 16, 8, 8) == AxisLayout(16, nodes=16)
+    assert AxisLayout.of("replicate", 4, 4, 8) == AxisLayout(4, nodes=2)
+
+
+def test_a_large_gather_takes_its_bytes_over_the_bandwidth() -> None:
+    seconds = CostModel(H100, 8).transfer_s(gather(nbytes=8 * 10**9))
+    assert seconds == pytest.approx(7e9 / 370e9, rel=0.01)
+
+
+def test_a_flat_ring_over_4096_ranks_spends_milliseconds_on_latency() -> None:
+    """By NCCL's own arithmetic, 8.9 ms with its fastest protocol for such a message (LL128)."""
+    wide = Transfer("gather", "x", "all-gather", "shard", 4096, 2 * 10**8, 2 * 10**8, False)
+    seconds = CostModel(H100, 4096).transfer_s(wide)
+    assert 5e-3 < seconds - 2e8 / 320e9 < 12e-3
+
+
+def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> None:
+    for nbytes in (10**3, 10**6, 10**9):
+        times = []
+        for ranks in (8, 64, 512, 4096):
+            event = Transfer("gather", "x", "all-gather", "shard", ranks, nbytes, nbytes, False)
+            slow = CostModel(machine_of("h100", network="eth100"), ranks).transfer_s(event)
+            fast = CostModel(H100, ranks).transfer_s(event)
+            assert fast <= slow
+            times.append(fast)
+        assert times == sorted(times)
+
+
+# -- depth and advice -----------------------------------------------------------------------------------
+
+
+def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
+    request = TINY.but(override={"layers": 8}, seq_len=512, batch_size=4)
+    graphed = machine_of("h100", is_graphed=True)
+    deep = plan_of(rehearse(request), graphed)
+    guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
+    assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
+    assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+
+
+def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
+    """The embedding and the head are the largest units; whether they share one is a matter of parity."""
+    for layers in (8, 9):
+        request = TINY.but(override={"layers": layers}, accumulate=2)
+        deep = plan_of(rehearse(request), H100)
+        guess = estimate(shallow(request, layers), H100, Calibration(), depth=layers)
+        assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
+        assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+
+
+def test_what_was_seen_before_is_written_down_as_it_was_the_first_time() -> None:
+    first, again = rehearse(TINY.but(seq_len=96)), rehearse(TINY.but(seq_len=96))
+    assert first.events == again.events
+    assert [change.nbytes for change in first.changes] == [change.nbytes for change in again.changes]
+    assert first.resting == again.resting
+
+
+def test_an_operator_is_told_from_one_with_other_shapes_or_numbers() -> None:
+    add, resize = torch.ops.aten.add.Tensor, torch.ops.aten.resize_.default
+    small, large = torch.empty(2), torch.empty(3)
+    assert key_of(add, (small, small), {}) == key_of(add, (small, small.clone()), {})
+    calls = [
+        (small, large),
+        (small, 1),
+        (small, 1.0),
+        (small, True),
+        (small.double(), 1),
+        (small[None].mT, 1),
+    ]
+    assert len({key_of(add, call, {}) for call in calls}) == len(calls)
+    assert key_of(add, (small, 1), {"alpha": 2}) != key_of(add, (small, 1), {})
+    assert key_of(resize, (small, [4]), {}) is None  # its operand is another one afterwards
+
+
+def test_advice_rehearses_nothing_whose_states_alone_are_too_large() -> None:
+    plan = plan_for(batch_size=2)
+    states = 12 * plan.rehearsal.parameters / 2**30
+    roomy = plan_of(plan.rehearsal, machine_of("h100", devices_per_node=2))
+    tight = dataclasses.replace(
+        roomy, machine=machine_of("h100", devices_per_node=2, memory_gib=0.4 * states)
+    )
+    assert any("--mesh 8x2" in change.option for change in _changes(roomy))
+    for change in _changes(tight):
+        assert _is_hopeless(tight, change) == (change.fields.get("mesh") == "8x2"), change.option
+
+
+def test_experts_leave_no_rank_without_rows() -> None:
+    request = Request(
+        preset="moe-670b",
+        ranks=1024,
+        seq_len=64,
+        blocks=1,
+        units=("ExpertGroup",),
+        activation_checkpointing=True,
+    )
+    waste = rehearse(request).waste
+    assert waste.uneven_nbytes < 0.01 * waste.total_nbytes
+
+
+def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
+    plan = plan_of(rehearse(TINY.but(batch_size=8, override={"layers": 1})), H100)
+    room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
+    cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=room / 2**30))
+    assert not cramped.fits
+    advice = advise(cramped, Calibration())
+    assert 0 < len(advice) <= 3
+    assert advice[0].fits
+    assert advice[0].needed_nbytes < cramped.needed_nbytes
+
+
+# -- the command ----------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", "--preset", "tiny", "--seq-len", "64", *arguments])
+
+
+def test_the_command_prints_a_plan_for_programs() -> None:
+    result = run("--ranks", "16", "--no-advice", "--json")
+    assert result.exit_code == 0, result.output
+    plan = json.loads(result.stdout)
+    assert plan["memory"]["peak_nbytes"] == plan_for().peak_nbytes
+    assert plan["time"]["step_s"] == pytest.approx(plan_for().timeline.step_s)
+    assert {row["kind"] for row in plan["traffic"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory-gib", "nan"], "--memory-gib is nan: give a positive number"),
+        (["--memory-gib", "inf"], "--memory-gib is inf: give at most"),
+        (["--memory-gib", "-1"], "--memory-gib is -1.0: give a positive"),
+        (["--node", "0"], "--node is 0: give a positive"),
+        (["--cards", "-3"], "--cards is -3: give a positive"),
+        (["--cards", "0"], "--cards is 0: give a positive"),
+        (["--compute-s", "nan"], "--compute-s is nan: give a positive"),
+        (["--compute-s", "inf"], "--compute-s is inf: give at most"),
+        (["--mfu", "nan"], "--mfu is nan: give a share"),
+        (["--ranks", "0"], "--ranks is 0: give a positive"),
+        (["--ranks", "9" * 400], "give at most"),
+        (["--batch-size", str(2**62)], "--batch-size is 4611686018427387904: give at most"),
+        (["--seq-len", str(2**62)], "--seq-len is 4611686018427387904: give at most"),
+        (["--mesh", "9" * 5_000], "is not a mesh"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_by_name(arguments: list[str], words: str) -> None:
+    result = run("--no-advice", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plan.png"
+    result = run("--mesh", "2x8", "--no-advice", "--picture", str(picture))
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for words in (
+        "2 replicas of 8 shards",
+        "optimizer state",
+        "fits",
+        "exposed",
+        "tokens/s",
+        "axis replicate",
+    ):
+        assert words in " ".join(result.stdout.split()), "wherever a line ends"
+
+
+def with_scalar() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter(torch.ones(()))
+    return model
+
+
+def on_cpu() -> nn.Module:
+    return nn.Linear(2, 2, device="cpu")
+
+
+def reads_values() -> nn.Module:
+    torch.zeros(2).sum().item()
+    return nn.Linear(2, 2)
+
+
+def branches() -> tuple[nn.Module, object]:
+    def loss(model: nn.Module, batch_size: int, seq_len: int) -> torch.Tensor:
+        out = model(torch.zeros(batch_size, 2))
+        return out.sum() if out.sum() > 0 else -out.sum()
+
+    return nn.Linear(2, 2), loss
+
+
+def two_layers() -> tuple[nn.Module, object]:
+    def loss(model: nn.Module, batch_size: int, seq_len: int) -> torch.Tensor:
+        total: torch.Tensor = model(torch.zeros(batch_size, 4)).mean()
+        return total
+
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), loss
+
+
+def test_a_model_of_ones_own_is_planned() -> None:
+    result = run("--model", f"{__name__}:two_layers", "--no-advice", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["parameters"] == 40
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--preset", "7b"], "There is no preset '7b'"),
+        (["--mesh", "3x4", "--ranks", "8"], "has room for 12 ranks, not 8"),
+        (["--mesh", "2x2x2"], "is not a mesh"),
+        (["--stage", "hfsdp"], "--mesh 4x16"),
+        (["--stage", "4"], "--stage can be"),
+        (["--reshard-to", "3"], "does not divide the 8 shards"),
+        (["--reshard-to", "4", "--stage", "2"], "goes with --stage 3"),
+        (["--precision", "fp8"], "--precision can be fp32, bf16-mixed, bf16"),
+        (["--device", "h10"], "did you mean 'h100'"),
+        (["--network", "carrier-pigeon"], "--network carrier-pigeon is not known here"),
+        (["--mfu", "40"], "give a fraction of the peak"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--ranks", "2000000"], "more than this program plans for"),
+        (["--override", "lairs=3"], "did you mean 'layers'"),
+        (["--unit", "Atention"], "no block has a module of this class"),
+        (["--hf", "nowhere/config.json"], "--hf"),
+        (["--model", "nowhere"], "is not module:function"),
+        (["--model", "nowhere:build"], "importing nowhere failed"),
+        (["--model", "math:build"], "has no function build"),
+        (["--model", "math:cos"], "cannot be built on the meta device"),
+        (["--model", f"{__name__}:reads_values"], "cannot be built on the meta device"),
+        (["--model", f"{__name__}:on_cpu"], "leave out device="),
+        (["--model", f"{__name__}:branches"], "values"),
+        (["--model", f"{__name__}:with_scalar"], "has no loss"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], words: str) -> None:
+    result = run("--no-advice", *arguments)
+    assert result.exit_code in (1, 2), result.output
+    assert result.stderr.startswith("shardgrad plan: ")
+    assert words in result.stderr
+    assert not isinstance(result.exception, UsageError), "a traceback is no sentence"

@@ -1,0 +1,118 @@
+"""What a rehearsal writes down is what real ranks do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardgrad
+from shardgrad.plan.recording import Transfer
+from shardgrad.plan.rehearsal import rehearse
+from shardgrad.plan.request import Request
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
+from shardgrad.train.sharding import precision_policy
+from tests.support.ranks import Ranks
+
+NARROW = {"width": 64, "heads": 2, "kv_heads": 2, "hidden": 96}
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "alltoall_base_": "exchange",
+    "allreduce_": "all-reduce",
+}
+
+
+class Log(TorchDispatchMode):
+    """Writes down each collective: its kind and its whole message's bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if func.namespace == "c10d" and name in KINDS:
+            sides = [arg if isinstance(arg, list) else [arg] for arg in args[:2]]
+            tensors = [[t for t in side if isinstance(t, torch.Tensor)] for side in sides]
+            nbytes = max(sum(t.numel() * t.itemsize for t in side) for side in tensors)
+            self.seen.append((KINDS[name], nbytes))
+        return func(*args, **(kwargs or {}))
+
+
+def train(
+    mesh_shape: tuple[int, ...], precision: str, stage: str, accumulate: int, no_sync: bool
+) -> dict[str, Any]:
+    """Takes two steps; returns what the second one sent, and what is kept after it."""
+    names = ("shard",) if len(mesh_shape) == 1 else ("replicate", "shard")
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    with torch.device("meta"):
+        model: Any = Transformer(transformer_config("tiny", NARROW))
+    materialise(model, model, device=torch.device("cpu"), seed=0)
+    policy = precision_policy(precision)
+    for unit in (*model.layers, model):
+        shardgrad.fully_shard(
+            unit, mesh=mesh, mp_policy=policy, zero_stage=stage if stage == "hfsdp" else int(stage)
+        )
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+    for _ in range(2):
+        with Log() as log:
+            for number in range(accumulate):
+                is_last = number == accumulate - 1
+                model.set_is_last_backward(is_last)
+                model.set_requires_gradient_sync(is_last or not no_sync)
+                model.loss(tokens, tokens).backward()
+            shardgrad.clip_grad_norm_(model.parameters(), math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = sum(flat.numel() * flat.itemsize for _, flat in optimizer.buffers() if flat.numel() > 64)
+    return {"sent": log.seen, "state": state, "rank": dist.get_rank()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "precision", "stage", "accumulate", "no_sync"),
+    [
+        ((2,), "fp32", "3", 1, False),
+        ((2,), "fp32", "1", 2, False),
+        ((2,), "bf16-mixed", "2", 2, False),
+        ((4,), "fp32", "3", 2, True),
+        ((2, 2), "bf16-mixed", "3", 1, False),
+        ((2, 2), "bf16-mixed", "hfsdp", 2, False),
+    ],
+)
+def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
+    two_ranks: Ranks,
+    four_ranks: Ranks,
+    mesh: tuple[int, ...],
+    precision: str,
+    stage: str,
+    accumulate: int,
+    no_sync: bool,
+) -> None:
+    ranks = math.prod(mesh)
+    world = two_ranks if ranks == 2 else four_ranks
+    real = world.run(train, mesh, precision, stage, accumulate, no_sync)
+    request = Request(
+        preset="tiny",
+        override=NARROW,
+        ranks=ranks,
+        mesh="x".join(map(str, mesh)),
+        precision=precision,
+        stage=stage,
+        accumulate=accumulate,
+        no_sync=no_sync,
+        batch_size=2,
+        seq_len=16,
+        on_host=True,
+    )
+    rehearsal = rehearse(request)
+    written = [(e.kind, e.nbytes) for e in rehearsal.events if isinstance(e, Transfer) and e.ranks > 1]
+    for one in real:
+        assert one["sent"] == written, f"rank {one['rank']}"
+    assert rehearsal.resting["optimizer state"] == pytest.approx(real[0]["state"], rel=0.01)

@@ -1,0 +1,46 @@
+"""What lies around a program does not get into it, and what it shows does not act."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import shardgrad
+from shardgrad.ops import library
+from shardgrad.train.display import LiveDisplay, PlainDisplay
+from shardgrad.train.record import StepMetrics
+
+EVIL = "runs/\x1b]0;boo\x07[red]\u202ex[/red]"
+
+
+def test_the_compiled_library_comes_from_the_package_wherever_one_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for place in (tmp_path, tmp_path / "shardgrad"):
+        place.mkdir(exist_ok=True)
+        (place / "_C.so").write_bytes(b"evil")
+    monkeypatch.chdir(tmp_path)
+    for name in ("LD_LIBRARY_PATH", "PYTHONPATH", "SHARDGRAD_LIBRARY"):
+        monkeypatch.setenv(name, str(tmp_path))
+    loaded: list[Path] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    library.load_compiled()
+    assert loaded == [Path(shardgrad.__file__).parent / "_C.so"]
+    assert loaded[0].is_absolute()
+
+
+def test_what_a_run_shows_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    PlainDisplay(steps=1).note(EVIL)
+    stream = io.StringIO()
+    metrics = StepMetrics(1, 1.0, 1.0, 1.0, 1.0, (1, 1), 1.0, 1.0)
+    with LiveDisplay(1, EVIL, Console(file=stream, width=100)) as display:
+        display.note(EVIL)
+        display.progress(metrics)
+    for shown in (capsys.readouterr().out, stream.getvalue()):
+        assert not {"\x1b", "\x07", "\u202e"} & set(shown)
+        assert "runs/\\x1b]0;boo\\x07[red]\\u202ex[/red]" in shown

@@ -1,0 +1,103 @@
+"""Parameters without gradients in dtypes that are only carried, beside ordinary ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgrad.errors import UnsupportedParameterError
+from tests.support.parity import BYTE_DTYPES, FSDP2, SHARDGRAD, Engine, Tensors, assert_same_bits
+from tests.support.ranks import Ranks
+
+
+class Quantised(nn.Module):
+    """A layer with a frozen table and a short vector of another dtype, and a scale that trains."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        values = torch.randint(-3, 4, (7, 5)).to(dtype)
+        self.table = nn.Parameter(values, requires_grad=False)
+        self.short = nn.Parameter(torch.arange(3).to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(7, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.table.dtype is self.short.dtype
+        return x @ (self.table.float() * self.scale).T + self.short.float().sum()
+
+
+def train_beside(engine: Engine, dtype: torch.dtype, options: dict[str, Any]) -> Tensors:
+    torch.manual_seed(0)
+    model = nn.Sequential(Quantised(dtype), nn.Linear(7, 5), Quantised(dtype))
+    for child in model:
+        engine.fully_shard(child, **options)
+    engine.fully_shard(model, **options)
+    assert isinstance(model[0].table, DTensor)
+    assert model[0].table.dtype is dtype
+    optim = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    found: Tensors = {}
+    for step in range(3):
+        loss = model(engine.inputs(step, 5)).square().mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        optim.step()
+        optim.zero_grad()
+    for module in (*model, model):
+        module.reshard()
+    state = model.state_dict()
+    model.load_state_dict({name: value.clone() for name, value in state.items()})
+    found |= {name: value.to_local().clone().float() for name, value in model.state_dict().items()}
+    for name, param in model.named_parameters():
+        if not param.requires_grad:
+            local = param.to_local()
+            found[f"{name} as bytes"] = local.contiguous().view(torch.uint8).float()
+    return found
+
+
+def trains_beside(dtype: torch.dtype) -> None:
+    for options in ({}, {"reshard_after_forward": False}):
+        assert_same_bits(train_beside(SHARDGRAD, dtype, options), train_beside(FSDP2, dtype, options))
+
+
+def from_meta(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    whole = Quantised(dtype)
+    with torch.device("meta"):
+        model = Quantised(dtype)
+    SHARDGRAD.fully_shard(model).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            source = torch.distributed.tensor.distribute_tensor(
+                whole.get_parameter(name).detach(), param.device_mesh, param.placements
+            )
+            param.to_local().copy_(source.to_local())
+    x = SHARDGRAD.inputs(0, 5)
+    assert torch.equal(model(x), whole(x))
+
+
+def refuses_what_trains_or_is_cast() -> None:
+    trains = nn.Linear(3, 3)
+    trains.weight = nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn))
+    with pytest.raises(UnsupportedParameterError, match=r"reduces no gradients in torch\.float8_e4m3fn"):
+        SHARDGRAD.fully_shard(trains)
+    trains.weight.requires_grad_(False)
+    policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedParameterError, match="is gathered as it is and not cast"):
+        SHARDGRAD.fully_shard(trains, mp_policy=policy)
+    SHARDGRAD.fully_shard(trains)
+
+
+@pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
+def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, dtype: Any) -> None:
+    two_ranks.run(trains_beside, dtype)
+
+
+def test_a_meta_model_with_other_dtypes_can_be_filled(two_ranks: Ranks) -> None:
+    two_ranks.run(from_meta, torch.int8)
+
+
+def test_float8_that_would_train_or_be_cast_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(refuses_what_trains_or_is_cast)

@@ -1,0 +1,370 @@
+"""Parameters cut along other dims, or over other meshes, than the default: the same bits as under FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import shardgrad
+from shardgrad import errors
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_close,
+    close_to_unsharded,
+    float64,
+    hsdp_mesh,
+    same_bits_as_fsdp2,
+    stack,
+)
+from tests.support.ranks import Ranks
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def largest_dim(param: nn.Parameter) -> Shard:
+    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+
+def last_dim(param: nn.Parameter) -> Shard:
+    return Shard(-1)
+
+
+def sometimes(param: nn.Parameter) -> Shard | None:
+    return Shard(1) if param.ndim > 1 and param.shape[0] < param.shape[1] else None
+
+
+class Cube(nn.Module):
+    """A parameter with three dims, one with two, and one that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cube = nn.Parameter(torch.randn(3, 8, 4) / 4)
+        self.out = nn.Linear(8, 4)
+        self.idle = nn.Parameter(torch.randn(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.einsum("bi,kji->bj", x, self.cube).tanh())
+
+
+def train(
+    engine: Engine, build: Callable[[], nn.Module], micro_batches: int = 1, sync: bool = True, **options: Any
+) -> Tensors:
+    """Trains a model of stacked children, each a unit, for two steps."""
+    model = build()
+    for child in model.children():
+        if isinstance(child, nn.Linear | nn.TransformerEncoderLayer):
+            engine.fully_shard(child, **options)
+    engine.fully_shard(model, **options)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    width = next(p.shape[-1] for p in model.parameters() if p.ndim > 1)
+    found: Tensors = {}
+    for step in range(2):
+        for micro in range(micro_batches):
+            engine.sync(model, sync or micro == micro_batches - 1)
+            x = engine.inputs(step * micro_batches + micro, width, dtype=torch.get_default_dtype())
+            loss = model(x).square().mean()
+            loss.backward()
+            found[f"loss {step}.{micro}"] = engine.mean(loss)
+        optim.step()
+        if step == 1:
+            found |= engine.snapshot(model)
+        optim.zero_grad()
+    return found
+
+
+def wide() -> nn.Module:
+    return stack(8, 16, 8, 4)
+
+
+def cube() -> nn.Module:
+    torch.manual_seed(0)
+    return Cube()
+
+
+def transformer() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0) for _ in range(2))
+    return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+BUILDS = pytest.mark.parametrize("build", [wide, cube, transformer])
+CHOICES = pytest.mark.parametrize("choose", [largest_dim, last_dim, sometimes])
+
+
+@BUILDS
+@CHOICES
+def test_any_dim_trains_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, build: Callable[[], nn.Module], choose: Callable[[nn.Parameter], Shard | None]
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train, build, shard_placement_fn=choose)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mp_policy": BF16},
+        {"reshard_after_forward": False},
+        {"micro_batches": 3},
+        {"micro_batches": 3, "sync": False},
+        {"micro_batches": 2, "sync": False, "mp_policy": BF16},
+    ],
+    ids=["bf16", "kept", "sync_each", "sync_last", "sync_last_bf16"],
+)
+def test_any_dim_goes_with_every_option(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train, wide, shard_placement_fn=largest_dim, **options)
+
+
+def train_hsdp(engine: Engine) -> Tensors:
+    return train(engine, wide, mesh=hsdp_mesh(2, 2), shard_placement_fn=largest_dim)
+
+
+def train_resharding_to_two(engine: Engine) -> Tensors:
+    return train(engine, cube, reshard_after_forward=2, shard_placement_fn=last_dim)
+
+
+def train_any_dim(engine: Engine) -> Tensors:
+    return train(engine, cube, shard_placement_fn=last_dim)
+
+
+def test_four_ranks_train_any_dim_like_fsdp2(four_ranks: Ranks) -> None:
+    four_ranks.run(same_bits_as_fsdp2, train_hsdp)
+
+
+@pytest.mark.parametrize("program", [train_any_dim, train_resharding_to_two])
+def test_any_dim_trains_like_an_unsharded_model(four_ranks: Ranks, program: Callable[..., Tensors]) -> None:
+    four_ranks.run(close_to_unsharded, program)
+
+
+def faces_of(engine: Engine) -> dict[str, Any]:
+    model = cube()
+    originals = {name: param.detach().clone() for name, param in model.named_parameters()}
+    engine.fully_shard(model, shard_placement_fn=last_dim)
+    seen: list[bool] = []
+
+    def look(module: nn.Module, *_: Any) -> None:
+        seen.extend(param.is_contiguous() for param in module.parameters())
+
+    model.register_forward_pre_hook(look)
+    model.register_forward_hook(look)
+    model.out.register_forward_pre_hook(look)
+    model(engine.inputs(0, 4)).sum().backward()
+    assert seen == [True] * (2 * 4 + 2)
+    faces: dict[str, Any] = {}
+    for name, param in model.named_parameters():
+        assert isinstance(param, DTensor)
+        assert torch.equal(param.full_tensor(), originals[name])
+        assert param.to_local().is_contiguous()
+        assert param.grad is None or param.grad.to_local().is_contiguous()
+        faces[name] = (param.placements, param.shape, param.stride(), param.to_local().shape)
+    return faces
+
+
+def faces_agree() -> None:
+    ours = faces_of(SHARDGRAD)
+    assert ours == faces_of(FSDP2)
+    assert ours["cube"][0] == (Shard(2),)
+    assert ours["out.bias"][0] == (Shard(0),)
+
+
+def test_faces_are_those_of_fsdp2_and_contiguous(two_ranks: Ranks) -> None:
+    two_ranks.run(faces_agree)
+
+
+# -- our own optimizers, clipping and state -----------------------------------------------------------------
+
+
+def train_with(make: Callable[..., Any], clip: Callable[..., Tensor], cls: str) -> Tensors:
+    model = cube()
+    shardgrad.fully_shard(model, shard_placement_fn=last_dim)
+    optim = getattr(make, cls)(model.parameters(), lr=1e-2)
+    found: Tensors = {}
+    for step in range(3):
+        model(SHARDGRAD.inputs(step, 4)).square().sum().backward()
+        found[f"norm {step}"] = full(clip(model.parameters(), 0.1))
+        optim.step()
+        optim.zero_grad()
+    found |= SHARDGRAD.snapshot(model)
+    for name, param in model.named_parameters():
+        for key, value in optim.state[param].items():
+            if key != "step" and isinstance(value, DTensor):
+                assert value.placements == param.placements
+                found[f"{name}.{key}"] = value.full_tensor()
+    return found
+
+
+def full(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float()
+
+
+def flat_optimizers_agree_with_torch() -> None:
+    ours = train_with(shardgrad.optim, shardgrad.clip_grad_norm_, "AdamW")
+    theirs = train_with(torch.optim, nn.utils.clip_grad_norm_, "AdamW")
+    for name, right in theirs.items():
+        torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_flat_optimizers_and_clipping_see_every_element_of_any_dim(two_ranks: Ranks) -> None:
+    two_ranks.run(flat_optimizers_agree_with_torch)
+
+
+def assign_then_train() -> None:
+    """Loads replacements into a model cut along the last dim, and goes on with them."""
+    donor, model = cube(), cube()
+    with torch.no_grad():
+        for param in donor.parameters():
+            param.mul_(3).add_(1)
+    shardgrad.fully_shard(model, shard_placement_fn=last_dim)
+    places = {name: (param.device_mesh, param.placements) for name, param in model.named_parameters()}
+    state = {
+        name: torch.distributed.tensor.distribute_tensor(value, *places[name])
+        for name, value in donor.state_dict().items()
+    }
+    model.load_state_dict(state, assign=True)
+    x = SHARDGRAD.inputs(0, 4)
+    assert torch.equal(model(x), donor(x))
+
+
+def test_replacements_cut_along_another_dim_are_taken_over(two_ranks: Ranks) -> None:
+    two_ranks.run(assign_then_train)
+
+
+# -- meshes of their own ------------------------------------------------------------------------------------
+
+
+@cache
+def grid() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+
+
+class Mixture(nn.Module):
+    """A dense layer, and an expert of which every other rank holds another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(8, 8)
+        self.expert = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.expert(F.gelu(self.dense(x)))
+
+
+def train_mixture(engine: Engine, *, alone: bool = False) -> Tensors:
+    torch.manual_seed(0)
+    model = nn.Sequential(Mixture(), Mixture())
+    with torch.no_grad():
+        for mixture in model:
+            mixture.expert.weight.mul_(1 + grid().get_local_rank("ep"))
+    experts = {p for mixture in model for p in mixture.expert.parameters()}
+    wide_mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    info = FSDPMeshInfo(grid()["efsdp"], shard_mesh_dim=0)
+
+    def choose(param: nn.Parameter) -> Any:
+        if param not in experts:
+            return None
+        return ShardPlacementResult(Shard(1) if param.ndim > 1 else Shard(0), info)
+
+    for mixture in model if not alone else ():
+        engine.fully_shard(mixture, mesh=wide_mesh, shard_placement_fn=choose)
+    engine.fully_shard(model, mesh=wide_mesh, shard_placement_fn=choose)
+    optim = torch.optim.AdamW(
+        [{"params": [p for p in model.parameters() if p.device_mesh.size() == n]} for n in (2, 4)], lr=1e-2
+    )
+    found: Tensors = {}
+    for step in range(2):
+        loss = model(engine.inputs(step, 8, dtype=torch.float64)).square().mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        optim.step()
+        if step == 1:
+            found |= engine.snapshot(model)
+        optim.zero_grad()
+    return found
+
+
+def mixtures_agree(**options: Any) -> None:
+    """In float64: gloo adds up four ranks in another order than we do."""
+    with float64():
+        assert_close(train_mixture(SHARDGRAD, **options), train_mixture(FSDP2, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"alone": True}], ids=["nested", "one_unit"])
+def test_experts_on_a_mesh_of_their_own_train_like_under_fsdp2(
+    four_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    four_ranks.run(mixtures_agree, **options)
+
+
+def clip_a_mixture() -> None:
+    """The norm over two meshes is the one over all elements, each counted once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    shardgrad.fully_shard(model[0], mesh=grid()["efsdp"])
+    shardgrad.fully_shard(model[1], mesh=init_device_mesh("cpu", (4,)), shard_placement_fn=last_dim)
+    for layer in model:
+        layer(torch.ones(2, 8)).square().sum().backward()
+    expected = torch.stack([p.grad.full_tensor().norm() for p in model.parameters()]).norm()
+    torch.testing.assert_close(shardgrad.clip_grad_norm_(model, 1e9), expected)
+
+
+def test_a_norm_over_several_meshes_counts_each_element_once(four_ranks: Ranks) -> None:
+    four_ranks.run(clip_a_mixture)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+Answer = Callable[[nn.Parameter], Any]
+
+REFUSED: dict[str, tuple[Answer, type[Exception], type[Exception], str]] = {
+    "no_such_dim": (
+        lambda param: Shard(1 if param.ndim == 1 else 0), errors.PlacementError, AssertionError,
+        "Shard dim 1 is invalid for 1D tensor",
+    ),
+    "uneven": (
+        lambda param: Shard(1) if param.ndim > 1 else None, errors.UnsupportedParameterError,
+        NotImplementedError, "FSDP does not support uneven sharding on dim 1",
+    ),
+    "replicate": (
+        lambda param: Replicate(), errors.PlacementError, ValueError, "Invalid shard_placement_fn result"
+    ),
+}  # fmt: skip
+
+
+def refuse(case: str) -> None:
+    answer, error, builtin, says = REFUSED[case]
+    model = stack(5, 7)
+    before = dict(model.named_parameters())
+    with pytest.raises(error, match=says) as caught:
+        shardgrad.fully_shard(model, shard_placement_fn=answer)
+    assert isinstance(caught.value, builtin)
+    assert "parameter 0." in str(caught.value)
+    assert dict(model.named_parameters()) == before
+    assert type(model) is nn.Sequential
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_answers_that_cannot_be_followed_are_refused(two_ranks: Ranks, case: str) -> None:
+    two_ranks.run(refuse, case)
+
+
+def muon_refuses() -> None:
+    model = stack(8, 16)
+    shardgrad.fully_shard(model, shard_placement_fn=lambda param: Shard(param.ndim - 1))
+    with pytest.raises(errors.OptimizerParameterError, match="whose rows are cut"):
+        shardgrad.optim.Muon([model[0].weight])
+
+
+def test_muon_refuses_matrices_cut_along_columns(two_ranks: Ranks) -> None:
+    two_ranks.run(muon_refuses)

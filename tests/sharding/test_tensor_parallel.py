@@ -1,0 +1,354 @@
+"""Parameters that tensor parallelism has made DTensors of: bits, placements and state as under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+import shardgrad
+from shardgrad import errors
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_close,
+    float64,
+    same_bits_as_fsdp2,
+)
+from tests.support.ranks import Ranks
+from tests.support.tensor_parallel import (
+    WIDTH,
+    build,
+    grid,
+    inputs,
+    mlps,
+    needs_dims,
+    parallelize,
+    train,
+)
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"hidden": 6},
+        {"mp_policy": BF16},
+        {"reshard_after_forward": False, "micro_batches": 2},
+        {"micro_batches": 2, "sync": False},
+        {"max_norm": 0.1},
+    ],
+    ids=["default", "uneven", "bf16", "kept", "sync_last", "clipped"],
+)
+def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(four_ranks: Ranks, options: dict[str, Any]) -> None:
+    four_ranks.run(same_bits_as_fsdp2, train, (2, 2), **options)
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (1, 4), (2, 2, 1), (2, 1, 2)], ids=str)
+def test_every_shape_of_mesh_trains_like_fsdp2(four_ranks: Ranks, shape: tuple[int, ...]) -> None:
+    four_ranks.run(close_to_fsdp2, shape)
+
+
+def close_to_fsdp2(shape: tuple[int, ...]) -> None:
+    """In float64: gloo adds up four ranks in another order than we do."""
+    with float64():
+        assert_close(train(SHARDGRAD, shape, hidden=12), train(FSDP2, shape, hidden=12))
+
+
+# -- faces and state ----------------------------------------------------------------------------------------
+
+
+def along_columns(param: nn.Parameter) -> Shard:
+    return Shard(param.ndim - 1)
+
+
+def left_free(param: nn.Parameter) -> Shard:
+    """The dim that tensor parallelism has not cut."""
+    return Shard(
+        1 if isinstance(param, DTensor) and param.placements == (Shard(0),) and param.ndim == 2 else 0
+    )
+
+
+def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str, Any]:
+    model = build(engine, shape, 8, **options)
+    model(inputs(0, grid(*shape))).sum().backward()
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optim.step()
+    engine.snapshot(model)
+    faces: dict[str, Any] = {}
+    for name, param in model.state_dict().items():
+        assert isinstance(param, DTensor)
+        kind = (param.placements, param.device_mesh.mesh_dim_names, param.shape, param.stride())
+        faces[name] = (*kind, param.device_mesh.mesh.tolist(), param.to_local(), param.full_tensor())
+    for name, param in model.named_parameters():
+        assert param.grad is not None
+        faces[f"{name}.grad"] = (param.grad.placements, param.grad.to_local(), param.grad.full_tensor())
+        moment = optim.state[param]["exp_avg"]
+        faces[f"{name}.exp_avg"] = (moment.placements, moment.full_tensor())
+    return faces
+
+
+def faces_agree(shape: tuple[int, ...], **options: Any) -> None:
+    ours, theirs = describe(SHARDGRAD, shape, **options), describe(FSDP2, shape, **options)
+    assert ours.keys() == theirs.keys()
+    for name, right in theirs.items():
+        for ours_is, theirs_is in zip(ours[name], right, strict=True):
+            same = torch.equal(ours_is, theirs_is) if isinstance(theirs_is, Tensor) else ours_is == theirs_is
+            assert same, f"{name}: {ours_is} is not {theirs_is}"
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (2, 1, 2)], ids=["2d", "3d"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_placement_fn": along_columns}, {"shard_placement_fn": left_free}],
+    ids=["rows", "columns", "the dim left free"],
+)
+def test_placements_meshes_and_state_are_those_of_fsdp2(
+    four_ranks: Ranks, shape: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    four_ranks.run(faces_agree, shape, **options)
+
+
+def originals_come_back() -> None:
+    model = build(SHARDGRAD, (2, 2), hidden=6)
+    plain = mlps(6)
+    state = model.state_dict()
+    assert list(state) == list(plain.state_dict())
+    for name, param in plain.named_parameters():
+        assert torch.equal(state[name].full_tensor(), param), name
+    assert model.get_parameter("0.up.weight").placements[0].dim == 0
+    assert str(model.get_parameter("0.up.weight").placements[0]).startswith("_S(0, 2)")
+
+
+def test_full_tensors_are_the_originals(four_ranks: Ranks) -> None:
+    four_ranks.run(originals_come_back)
+
+
+def state_travels(saver: Engine, loader: Engine) -> None:
+    """What one engine saved, the other loads and goes on with, to the same bits."""
+    mesh = grid(2, 2)
+    first, second = build(saver, (2, 2)), build(loader, (2, 2))
+    with torch.no_grad():
+        for param in first.parameters():
+            param.mul_(1.5)
+    optim = torch.optim.AdamW(first.parameters(), lr=1e-2)
+    first(inputs(0, mesh)).sum().backward()
+    optim.step()
+    second.load_state_dict(first.state_dict())
+    x = inputs(1, mesh)
+    assert torch.equal(first(x), second(x))
+    other = torch.optim.AdamW(second.parameters(), lr=1e-2)
+    other.load_state_dict(copy.deepcopy(optim.state_dict()))  # torch would share the tensors
+    for model, each in ((first, optim), (second, other)):
+        each.zero_grad()
+        model(x).sum().backward()
+        each.step()
+    assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize(("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"])
+def test_state_of_either_engine_loads_into_the_other(
+    four_ranks: Ranks, saver: Engine, loader: Engine
+) -> None:
+    four_ranks.run(state_travels, saver, loader)
+
+
+# -- our own optimizers and clipping ------------------------------------------------------------------------
+
+
+def train_flat(make: Any, clip: Callable[..., Tensor], norm_type: float) -> Tensors:
+    model = build(SHARDGRAD, (2, 2), 6)
+    optim = make.AdamW(model.parameters(), lr=1e-2)
+    found: Tensors = {}
+    for step in range(3):
+        model(inputs(step, grid(2, 2))).square().sum().backward()
+        norm = clip(model.parameters(), 0.1, norm_type)
+        found[f"norm {step}"] = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        optim.step()
+        optim.zero_grad()
+    found |= SHARDGRAD.snapshot(model)
+    for name, param in model.named_parameters():
+        moment = optim.state[param]["exp_avg"]
+        assert moment.placements == param.placements
+        found[f"{name}.exp_avg"] = moment.full_tensor()
+    return found
+
+
+def flat_optimizers_agree_with_torch(norm_type: float) -> None:
+    ours = train_flat(shardgrad.optim, shardgrad.clip_grad_norm_, norm_type)
+    theirs = train_flat(torch.optim, nn.utils.clip_grad_norm_, norm_type)
+    for name, right in theirs.items():
+        torch.testing.assert_close(ours[name], right, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_norms_count_each_element_once_over_both_axes(four_ranks: Ranks, norm_type: float) -> None:
+    """Some parameters are replicated over tensor-parallel ranks, the others are cut."""
+    four_ranks.run(flat_optimizers_agree_with_torch, norm_type)
+
+
+def scaler_skips_everywhere() -> None:
+    """An infinity on one tensor-parallel rank makes every rank skip."""
+    model = build(SHARDGRAD, (2, 2))
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    model(inputs(0, grid(2, 2))).sum().backward()
+    before = SHARDGRAD.snapshot(model)
+    weight = model.get_parameter("0.up.weight")
+    if torch.distributed.get_rank() == 3:
+        weight.grad.to_local().fill_(float("inf"))
+    shardgrad.clip_grad_norm_(model.parameters(), 1.0)
+    optim.step()
+    for name, value in SHARDGRAD.snapshot(model).items():
+        if not name.endswith("grad"):
+            assert torch.equal(value, before[name]), name
+
+
+def test_an_infinity_on_one_rank_makes_all_skip(four_ranks: Ranks) -> None:
+    four_ranks.run(scaler_skips_everywhere)
+
+
+# -- dp_mesh_dims -------------------------------------------------------------------------------------------
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 8, bias=False)
+        self.down = nn.Linear(8, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.relu(self.up(x)))
+
+
+def on_full_mesh(mesh: DeviceMesh, data_axes: tuple[str, ...]) -> Pair:
+    """Distributes over all axes: replicated over data-parallel ones, cut over `tp`."""
+    torch.manual_seed(0)
+    model = Pair()
+
+    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, param in list(module._parameters.items()):
+            cut = Shard(0) if name == "up" else Shard(1)
+            names = mesh.mesh_dim_names or ()
+            if param is None:
+                continue
+            placements = [Replicate() if axis in data_axes else cut for axis in names]
+            module.register_parameter(key, nn.Parameter(distribute_tensor(param, mesh, placements)))
+
+    return distribute_module(model, mesh, distribute)
+
+
+@cache
+def full_mesh(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "tp")[3 - len(shape) :])
+
+
+def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, Any]) -> Tensors:
+    mesh = full_mesh(shape)
+    names = mesh.mesh_dim_names or ()
+    model = on_full_mesh(mesh, names[:-1])
+    engine.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(**dims))
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: Tensors = {}
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+        x = distribute_tensor(whole, mesh, [Shard(0)] * (len(names) - 1) + [Replicate()])
+        loss = model(x).square().mean()
+        loss.backward()
+        found[f"loss {step}"] = loss.full_tensor().detach()
+        optim.step()
+        if step == 1:
+            found |= engine.snapshot(model)
+            for name, param in model.named_parameters():
+                found[f"{name} whole"] = param.full_tensor().detach()
+                places = torch.tensor([hash(str(param.placements)) % 2**31, param.device_mesh.ndim])
+                found[f"{name} places"] = places.double()
+        optim.zero_grad()
+    return found
+
+
+def full_mesh_agrees(shape: tuple[int, ...], dims: dict[str, Any]) -> None:
+    with float64():
+        ours, theirs = (train_on_full_mesh(engine, shape, dims) for engine in (SHARDGRAD, FSDP2))
+        assert_close(ours, theirs)
+
+
+@needs_dims
+@pytest.mark.parametrize(
+    ("shape", "dims"),
+    [
+        ((2, 2), {"shard": "b"}),
+        ((2, 2), {"replicate": "b"}),
+        ((2, 1, 2), {"shard": "b", "replicate": "a"}),
+        ((1, 2, 2), {"shard": "b", "replicate": "a"}),
+        ((2, 2, 1), {"shard": ("a", "b")}),
+        ((2, 1, 2), {"shard": ("a", "b")}),
+        ((2, 2, 1), {"replicate": ("a", "b")}),
+    ],
+    ids=str,
+)
+def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
+    four_ranks: Ranks, shape: tuple[int, ...], dims: dict[str, Any]
+) -> None:
+    four_ranks.run(full_mesh_agrees, shape, dims)
+
+
+# -- refusals -----------------------------------------------------------------------------------------------
+
+
+def refuse() -> None:
+    mesh = grid(2, 2)
+    model = parallelize(mlps(), mesh["tp"])
+    with pytest.raises(errors.UnsupportedError, match="reshard_after_forward as an int"):
+        shardgrad.fully_shard(model, mesh=mesh["dp"], reshard_after_forward=2)
+    with pytest.raises(errors.MeshError, match="do not fit together"):
+        shardgrad.fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    model[1].elsewhere = nn.Parameter(torch.ones(4, device="meta"))
+    with pytest.raises(errors.DeviceError, match="elsewhere on meta"):
+        shardgrad.fully_shard(model, mesh=mesh["dp"])
+    del model[1].elsewhere
+    sharded = shardgrad.fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(errors.OptimizerParameterError, match="whose rows are cut"):
+        shardgrad.optim.Muon([sharded.get_parameter("0.up.weight")])
+
+
+def test_what_cannot_be_done_with_dtensors_is_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(refuse)
+
+
+def refuse_full_mesh() -> None:
+    mesh = full_mesh((2, 2))
+    dims = fsdp.DataParallelMeshDims(shard="b")
+    with pytest.raises(ValueError, match="At least one"):
+        shardgrad.DataParallelMeshDims()
+    with pytest.raises(errors.PlacementError, match="all parameters must be DTensors"):
+        shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(errors.PlacementError, match=r"Expected Replicate\(\) on data-parallel axis 'b'"):
+        shardgrad.fully_shard(on_full_mesh(mesh, ()), mesh=mesh, dp_mesh_dims=dims)
+    unknown = fsdp.DataParallelMeshDims(shard="c")
+    with pytest.raises(errors.MeshError, match="'c' not found in mesh"):
+        shardgrad.fully_shard(on_full_mesh(mesh, ("b",)), mesh=mesh, dp_mesh_dims=unknown)
+    other = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    with pytest.raises(errors.PlacementError, match="to be the same mesh"):
+        shardgrad.fully_shard(on_full_mesh(other, ("x",)), mesh=mesh, dp_mesh_dims=dims)
+    with pytest.raises(errors.OptionError, match="must be a DataParallelMeshDims"):
+        shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims="b")
+
+
+@needs_dims
+def test_a_full_mesh_that_cannot_be_used_is_refused(four_ranks: Ranks) -> None:
+    four_ranks.run(refuse_full_mesh)

@@ -1,0 +1,233 @@
+"""Parameters that travel by themselves: the numbers of FSDP2, and the same messages on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardgrad
+from shardgrad.sharding import zero_copy
+from tests.support.parity import (
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    assert_same_bits,
+    close_to_unsharded,
+    hsdp_mesh,
+    same_bits_as_fsdp2,
+    stack,
+    watching_collectives,
+)
+from tests.support.ranks import Ranks
+
+SIZES = (64, 128, 64)
+BF16 = torch.bfloat16
+
+
+@contextmanager
+def weights_direct() -> Iterator[None]:
+    """Makes the weights of small layers direct, and not their biases."""
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**10):
+        yield
+
+
+def sharded_stack(engine: Engine, **options: Any) -> nn.Sequential:
+    """Returns two linear layers, each a unit."""
+    model = stack(*SIZES)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            engine.fully_shard(layer, **options)
+    return engine.fully_shard(model, **options)
+
+
+def train_stack(
+    engine: Engine,
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
+    sync_each: bool = True,
+    replicas: int = 1,
+    **options: Any,
+) -> Tensors:
+    if replicas > 1 and engine.name != "unsharded":
+        options["mesh"] = hsdp_mesh(replicas, dist.get_world_size() // replicas)
+    with weights_direct():
+        model = sharded_stack(engine, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        found: Tensors = {}
+        for step in range(steps):
+            for micro in range(micro_batches):
+                engine.sync(model, sync_each or micro == micro_batches - 1)
+                x = engine.inputs(step * micro_batches + micro, SIZES[0], dtype=torch.get_default_dtype())
+                loss = model(x).square().mean() / micro_batches
+                loss.backward()
+            found[f"loss of step {step}"] = engine.mean(loss)
+            if step == steps - 1:
+                found.update(engine.snapshot(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.update(engine.snapshot(model))
+    return found
+
+
+# -- numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reshard_after_forward": False},
+        {"micro_batches": 2},
+        {"micro_batches": 2, "sync_each": False},
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)},
+    ],
+    ids=["plain", "kept whole", "two micro-batches", "summed here first", "gathered in bfloat16"],
+)
+def test_two_ranks_train_to_the_bits_of_fsdp2(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_stack, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": 2}, {"replicas": 2}, {"micro_batches": 2, "sync_each": False}],
+    ids=["plain", "resharded to two ranks", "replicas", "summed here first"],
+)
+def test_four_ranks_train_like_one(four_ranks: Ranks, options: dict[str, Any]) -> None:
+    four_ranks.run(close_to_unsharded, train_stack, **options)
+
+
+def fully_in(dtype: torch.dtype) -> Tensors:
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
+    return train_stack(SHARDGRAD, steps=1, mp_policy=policy)
+
+
+def both_ways(dtype: torch.dtype) -> None:
+    ours = fully_in(dtype)
+    with patch(f"{__name__}.weights_direct", nullcontext):
+        assert_same_bits(ours, fully_in(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_low_precision_is_what_it_is_when_packed(two_ranks: Ranks, dtype: torch.dtype) -> None:
+    two_ranks.run(both_ways, dtype)
+
+
+def gradients_where_one_rank_has_none() -> None:
+    with weights_direct():
+        model = sharded_stack(SHARDGRAD)
+        with shardgrad.participate(model):
+            if dist.get_rank() == 0:
+                model(torch.ones(2, SIZES[0])).sum().backward()
+        alone = stack(*SIZES)
+        alone(torch.ones(2, SIZES[0])).sum().backward()
+        for ours, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.grad.full_tensor(), whole.grad / 2)
+
+
+def test_a_rank_without_a_gradient_sends_zeros(two_ranks: Ranks) -> None:
+    two_ranks.run(gradients_where_one_rank_has_none)
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one tensor, in two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Parameter(torch.randn(64, 64))
+        self.b = nn.Parameter(torch.randn(4096))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.a.view(-1) + self.b) * x
+
+
+def gradients_that_share_memory(engine: Engine) -> Tensors:
+    with weights_direct():
+        model = engine.fully_shard(Sum())
+        kept: list[Tensor] = []
+        for step in range(2):
+            out = model(engine.inputs(step, 4096)[0])
+            out.register_hook(kept.append)
+            out.square().sum().backward()
+        return {**engine.snapshot(model), **{f"kept {i}": grad for i, grad in enumerate(kept)}}
+
+
+def test_gradients_that_share_memory_are_only_read(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, gradients_that_share_memory)
+
+
+# -- messages -----------------------------------------------------------------------------------------------
+
+
+def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> list[tuple[str, int]]:
+    with weights_direct():
+        model = sharded_stack(SHARDGRAD)
+        if change is not None:
+            change(model)
+        x = SHARDGRAD.inputs(0, SIZES[0])
+        model(x).sum().backward()
+        seen: list[tuple[str, int]] = []
+        with watching_collectives(lambda name, tensor: seen.append((name, tensor.numel()))):
+            model(x).sum().backward()
+        return seen
+
+
+WEIGHT = SIZES[0] * SIZES[1]
+
+
+def test_every_direct_parameter_has_a_message_of_its_own_behind_the_packed_one(two_ranks: Ranks) -> None:
+    first, second = two_ranks.run(messages_of_a_step)
+    assert first == second
+    sizes = [numel for _, numel in first]
+    assert sizes[1::2] == [WEIGHT // 2] * (len(sizes) // 2)  # to or from the other rank
+    assert max(sizes[::2]) < 256  # a bias, the flags and the label
+
+
+def gather_by_itself(model: nn.Module) -> None:
+    class Gather:
+        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+            return torch.empty(*size, dtype=dtype, device=device)
+
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> None:
+            dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+
+    for layer in (model[0], model[2]):
+        layer.set_custom_all_gather(Gather())
+
+
+def test_a_programs_own_all_gather_gets_everything_in_one_message(two_ranks: Ranks) -> None:
+    seen = two_ranks.run(messages_of_a_step, gather_by_itself)[0]
+    gathers = [numel for name, numel in seen if name.startswith("all_gather")]
+    assert gathers
+    assert min(gathers) > WEIGHT // 2
+
+
+def whole_bytes_after_a_dropped_gather() -> tuple[int, int]:
+    with weights_direct():
+        model = sharded_stack(SHARDGRAD)
+        model(SHARDGRAD.inputs(0, SIZES[0])).sum().backward()
+        (group,) = model[0]._unit.groups
+
+        def whole() -> int:
+            return sum(storage.nbytes() for what, storage in group.memory() if what == "unsharded parameters")
+
+        handle = model[0].unshard(async_op=True)
+        on_the_way = whole()
+        model[0].reshard()
+        del handle
+        return on_the_way, whole()
+
+
+def test_a_dropped_all_gather_gives_the_whole_parameters_back(two_ranks: Ranks) -> None:
+    on_the_way, afterwards = two_ranks.run(whole_bytes_after_a_dropped_gather)[0]
+    assert on_the_way >= WEIGHT * 4
+    assert afterwards == 0

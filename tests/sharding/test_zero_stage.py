@@ -1,0 +1,288 @@
+"""`zero_stage`: the same numbers in every stage, and the traffic and the memory that the docs give."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.transports import Transport, _PendingExchange
+from shardgrad.engine.unit import units_under
+from tests.support.parity import (
+    GATHERED,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    Tower,
+    assert_same_bits,
+    hsdp_mesh,
+    make_optimizer,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+STEPS = 3
+
+
+def groups_of(model: nn.Module) -> list[ParamGroup]:
+    return [group for unit in units_under(model) for group in unit.groups]
+
+
+def train_micro_batches(
+    engine: Engine, model: Tower, *, micro_batches: int, sync_each: bool, steps: int = STEPS
+) -> Tensors:
+    """Trains as FSDP2's users do with micro-batches: they say which backward is the last."""
+    optim = make_optimizer("adamw", model)
+    found: Tensors = {}
+    for step in range(steps):
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            model.set_is_last_backward(last)
+            model.set_requires_gradient_sync(sync_each or last)
+            loss = token_loss(model, engine.tokens(step * micro_batches + micro)) / micro_batches
+            loss.backward()
+            found[f"loss {step}.{micro}"] = loss.detach().clone()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        optim.step()
+        if step == steps - 1:
+            found.update(engine.snapshot(model))
+        optim.zero_grad()
+    return found
+
+
+def equals_stage_3(stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]) -> None:
+    ours = train_micro_batches(
+        SHARDGRAD,
+        SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options),
+        micro_batches=micro_batches,
+        sync_each=True if stage == 1 else sync_each,  # it waits for the last backward by itself
+    )
+    options = {key: value for key, value in options.items() if key != "reshard_after_forward"}
+    theirs = train_micro_batches(
+        SHARDGRAD,
+        SHARDGRAD.shard_tower(tower(), **options),
+        micro_batches=micro_batches,
+        sync_each=sync_each,
+    )
+    assert_same_bits(ours, theirs)
+
+
+# -- traffic ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[Counter[tuple[str, int]]]:
+    """Counts the bytes that this rank receives, by kind of message and ranks that exchange them."""
+    received: Counter[tuple[str, int]] = Counter()
+    waited, reduced = _PendingExchange.wait, Transport.all_reduce
+
+    def wait(self: Any) -> list[torch.Tensor]:
+        chunks = waited(self)
+        kind = "gather" if self._tag.what.startswith("all-gather") else "reduce"
+        # The chunks of all ranks come back; one of them is this rank's own.
+        received[kind, self._group.size()] += (len(chunks) - 1) * chunks[0].nbytes
+        return chunks
+
+    def all_reduce(self: Any, chunk: torch.Tensor, *, what: str) -> Any:
+        received["all-reduce", self.size] += 2 * (self.size - 1) * chunk.nbytes // self.size
+        return reduced(self, chunk, what=what)
+
+    _PendingExchange.wait, Transport.all_reduce = wait, all_reduce  # type: ignore[method-assign]
+    try:
+        yield received
+    finally:
+        _PendingExchange.wait, Transport.all_reduce = waited, reduced  # type: ignore[method-assign]
+
+
+def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, seed: int) -> None:
+    for micro in range(micro_batches):
+        model.set_is_last_backward(micro == micro_batches - 1)
+        token_loss(model, SHARDGRAD.tokens(seed + micro)).backward()
+    optim.step()
+    optim.zero_grad()
+
+
+def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], int], int, int]:
+    """Returns what one step of two micro-batches receives, and the bytes of one chunk of each kind."""
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=None, zero_stage=stage, **options)
+    model.set_reshard_after_forward(stage in (3, "hfsdp"))  # nothing is whole by chance
+    optim = make_optimizer("sgd", model)
+    step_once(model, optim, 2, 0)
+    with counted() as received:
+        step_once(model, optim, 2, 2)
+    groups = groups_of(model)
+    shards = sum(group.layout.chunk_numel for group in groups) * 4
+    gradients = sum(grads_of(group).layout.chunk_numel for group in groups) * 4
+    return dict(received), shards, gradients
+
+
+def traffic_is_as_documented(stage: int) -> None:
+    """On two ranks a whole gather or reduction receives one chunk."""
+    received, shards, gradients = traffic_of(stage)
+    gathers, reductions = {1: (1, 1), 2: (1, 2), 3: (4, 2)}[stage]
+    assert received == {("gather", 2): gathers * shards, ("reduce", 2): reductions * gradients}
+
+
+def hybrid_traffic_is_as_documented() -> None:
+    """Four ranks, two by two: the outer axis carries a quarter of what the inner axis does, or less."""
+    mesh = hsdp_mesh(2, 2)
+    received, shards, gradients = traffic_of("hfsdp", mesh=mesh)
+    # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two reductions.
+    assert received == {("gather", 2): (1 + 4 * 2) * shards, ("reduce", 2): (2 + 2 * 2) * gradients}
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def whole_nbytes(model: nn.Module) -> int:
+    """Returns the bytes that whole parameters are in now."""
+    held = (entry for group in groups_of(model) for entry in group.memory())
+    return sum(storage.nbytes() for owner, storage in held if owner == "unsharded parameters")
+
+
+def memory_between_micro_batches(stage: int) -> tuple[int, int]:
+    """Returns the bytes of whole parameters and of whole gradients after a backward that is not the last."""
+    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
+    model.set_is_last_backward(False)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    params = whole_nbytes(model)
+    gradients = sum(
+        tensor.nbytes
+        for unit in units_under(model)
+        for grads in unit.grad_groups
+        for tensor in grads.buffers().values()
+    )
+    model.set_is_last_backward(True)
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    return params, gradients
+
+
+def memory_is_as_documented(stage: int) -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    whole = sum(group.layout.unsharded_numel for group in groups_of(model)) * 4
+    params, gradients = memory_between_micro_batches(stage)
+    assert params == (whole if stage < 3 else 0)
+    assert (gradients >= whole) if stage == 1 else (gradients == 0)
+
+
+# -- both axes ----------------------------------------------------------------------------------------------
+
+
+def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, Any]) -> None:
+    mesh = hsdp_mesh(2, 2)
+
+    def run(**stage: Any) -> Tensors:
+        model = GATHERED.shard_tower(tower(), mesh=mesh, **options, **stage)
+        optim = make_optimizer("adamw", model)
+        for step in range(STEPS):
+            for micro in range(micro_batches):
+                model.set_requires_all_reduce(not deferred or micro == micro_batches - 1)
+                token_loss(model, GATHERED.tokens(step * micro_batches + micro)).backward()
+            optim.step()
+            if step < STEPS - 1:
+                optim.zero_grad()
+        states = [value for state in optim.state.values() for value in state.values() if value.ndim]
+        held = sum(value.to_local().numel() for value in states)
+        total = sum(value.numel() for value in states)
+        return GATHERED.snapshot(model) | {"share of states": torch.tensor(held / total)}
+
+    ours, theirs = run(zero_stage="hfsdp"), run()
+    # Uneven pieces make ranks differ; all together they hold everything once, or twice.
+    for found, copies in ((ours, 1.0), (theirs, 2.0)):
+        share = found.pop("share of states")
+        dist.all_reduce(share)
+        assert share.item() == pytest.approx(copies)
+    assert_same_bits(ours, theirs)
+
+
+def a_written_shard_is_gathered_anew(stage: int | str) -> None:
+    options = {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)} if stage == "hfsdp" else {}
+    model = SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options)
+    model.set_reshard_after_forward(True)  # the root shows its shards, to be written, after a forward too
+    batch = SHARDGRAD.tokens(0)
+    with torch.no_grad():
+        before = token_loss(model, batch)
+        with counted() as received:
+            assert torch.equal(token_loss(model, batch), before)
+        if stage != "hfsdp":
+            assert not received
+        for param in model.parameters():
+            param.mul_(0.5)
+        model.load_state_dict(model.state_dict())
+        expected = tower()
+        for param in expected.parameters():
+            param.mul_(0.5)
+        torch.testing.assert_close(token_loss(model, batch), token_loss(expected, batch))
+
+
+def reshard_gives_the_memory_back() -> None:
+    model = SHARDGRAD.shard_tower(tower(), zero_stage=2)
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(0))
+    assert whole_nbytes(model) > 0
+    for unit in units_under(model):
+        unit.modules[0].reshard()
+    assert whole_nbytes(model) == 0
+
+
+# -- tests --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stage", "micro_batches", "sync_each", "options"),
+    [
+        (1, 1, True, {}),
+        (1, 3, False, {}),
+        (2, 1, True, {"reshard_after_forward": False}),
+        (2, 3, True, {"offload_policy": CPUOffloadPolicy()}),
+        (2, 2, False, {}),
+    ],
+)
+def test_each_stage_trains_bit_for_bit_like_stage_3(
+    two_ranks: Ranks, stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
+) -> None:
+    two_ranks.run(equals_stage_3, stage, micro_batches, sync_each, options)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_sends_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
+    two_ranks.run(traffic_is_as_documented, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_stage_keeps_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
+    two_ranks.run(memory_is_as_documented, stage)
+
+
+@pytest.mark.parametrize("stage", [2, "hfsdp"])
+def test_a_shard_that_was_written_is_gathered_anew(two_ranks: Ranks, stage: int | str) -> None:
+    two_ranks.run(a_written_shard_is_gathered_anew, stage)
+
+
+def test_reshard_frees_what_a_stage_keeps(two_ranks: Ranks) -> None:
+    two_ranks.run(reshard_gives_the_memory_back)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "deferred", "options"),
+    [(1, False, {}), (2, True, {}), (2, False, {"reshard_after_forward": False})],
+)
+def test_sharding_over_both_axes_trains_bit_for_bit_like_hsdp(
+    four_ranks: Ranks, micro_batches: int, deferred: bool, options: dict[str, Any]
+) -> None:
+    four_ranks.run(hybrid_equals_hsdp, micro_batches, deferred, options)
+
+
+def test_the_outer_axis_carries_little(four_ranks: Ranks) -> None:
+    four_ranks.run(hybrid_traffic_is_as_documented)

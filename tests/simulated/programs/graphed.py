@@ -1,0 +1,136 @@
+"""Models, data, and the oracle of the tests of graphed steps: the same program without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import shardgrad
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+
+WIDTH = 6
+
+
+# -- models and data ----------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Two layers, dropout, and a branch that may stay away."""
+
+    def __init__(self, *, dropout: float, recomputes: bool, saves_random_state: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.recomputes = recomputes
+        self.saves_random_state = saves_random_state
+        self.uses_spare = False
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.dropout(self.second(torch.tanh(self.first(x))))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recomputes:
+            preserve = self.saves_random_state
+            x = x + checkpoint(self.body, x, use_reentrant=False, preserve_rng_state=preserve)
+        else:
+            x = x + self.body(x)
+        return x + self.spare(x) if self.uses_spare else x
+
+
+@dataclass
+class Setup:
+    """How a model is built and sharded."""
+
+    depth: int = 3
+    dropout: float = 0.0
+    recomputes: bool = False
+    saves_random_state: bool = False
+    replicas: int = 1
+    options: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    frozen: bool = False
+    dtype: torch.dtype = torch.float32
+
+
+def build(setup: Setup) -> nn.Sequential:
+    """Returns the model, sharded block by block."""
+    ranks = dist.get_world_size()
+    shape = (ranks,) if setup.replicas == 1 else (setup.replicas, ranks // setup.replicas)
+    mesh = init_device_mesh(NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_block(setup) for _ in range(setup.depth))).to(setup.dtype)
+    model = model.to(NAME)
+    if setup.tied:
+        model[-1].first.weight = model[0].first.weight
+    if setup.frozen:
+        model[0].second.requires_grad_(False)
+    for block in model:
+        shardgrad.fully_shard(block, mesh=mesh, **setup.options)
+    torch.get_device_module(NAME).manual_seed(dist.get_rank())
+    return shardgrad.fully_shard(model, mesh=mesh, **setup.options)
+
+
+def _block(setup: Setup) -> Block:
+    return Block(
+        dropout=setup.dropout, recomputes=setup.recomputes, saves_random_state=setup.saves_random_state
+    )
+
+
+def batch(number: int, rows: int = 4) -> Tensor:
+    """Returns this rank's data of a step, on the device."""
+    generator = torch.Generator().manual_seed(1_000 * number + dist.get_rank())
+    return torch.randn(rows, WIDTH, generator=generator).to(NAME)
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x.flip(0)).square().mean()
+
+
+def weights(*models: nn.Module) -> list[Tensor]:
+    return [p.to_local().detach().cpu() for model in models for p in model.parameters()]
+
+
+# -- the oracle: the same program without a graph -----------------------------------------------------------
+
+Program = Callable[[Callable[..., Any]], list[Any]]
+
+
+def eager(*capturables: Any, **settings: Any) -> Callable[[Any], Any]:
+    """Stands where `graphed_step` does, and leaves the function as it is."""
+    return lambda function: function
+
+
+def both(program: Program, *args: Any) -> None:
+    """Asserts that a program gives the same values, bit for bit, with and without graphs."""
+    with checked():
+        right = program(eager, *args)
+    with checked():
+        ours = program(shardgrad.graphed_step, *args)
+    assert len(right) == len(ours)
+    for number, (expected, got) in enumerate(zip(right, ours, strict=True)):
+        if isinstance(expected, Tensor):
+            assert torch.equal(expected, got), f"value {number} differs"
+        else:
+            assert expected == got, f"value {number}: {expected} and {got}"
+
+
+def same_on(ranks: int, program: Program, *args: Any) -> None:
+    """Runs `both` on virtual ranks."""
+    VirtualRanks(ranks).run(both, program, *args)
+
+
+def require_replays(step: Any, captures: int, replays: int) -> None:
+    """Asserts what a graphed step did; an eager one has done nothing of the kind."""
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert (step.captures, step.replays) == (captures, replays)
+        step.close()

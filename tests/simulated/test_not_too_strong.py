@@ -1,0 +1,260 @@
+"""The engine waits for no more than it must: what may overlap, as facts about the launches of one step.
+
+Two launches may overlap if no stream and no wait orders them, however long each takes. The step is the third:
+in the first the host waits for the device, and that orders everything launched later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.reduction import Reduction
+from shardgrad.engine.scheduler import ReductionScheduler
+from tests.simulated.accelerator import device
+from tests.simulated.accelerator.device import Launch
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+
+UNITS = 5
+STEPS = 3
+
+
+class Step:
+    """What rank 0 launched in one step of training a chain of units.
+
+    Attributes:
+        gathers, computes: of each unit, in the order they ran: forward's from the first unit to the last,
+            then backward's from the last to the first. A computation is several launches.
+        packs, reductions: of each unit, in the order of backward. A reduction is several launches.
+        updates: of the optimizer.
+    """
+
+    def __init__(self, launches: list[Launch]) -> None:
+        self.gathers = [launch for launch in launches if launch.op == "simulated::all_gather"]
+        self.packs = [launch for launch in launches if launch.op == "shardgrad::pack"]
+        self.updates = [launch for launch in launches if launch.op == "shardgrad::sgd_"]
+        self.computes: list[list[Launch]] = []
+        self.reductions: list[list[Launch]] = []
+        for launch in launches:
+            if launch.op == "shardgrad::unpack":
+                self.computes.append([])
+            elif launch.op == "shardgrad::pack":
+                self.reductions.append([])
+            elif launch.op in ("simulated::reduce_scatter", "shardgrad::sum_chunks"):
+                self.reductions[-1].append(launch)
+            elif launch.op in ("aten::addmm.out", "aten::mm.out"):
+                self.computes[-1].append(launch)
+        assert len(self.computes) == 2 * UNITS
+        assert len(self.packs) == len(self.updates) == UNITS
+        assert all([*self.computes, *self.reductions])
+
+    @property
+    def backward_computes(self) -> list[list[Launch]]:
+        """Only those of backward."""
+        return self.computes[UNITS:]
+
+
+def _train(begin: threading.Barrier, end: threading.Barrier) -> None:
+    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))).to("sim")
+    for layer in model:
+        shardgrad.fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    shardgrad.fully_shard(model, mesh=mesh)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, 8).to("sim")
+    for step in range(STEPS):
+        if step == STEPS - 1:
+            begin.wait()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    end.wait()
+
+
+def _last_step(ranks: int, *, raises: bool = True) -> Step:
+    launches: list[Launch] = []
+    begin = threading.Barrier(ranks, lambda: device.restart_schedule(keep_launches=True))
+    end = threading.Barrier(ranks, lambda: launches.extend(device.launches(0)))
+    with device.checked(raises=raises):
+        VirtualRanks(ranks).run(_train, begin, end)
+    return Step(launches)
+
+
+# -- facts: each returns what speaks against it -------------------------------------------------------------
+
+
+def _writers_that_wait_for_the_last_reduction(step: Step) -> list[str]:
+    return [
+        f"the pack of slot {k + 1} comes after {launch} of slot {k}"
+        for k in range(UNITS - 1)
+        for launch in step.reductions[k]
+        if not step.packs[k + 1].may_overlap(launch)
+    ]
+
+
+def _computations_that_wait_for_the_last_reduction(step: Step) -> list[str]:
+    return [
+        f"{compute} of backward {k + 1} comes after {launch} of reduction {k}"
+        for k in range(UNITS - 1)
+        for compute in step.backward_computes[k + 1]
+        for launch in step.reductions[k]
+        if not compute.may_overlap(launch)
+    ]
+
+
+def _gathers_that_do_not_overlap_what_computes(step: Step) -> list[str]:
+    pairs = [(i, i + 1) for i in range(2 * UNITS - 1) if i != UNITS - 1]
+    # In forward even the gather after that; in backward a reduction lies between, on the group's own stream.
+    pairs += [(i, i + 2) for i in range(UNITS - 2)]
+    return [
+        f"gather {gathered} and {compute} of computation {computed} are ordered"
+        for computed, gathered in pairs
+        for compute in step.computes[computed]
+        if not step.gathers[gathered].may_overlap(compute)
+    ]
+
+
+def _updates_that_do_not_wait_for_a_reduction(step: Step) -> list[str]:
+    return [
+        f"{update} does not come after {launch} of reduction {k}"
+        for k, reduction in enumerate(step.reductions)
+        for launch in reduction
+        for update in step.updates
+        if not update.comes_after(launch)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before(ranks: int) -> None:
+    assert not _writers_that_wait_for_the_last_reduction(_last_step(ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_writer_of_a_slot_waits_for_the_reduction_that_used_it_last(ranks: int) -> None:
+    step = _last_step(ranks)
+    for k in range(UNITS - 2):  # two slots take turns
+        assert all(step.packs[k + 2].comes_after(launch) for launch in step.reductions[k])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before(ranks: int) -> None:
+    assert not _computations_that_wait_for_the_last_reduction(_last_step(ranks))
+
+
+def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() -> None:
+    step = _last_step(2)
+    assert len(step.gathers) == 2 * UNITS
+    assert not _gathers_that_do_not_overlap_what_computes(step)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_optimizer_comes_after_every_reduction(ranks: int) -> None:
+    assert not _updates_that_do_not_wait_for_a_reduction(_last_step(ranks))
+
+
+# -- the facts can be wrong ---------------------------------------------------------------------------------
+
+
+def _waits_for_all_of(later: Any, earlier: Any, streams: Any) -> None:
+    mark = streams.event()
+    mark.record(earlier)
+    mark.wait(later)
+
+
+def _reader_waits_for_all_gathers(original: Any) -> Callable[..., None]:
+    def start_reading(self: Slot, stream: Any) -> None:
+        original(self, stream)
+        _waits_for_all_of(stream, self._streams.gather, self._streams)
+
+    return start_reading
+
+
+def _writer_waits_for_reductions(original: Any) -> Callable[..., None]:
+    def start_writing(self: Slot, stream: Any) -> None:
+        original(self, stream)
+        _waits_for_all_of(stream, self._streams.reduce, self._streams)
+
+    return start_writing
+
+
+def _reductions_are_waited_for_at_once(original: Any) -> Callable[..., None]:
+    def reduce(self: ReductionScheduler, reducer: Any) -> None:
+        original(self, reducer)
+        self._launched[-1][1].join(self.comm_ctx.streams.current())
+
+    return reduce
+
+
+def _gathers_wait_for_computation(original: Any) -> Callable[..., None]:
+    def unshard(self: ParamGroup, runtime: Any) -> None:
+        _waits_for_all_of(runtime.streams.gather, runtime.streams.current(), runtime.streams)
+        original(self, runtime)
+
+    return unshard
+
+
+def _nobody_waits_for_reductions(original: Any) -> Callable[..., None]:
+    return lambda self, stream: self.complete()
+
+
+BROKEN: dict[str, tuple[type, str, Callable[..., Any], Callable[[Step], list[str]]]] = {
+    "a writer waits for the whole reduce stream": (
+        Slot,
+        "start_writing",
+        _writer_waits_for_reductions,
+        _writers_that_wait_for_the_last_reduction,
+    ),
+    "a reduction is waited for at once": (
+        ReductionScheduler,
+        "_reduce",
+        _reductions_are_waited_for_at_once,
+        _computations_that_wait_for_the_last_reduction,
+    ),
+    "a reader waits for the whole gather stream": (
+        Slot,
+        "start_reading",
+        _reader_waits_for_all_gathers,
+        _gathers_that_do_not_overlap_what_computes,
+    ),
+    "an all-gather waits for what computes": (
+        ParamGroup,
+        "unshard",
+        _gathers_wait_for_computation,
+        _gathers_that_do_not_overlap_what_computes,
+    ),
+}
+
+
+@contextmanager
+def _replaced(owner: type, method: str, make: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(owner, method)
+    setattr(owner, method, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_an_edge_that_is_too_strong_is_noticed(name: str) -> None:
+    owner, method, make, fact = BROKEN[name]
+    with _replaced(owner, method, make):
+        assert fact(_last_step(2))
+
+
+def test_an_optimizer_that_does_not_wait_is_noticed() -> None:
+    with _replaced(Reduction, "join", _nobody_waits_for_reductions):
+        assert _updates_that_do_not_wait_for_a_reduction(_last_step(2, raises=False))

@@ -1,0 +1,165 @@
+"""The engine, unmodified, on virtual ranks: no hazard, the right losses; and its waits are needed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.train.model import Transformer
+from shardgrad.train.presets import transformer_config
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.support.parity import ROWS, VOCABULARY, Tower, tower
+
+STEPS = 3
+
+
+def _batch(step: int, rank: int, world_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1_000 + step)
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS * world_size, 5), generator=generator)
+    return tokens.chunk(world_size)[rank], targets.chunk(world_size)[rank]
+
+
+def _loss(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def _sharded_tower(replicas: int, **options: Any) -> Tower:
+    shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    names = ("replicate", "shard")[-len(shape) :]
+    mesh = init_device_mesh("sim", shape, mesh_dim_names=names)
+    with one_at_a_time():
+        model = tower()
+    model = model.to("sim")
+    for inner in (*model.layers, model.embedding):
+        shardgrad.fully_shard(inner, mesh=mesh, **options)
+    return shardgrad.fully_shard(model, mesh=mesh, **options)
+
+
+def _train_sharded(replicas: int = 1) -> list[float]:
+    model = _sharded_tower(replicas)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        tokens, targets = (t.to("sim") for t in _batch(step, dist.get_rank(), dist.get_world_size()))
+        loss = _loss(model, tokens, targets)
+        loss.backward()
+        losses.append(loss.detach())  # read after the last step: nothing here makes the host wait
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.item() for loss in losses]
+
+
+def _train_on_cpu(world_size: int) -> list[list[float]]:
+    """Returns, for each step, the losses of all ranks' batches under the unsharded model."""
+    model = tower()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    history = []
+    for step in range(STEPS):
+        losses = [_loss(model, *_batch(step, rank, world_size)) for rank in range(world_size)]
+        torch.stack(losses).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append([loss.item() for loss in losses])
+    return history
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 2)])
+def test_sharded_training_has_no_hazard_and_the_losses_of_the_cpu(world_size: int, replicas: int) -> None:
+    with checked():
+        by_rank = VirtualRanks(world_size).run(_train_sharded, replicas)
+    by_step = torch.tensor(by_rank).T
+    # Sums of gradients are taken in another order: a few roundings of 6e-8 in each of three steps.
+    torch.testing.assert_close(by_step, torch.tensor(_train_on_cpu(world_size)), rtol=3e-6, atol=0)
+
+
+@contextmanager
+def _without(owner: type, method: str) -> Iterator[None]:
+    """Makes a method do nothing, on every rank."""
+    original = getattr(owner, method)
+    setattr(owner, method, lambda *args, **kwargs: None)
+    try:
+        yield
+    finally:
+        setattr(owner, method, original)
+
+
+@pytest.mark.parametrize(("owner", "method"), [(Slot, "start_reading"), (Slot, "start_writing")])
+def test_a_wait_taken_out_of_the_engine_is_a_hazard(owner: type, method: str) -> None:
+    with checked(raises=False) as found, _without(owner, method):
+        VirtualRanks(2).run(_train_sharded)
+    assert found
+    assert all("/shardgrad/" in use.place for use in (found[0].earlier, found[0].later))
+
+
+def _parameters_born_on_a_side_stream() -> None:
+    model = _sharded_tower(1)
+    side = torch.Stream("sim")
+    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    # The nodes that accumulate gradients are made, and kept, on another stream than forward's.
+    kept = []
+    for module in (*model.layers, model.embedding, model):
+        module.unshard()
+    with side:
+        for param in model.parameters():
+            kept.append(param.expand_as(param).grad_fn.next_functions[0][0])
+            param.register_hook(lambda grad: grad * 2)  # so that the gradient is written there
+    for _ in range(
+        2
+    ):  # in the first, a constant goes to the device, which makes the host wait and orders all
+        _loss(model, tokens, targets).backward()
+    torch.accelerator.synchronize()
+    assert kept
+
+
+def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
+    with checked():
+        VirtualRanks(2).run(_parameters_born_on_a_side_stream)
+    with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
+        VirtualRanks(2).run(_parameters_born_on_a_side_stream)
+    assert "shardgrad::pack" in {hazard.later.op for hazard in found}
+
+
+def _median_s(step: Callable[[], None]) -> float:
+    samples = []
+    for _ in range(5):
+        started = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - started)
+    return statistics.median(samples[1:])
+
+
+def _step_of_tiny(device: str) -> Callable[[], None]:
+    torch.manual_seed(0)
+    model = Transformer(transformer_config("tiny", {})).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0)).to(device)
+
+    def step() -> None:
+        logits = model(tokens[:, :-1])
+        F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def test_a_step_of_the_tiny_preset_takes_less_than_thirty_times_the_cpus_time() -> None:
+    simulated, plain = _median_s(_step_of_tiny("sim")), _median_s(_step_of_tiny("cpu"))
+    print(
+        f"tiny preset: {simulated * 1e3:.1f} ms simulated, {plain * 1e3:.1f} ms plain, "
+        f"{simulated / plain:.2f}x"
+    )
+    assert simulated < 30 * plain

@@ -1,0 +1,540 @@
+"""What a graphed step takes and gives, what it refuses, and how it looks at itself."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.utils import checkpoint
+
+import shardgrad
+from shardgrad.errors import (
+    CaptureError,
+    OptionError,
+    OptionTypeError,
+    ReplayMismatchError,
+    StepInputError,
+    StepOutputError,
+)
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.graphed import Setup, batch, build, eager, loss_of, same_on, weights
+
+# -- what a call may bring ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    """A structure that torch's trees do not know."""
+
+    x: Tensor
+    scale: Tensor
+    name: str = "text"
+
+
+def structures() -> None:
+    scale = torch.full((), 3.0, device=NAME)
+    torch._dynamo.mark_static_address(scale)
+    parameter = nn.Parameter(torch.full((), 5.0, device=NAME))
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(given: Any, fixed: Tensor, weight: Tensor, twice: bool, nothing: None, *, power: int) -> Any:
+        x, factor = given["batch"].x, given["batch"].scale
+        out = (x * factor * fixed * weight) ** power
+        return {"out": out * 2 if twice else out, "none": nothing}
+
+    for number in range(6):
+        x = torch.full((3,), float(number), device="cpu" if number % 2 else NAME)
+        scale.fill_(number + 1.0)
+        given = {"batch": Batch(x, torch.full((), 2.0))}
+        for twice in (False, True):
+            out = step(given, scale, parameter, twice, None, power=2)
+            assert out["none"] is None
+            expected = (number * 2.0 * (number + 1.0) * 5.0) ** 2 * (2 if twice else 1)
+            assert out["out"].tolist() == [expected] * 3
+    # Two places the data may be in, two values of `twice`: four kinds of calls.
+    assert (step.captures, step.eager_steps, step.replays) == (4, 4, 8)
+    with pytest.raises(StepInputError, match=r"(?s)changed.*= 2\b.*= 3\b"):
+        step(given, scale, parameter, True, None, power=3)
+    step.close()
+
+
+def test_inputs_are_copied_static_constant_or_choose_a_graph() -> None:
+    VirtualRanks(1).run(structures)
+
+
+def outputs_of_replays(clone: bool) -> None:
+    @shardgrad.graphed_step(warmup=1, clone_outputs=clone)
+    def step(x: Tensor) -> Tensor:
+        return x * 2
+
+    step(torch.ones(2, device=NAME))
+    first = step(torch.ones(2, device=NAME))
+    second = step(torch.full((2,), 5.0, device=NAME))
+    assert second.tolist() == [10.0, 10.0]
+    assert first.tolist() == ([2.0, 2.0] if clone else [10.0, 10.0])
+    step.close()
+
+
+@pytest.mark.parametrize("clone", [False, True])
+def test_outputs_are_overwritten_unless_they_are_cloned(clone: bool) -> None:
+    VirtualRanks(1).run(outputs_of_replays, clone)
+
+
+def buckets() -> None:
+    def padded(x: Tensor) -> tuple[tuple[Tensor], dict[str, Any]]:
+        rows = 4 if len(x) <= 4 else 8
+        return (torch.cat([x, x.new_zeros(rows - len(x))]),), {}
+
+    @shardgrad.graphed_step(warmup=1, bucket=padded)
+    def step(x: Tensor) -> Tensor:
+        return x.sum()
+
+    for rows in (3, 4, 2, 7, 8, 5):
+        assert step(torch.ones(rows, device=NAME)).item() == rows
+    assert (step.captures, step.replays) == (2, 4)
+    step.close()
+
+
+def test_shapes_can_be_bucketed() -> None:
+    VirtualRanks(1).run(buckets)
+
+
+def modes() -> None:
+    weight = nn.Parameter(torch.ones(3, device=NAME))
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return torch.full((), float(torch.is_grad_enabled()), device=NAME) + (x * weight).sum()
+
+    for _ in range(3):
+        assert step(torch.ones(3, device=NAME)).item() == 4
+        with torch.no_grad():
+            assert step(torch.ones(3, device=NAME)).item() == 3
+    assert (step.captures, step.replays) == (2, 4)
+    step.close()
+
+
+def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
+    VirtualRanks(1).run(modes)
+
+
+# -- what cannot be captured --------------------------------------------------------------------------------
+
+
+def failing(policy: str) -> None:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    reads = False
+
+    @shardgrad.graphed_step(model, optimizer, on_uncapturable=policy)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        if reads and loss.item() > 1e9:
+            raise AssertionError
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(3):
+        step(batch(number))
+    reads = True
+    before, random = weights(model), torch.get_device_module(NAME).get_rng_state()
+    if policy == "raise":
+        with pytest.raises(CaptureError, match=r"step could not be captured: HostSyncInCaptureError"):
+            step(batch(3))
+        assert torch.equal(random, torch.get_device_module(NAME).get_rng_state())
+        for old, new in zip(before, weights(model), strict=True):
+            assert torch.equal(old, new)
+    else:
+        with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
+            step(batch(3))
+    for number in range(4, 7):
+        step(batch(number))
+    assert (step.captures, step.replays) == (0, 0)
+    step.close()
+
+
+def failing_equals_eager(policy: str) -> None:
+    with checked():
+        failing(policy)
+
+
+@pytest.mark.parametrize("policy", ["raise", "eager"])
+def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: str) -> None:
+    VirtualRanks(1).run(failing_equals_eager, policy)
+
+
+def exception_in_the_step(graphed: Callable[..., Any]) -> list[Any]:
+    """The function raises while it is captured, once; the call is repeated and trains as if nothing was."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    raises = False
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        if raises:
+            loss.register_hook(_raise)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(8):
+        if number == 3 and graphed is not eager:
+            raises = True
+            with pytest.raises(CaptureError, match="OnPurpose"):
+                step(batch(number))
+            raises = False
+        seen.append(step(batch(number)).item())
+    return seen + weights(model)
+
+
+class OnPurposeError(RuntimeError):
+    """Raised by a test."""
+
+
+def _raise(grad: Tensor) -> Tensor:
+    raise OnPurposeError
+
+
+def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated() -> None:
+    same_on(2, exception_in_the_step)
+
+
+def refusals() -> None:
+    x = torch.ones(2, device=NAME)
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Any:
+        return x * 2
+
+    for wrong, message in (
+        (lambda: step(3), "without a tensor"),
+        (lambda: step(x.requires_grad_()), "requires a gradient"),
+        (lambda: step([x.detach(), object]), None),
+        (lambda: step([x.detach(), {1, 2}]), "cannot be compared"),
+    ):
+        if message is None:
+            continue
+        with pytest.raises(StepInputError, match=message):
+            wrong()
+    with pytest.raises(StepOutputError, match=r"returned a float, output\['loss'\]"):
+        shardgrad.graphed_step()(lambda x: {"loss": float(x.sum())})(x.detach())
+
+    @shardgrad.graphed_step(warmup=1)
+    def outer(x: Tensor) -> Any:
+        return step(x)
+
+    with pytest.raises(CaptureError, match="inside another step"):
+        outer(x.detach())
+    caught: list[BaseException] = []
+
+    def elsewhere() -> None:
+        try:
+            step(x.detach())
+        except CaptureError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert "thread" in str(caught[0])
+    step.close()
+    with pytest.raises(CaptureError, match="closed"):
+        step(x.detach())
+    for given, message in (
+        (torch.amp.GradScaler("cpu"), "shardgrad.GradScaler does not"),
+        (lambda: None, "second pair of parentheses"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            shardgrad.graphed_step(given)
+    for setting in ({"warmup": 0}, {"max_graphs": 0}, {"on_uncapturable": "never"}):
+        with pytest.raises(OptionError):
+            shardgrad.graphed_step(**setting)
+    with pytest.raises(StepInputError, match=r"(?s)accumulate=2.*3 of them"):
+        shardgrad.graphed_step(accumulate=2)(lambda x: x[0])([x.detach()] * 3)
+
+
+def test_what_cannot_be_a_step_is_refused_in_words() -> None:
+    VirtualRanks(1).run(refusals)
+
+
+def graphs_go_first() -> bool:
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    for _ in range(3):
+        step(torch.ones(2, device=NAME))
+    assert step.captures == 1
+    dist.destroy_process_group()
+    with pytest.raises(CaptureError, match="closed"):
+        step(torch.ones(2, device=NAME))
+    dist.init_process_group("simulated", store=dist.HashStore(), rank=0, world_size=1)
+    return True
+
+
+def test_graphs_are_destroyed_before_the_process_group() -> None:
+    VirtualRanks(1).run(graphs_go_first)
+
+
+def replaced_functions() -> list[bool]:
+    """Returns whether torch's functions are its own at some moments."""
+    model = build(Setup(recomputes=True, saves_random_state=True))
+    functions = (
+        dist.destroy_process_group,
+        distributed_c10d.destroy_process_group,
+        checkpoint.get_device_states,
+    )
+
+    def are_torchs() -> bool:
+        now = dist.destroy_process_group, distributed_c10d.destroy_process_group, checkpoint.get_device_states
+        return all(one is other for one, other in zip(now, functions, strict=True))
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    moments = [are_torchs()]
+    for number in range(3):
+        step(batch(number))
+    assert step.captures == 1
+    assert checkpoint.get_device_states is functions[2], "replaced for the length of a capture"
+    moments.append(are_torchs())
+    step.reset()
+    moments.append(are_torchs())
+    for number in range(3):
+        step(batch(number))
+    moments.append(are_torchs())
+    del step
+    gc.collect()
+    moments.append(are_torchs())
+    return moments
+
+
+def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
+    assert VirtualRanks(1).run(replaced_functions) == [[True, False, True, False, True]]
+
+
+def test_methods_of_a_capturable_with_their_old_names_are_refused_with_the_new_ones() -> None:
+    with pytest.raises(OptionTypeError, match=r"Capturable.facts\(\) is called guards\(\) now"):
+        type("Old", (shardgrad.graphs.Capturable,), {"facts": lambda self: None})
+
+
+# -- what is found before a capture -------------------------------------------------------------------------
+
+
+def issues(what: str) -> None:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    calls = 0
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if what == "number":
+            x = x * (1.0 + calls)
+        loss = loss_of(model, x)
+        if what == "read" and loss.item() > 1e9:
+            raise AssertionError
+        if what == "seed":
+            torch.manual_seed(0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(3):
+        step(batch(number))
+    before = weights(model)
+    line = re.escape(__file__) + r":\d+ in step"
+    expected = {
+        "number": r"(?s)would be wrong as a graph.*aten\.mul\.Tensor.*" + line,
+        "read": r"(?s)could not be captured: HostSync.*the host waits.*" + line,
+        "seed": r"(?s)would be wrong as a graph.*the random seed is set",
+    }
+    with pytest.raises(CaptureError, match=expected[what]):
+        step(batch(3))
+    for old, new in zip(before, weights(model), strict=True):
+        assert torch.equal(old, new)
+    step.close()
+
+
+@pytest.mark.parametrize("what", ["number", "read", "seed"])
+def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None:
+    VirtualRanks(1).run(issues, what)
+
+
+# -- trust --------------------------------------------------------------------------------------------------
+
+
+def verified(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup(dropout=0.3))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    settings = {} if graphed is eager else {"verify": 2, "replay_twice_every": 2}
+
+    @graphed(model, optimizer, **settings)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return [step(batch(number)).item() for number in range(9)] + weights(model)
+
+
+def test_looking_again_changes_nothing() -> None:
+    same_on(2, verified)
+
+
+class Counter(shardgrad.graphs.Capturable):
+    """State on the device, of which `graphed_step` may be told or not."""
+
+    def __init__(self, *, told: bool) -> None:
+        self.value, self.told = torch.zeros((), device=NAME), told
+
+    def tensors(self) -> Any:
+        return iter([("the counter", self.value)] if self.told else [])
+
+
+def forgotten_state(told: bool) -> None:
+    model = build(Setup(depth=1))
+    counter = Counter(told=told)
+
+    @shardgrad.graphed_step(model, counter, verify=1)
+    def step(x: Tensor) -> Tensor:
+        counter.value.add_(1)
+        return x.sum() + counter.value
+
+    for number in range(3):
+        step(batch(number))
+    if told:
+        assert step(batch(3)).item() == pytest.approx(batch(3).sum().item() + 4)
+    else:
+        with pytest.raises(ReplayMismatchError, match=r"(?s)a replay and an eager step.*differ in output"):
+            step(batch(3))
+    step.close()
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_state_that_the_step_was_not_told_of_is_found_by_verifying(told: bool) -> None:
+    VirtualRanks(1).run(forgotten_state, told)
+
+
+def dropout_in_a_recomputed_region(saves_random_state: bool) -> None:
+    model = build(Setup(dropout=0.5, recomputes=True, saves_random_state=saves_random_state))
+
+    @shardgrad.graphed_step(model)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    for number in range(3):
+        step(batch(number))
+    with pytest.raises(CaptureError, match="recomputed region draws random numbers") as caught:
+        step(batch(4))
+    assert "graphed.py" in str(caught.value), "the line that draws is named"
+    step(batch(4))
+    step.close()
+
+
+def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
+    VirtualRanks(1).run(dropout_in_a_recomputed_region, True)
+
+
+# -- status -------------------------------------------------------------------------------------------------
+
+
+def polled() -> None:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> dict[str, Tensor]:
+        loss = loss_of(model, x)
+        loss.backward()
+        norm = shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return {"loss": loss, "norm": norm}
+
+    assert step.poll() is None
+    for number in range(6):
+        data = batch(number)
+        if number == 4:
+            data[0, 0] = float("nan")
+        out = step(data)
+        status = step.poll()
+        assert status is not None
+        assert status.step == number + 1
+        assert status.finite == (number != 4)
+        assert status.values["skipped steps"] == (number >= 4)
+        if number != 4:
+            assert status.values["loss"] == out["loss"].item()
+            assert status.values["norm"] == out["norm"].item()
+            assert status.values["touched parameters"] == 3 * 4
+    step.close()
+
+
+def test_a_progress_display_can_ask_how_it_goes() -> None:
+    VirtualRanks(1).run(polled)
+
+
+def polled_too_late() -> None:
+    model = build(Setup())
+
+    @shardgrad.graphed_step(model, warmup=1)
+    def step(x: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(model, x)}
+
+    @shardgrad.graphed_step(model, warmup=1, pool=step.pool)
+    def other(x: Tensor) -> dict[str, Tensor]:
+        return {"loss": loss_of(model, x) * 0}
+
+    for number in range(4):
+        out = step(batch(number))
+        status = step.poll()
+        assert status is not None
+        assert status.values["loss"] == out["loss"].item()
+        other(batch(number))
+        out["loss"].fill_(-1.0)  # as the other graph may do, on a device where they share memory
+        assert step.poll() == status, "what lies there now is not this step's any more"
+    step.close()
+    other.close()
+
+
+def test_a_status_is_not_made_of_what_another_step_of_the_pool_left() -> None:
+    VirtualRanks(1).run(polled_too_late)
+
+
+def test_the_pool_knows_what_its_graphs_hold() -> None:
+    def run() -> None:
+        @shardgrad.graphed_step(warmup=1)
+        def step(x: Tensor) -> Tensor:
+            return (x * 2).sum()
+
+        for _ in range(3):
+            step(torch.ones(1 << 20, device=NAME))
+        assert step.pool.nbytes >= 4 << 20
+        step.close()
+
+    VirtualRanks(1).run(run)

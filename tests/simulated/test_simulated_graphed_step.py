@@ -1,0 +1,672 @@
+"""Whole training steps captured and replayed: the same bits as eager, whatever a step is made of."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+from shardgrad import checkpoint as checkpoints
+from tests.simulated.accelerator.device import NAME
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.programs.graphed import (
+    WIDTH,
+    Setup,
+    batch,
+    build,
+    eager,
+    loss_of,
+    require_replays,
+    same_on,
+    weights,
+)
+
+# -- what a step may be made of -----------------------------------------------------------------------------
+
+
+def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+    model = build(setup)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = loss_of(model, x)
+        loss.backward()
+        norm = shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss, norm
+
+    seen = []
+    for number in range(7):
+        optimizer.param_groups[0]["lr"] = 1e-2 / (number + 1)
+        optimizer.param_groups[0]["weight_decay"] = 0.01 * number
+        seen += [value.item() for value in step(batch(number))]
+    require_replays(step, 1, 4)
+    return seen + weights(model)
+
+
+SETUPS = {
+    "the default": (2, Setup()),
+    "one rank": (1, Setup()),
+    "resharded after forward": (2, Setup(options={"reshard_after_forward": True})),
+    "kept whole": (2, Setup(options={"reshard_after_forward": False})),
+    "resharded to two of four": (4, Setup(options={"reshard_after_forward": 2})),
+    "replicas": (4, Setup(replicas=2)),
+    "parameters whole from step to step": (2, Setup(options={"zero_stage": 2})),
+    "gradients whole, too": (2, Setup(options={"zero_stage": 1})),
+    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
+    "dropout": (2, Setup(dropout=0.5)),
+    "recomputed": (2, Setup(recomputes=True)),
+    "recomputed, as torch does it by default": (2, Setup(recomputes=True, saves_random_state=True)),
+    "tied": (2, Setup(tied=True)),
+    "frozen": (2, Setup(frozen=True)),
+    "low precision": (
+        2,
+        Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
+    ranks, setup = SETUPS[name]
+    same_on(ranks, plain_training, setup)
+
+
+def everything(graphed: Callable[..., Any]) -> list[Any]:
+    """200 steps of all at once; step 60 has an infinity, after step 120 a checkpoint is loaded."""
+    model = build(Setup(depth=2, dropout=0.2))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = shardgrad.GradScaler(init_scale=8.0, growth_interval=50)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
+
+    @graphed(model, optimizer, scaler)
+    def step(first: Tensor, second: Tensor) -> dict[str, Tensor]:
+        total = torch.zeros((), device=first.device)
+        for x in (first, second):
+            loss = loss_of(model, x) / 2
+            scaler.scale(loss).backward()
+            total = total + loss.detach()
+        scaler.unscale_(optimizer)
+        norm = shardgrad.clip_grad_norm_(model, 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return {"loss": total, "norm": norm}
+
+    seen: list[Any] = []
+    saved: Any = None
+    for number in range(200):
+        optimizer.param_groups[0]["weight_decay"] = 0.1 if number % 3 else 0.0
+        data = [batch(2 * number), batch(2 * number + 1)]
+        if number == 60:
+            data[0][0, 0] = math.inf
+        out = step(*data)
+        schedule.step()
+        if number % 10 == 0 or number == 60:
+            seen += [out["loss"].cpu(), out["norm"].cpu()]
+        if number == 80:
+            saved = _saved(model, optimizer)
+        if number == 120:
+            _load(model, optimizer, saved)
+    seen = [s.nan_to_num(nan=-1.0) for s in seen]
+    require_replays(step, 1, 197)
+    return [*seen, optimizer.skipped_steps.item(), scaler.get_scale(), *weights(model)]
+
+
+def _saved(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
+    clone = torch.utils._pytree.tree_map_only
+    return (
+        clone(Tensor, lambda t: t.detach().clone(), dict(model.state_dict())),
+        clone(Tensor, lambda t: t.detach().clone(), optimizer.state_dict()),
+    )
+
+
+def _load(model: nn.Module, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+
+
+def test_200_steps_of_everything_are_bit_for_bit_those_of_eager() -> None:
+    same_on(2, everything)
+
+
+def accumulation(graphed: Callable[..., Any], mode: str) -> list[Any]:
+    """Several micro-batches in a step: in one graph from a list, or two graphs told apart by a boolean."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @graphed(model, optimizer)
+    def whole(micro_batches: list[Tensor]) -> Tensor:
+        total = torch.zeros((), device=NAME)
+        for number, x in enumerate(micro_batches):
+            if mode == "deferred":
+                model.set_requires_gradient_sync(number + 1 == len(micro_batches))
+            if mode == "overlapped":
+                model.set_is_last_backward(number + 1 == len(micro_batches))
+            loss = loss_of(model, x)
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    @graphed(model, optimizer)
+    def micro(x: Tensor, *, last: bool) -> Tensor:
+        model.set_requires_gradient_sync(last)
+        loss = loss_of(model, x)
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(8):
+        data = [batch(3 * number + i) for i in range(3)]
+        if mode != "pair":
+            seen.append(whole(data).item())
+        else:
+            seen += [micro(x, last=i == 2).item() for i, x in enumerate(data)]
+    if mode == "pair":
+        # Three kinds of calls: on nothing, on a sum, and the last one.
+        require_replays(micro, 3, 24 - 6)
+    else:
+        require_replays(whole, 1, 5)
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("mode", ["reduced each", "deferred", "overlapped", "pair"])
+def test_accumulation_is_one_graph_or_a_pair(mode: str) -> None:
+    same_on(2, accumulation, mode)
+
+
+def gradients_kept(graphed: Callable[..., Any], outside: str) -> list[Any]:
+    """The program clears gradients, or takes the step, outside of the graph."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        if outside == "zero_grad":
+            optimizer.step()
+        return loss
+
+    seen = []
+    for number in range(7):
+        seen.append(step(batch(number)).item())
+        if outside == "step":
+            shardgrad.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+        grads = [p.grad for p in model[0].first.parameters()]
+        assert all(grad is not None for grad in grads)
+        seen += [grad.to_local().detach().cpu().clone() for grad in grads if grad is not None]
+        if outside == "every other zero_grad" and number % 2:
+            continue
+        optimizer.zero_grad()
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("outside", ["zero_grad", "step", "every other zero_grad"])
+def test_gradients_are_bound_after_a_replay_as_after_an_eager_step(outside: str) -> None:
+    same_on(2, gradients_kept, outside)
+
+
+def unused_parameters(graphed: Callable[..., Any]) -> list[Any]:
+    """A branch that no rank uses, then rank 0 alone, then all: weight decay moves only what is touched."""
+    model = build(Setup(depth=2))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    seen: list[Any] = []
+    for number in range(15):
+        model[0].uses_spare = number >= 10 or (number >= 5 and dist.get_rank() == 0)
+        if number in (5, 10) and isinstance(step, shardgrad.graphs.GraphedStep):
+            step.reset()
+        seen.append(step(batch(number)).item())
+        seen.append(model[0].spare.weight.grad is None)
+        seen.append(model[0].spare.weight.to_local().detach().cpu().clone())
+        optimizer.zero_grad()
+    return seen
+
+
+def test_a_parameter_that_nobody_used_stays_as_it_is_in_a_replay_too() -> None:
+    same_on(2, unused_parameters)
+
+
+def two_models(graphed: Callable[..., Any]) -> list[Any]:
+    maker, judge = build(Setup(depth=2)), build(Setup(depth=1))
+    first = shardgrad.optim.AdamW(maker.parameters(), lr=1e-2)
+    second = shardgrad.optim.SGD(judge.parameters(), lr=1e-2)
+
+    @graphed(maker, judge, first, second)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        made = maker(x)
+        judged = judge(made.detach()).square().mean() - judge(x).mean()
+        judged.backward()
+        second.step()
+        second.zero_grad()
+        fooled = judge(made).square().mean()
+        fooled.backward()
+        first.step()
+        first.zero_grad()
+        second.zero_grad()
+        return judged, fooled
+
+    seen = [value.item() for number in range(7) for value in step(batch(number))]
+    require_replays(step, 1, 4)
+    return seen + weights(maker, judge)
+
+
+def test_two_models_that_take_turns_are_one_graph() -> None:
+    same_on(2, two_models)
+
+
+def training_and_evaluation(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup(dropout=0.3))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def train(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    pool = getattr(train, "pool", None)
+
+    @graphed(model, **({} if pool is None else {"pool": pool}))
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return loss_of(model, x)
+
+    seen = []
+    for number in range(12):
+        seen.append(train(batch(number)).item())
+        model.eval()
+        seen.append(evaluate(batch(-1 - number)).item())
+        with torch.no_grad():  # not in a graph, between two that are
+            seen.append(loss_of(model, batch(99)).item())
+        model.train()
+    require_replays(train, 1, 9)
+    require_replays(evaluate, 1, 9)
+    return seen + weights(model)
+
+
+def test_evaluation_in_a_graph_and_without_one_sees_what_training_replayed() -> None:
+    same_on(2, training_and_evaluation)
+
+
+def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+    """An evaluation is captured while nothing has changed since the last one, and gathers all the same."""
+    model = build(setup)
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(number: int) -> None:
+        loss_of(model, batch(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    @graphed(model, warmup=2)
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return loss_of(model, x)
+
+    train(0)
+    seen = [evaluate(batch(number)).item() for number in range(4)]
+    for number in range(1, 4):
+        train(number)
+        seen.append(evaluate(batch(number)).item())
+    require_replays(evaluate, 1, 5)
+    return seen + weights(model)
+
+
+STAGES = {
+    "fully sharded": (2, Setup()),
+    "parameters whole": (2, Setup(options={"zero_stage": 2})),
+    "both axes": (4, Setup(replicas=2, options={"zero_stage": "hfsdp"})),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> None:
+    ranks, setup = STAGES[stage]
+    same_on(ranks, evaluated_at_rest, setup)
+
+
+def shapes(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer, **({} if graphed is eager else {"max_graphs": 2}))
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number, rows in enumerate([4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]):
+        seen.append(step(batch(number, rows)).item())
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert step.captures > 3, "a third shape drops the graph that was not used for the longest time"
+        assert step.replays > 6
+    return seen + weights(model)
+
+
+def test_each_shape_has_its_graph_and_the_oldest_is_dropped() -> None:
+    same_on(2, shapes)
+
+
+def changes_between(graphed: Callable[..., Any], change: str) -> list[Any]:
+    """Something is changed between steps: the graph goes on with it, or another one is captured."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(12):
+        if number == 6:
+            _change(change, model, optimizer)
+        seen.append(step(batch(number)).item())
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert step.replays >= 6, "after the change it is replayed again"
+    return seen + weights(model)
+
+
+def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+    if change == "frozen":
+        model[1].requires_grad_(False)
+    elif change == "load":
+        model.load_state_dict({k: v.detach() * 0.5 for k, v in model.state_dict().items()})
+    elif change == "in place":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    elif change == "group":
+        group = optimizer.param_groups[0]
+        group.update(lr=0.5, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.3)
+    elif change == "reshard":
+        model[0].set_reshard_after_forward(False)
+    elif change == "moved away and back":
+        model.cpu()
+        model.to(NAME)
+    elif change == "another group":
+        extra = nn.Parameter(torch.ones(3, device=NAME))
+        optimizer.add_param_group({"params": [extra], "lr": 0.1})
+    elif change == "evaluated":
+        model.eval()
+        with torch.no_grad():
+            model(batch(99))
+        model.train()
+    elif change == "kept whole":
+        for block in model:
+            block.unshard()
+    elif change == "skipped":
+        loss_of(model, batch(98)).backward()
+        optimizer.zero_grad()
+
+
+CHANGES = (
+    *("frozen", "load", "in place", "group", "another group", "reshard"),
+    *("evaluated", "kept whole", "skipped", "moved away and back"),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_steps_is_followed(change: str) -> None:
+    same_on(2, changes_between, change)
+
+
+def goes_back_to_a_checkpoint(graphed: Callable[..., Any], folder: str) -> list[Any]:
+    """A checkpoint loaded while a graph exists is what its next replay starts from."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    def state() -> dict[str, Any]:
+        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    seen = []
+    for number in [*range(6), *range(3, 9)]:
+        if len(seen) == 3:
+            checkpoints.save(state(), folder)
+        if len(seen) == 6:
+            loaded = checkpoints.load(state(), folder)
+            model.load_state_dict(loaded["model"])
+            optimizer.load_state_dict(loaded["optimizer"])
+        seen.append(step(batch(number)).item())
+    assert seen[3:6] == seen[6:9]
+    require_replays(step, 1, 9)
+    return seen + weights(model)
+
+
+def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) -> None:
+    same_on(1, goes_back_to_a_checkpoint, str(tmp_path / "c"))
+
+
+# -- torch's optimizers and plain modules -------------------------------------------------------------------
+
+
+def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+    """SGD has its learning rate as a number: a new one is another graph, after an eager step with it."""
+    model = build(Setup())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(12):
+        optimizer.param_groups[0]["lr"] = 0.1 if number < 6 else 0.01
+        seen.append(step(batch(number)).item())
+    require_replays(step, 2, 3 + 5)
+    return seen + weights(model)
+
+
+def test_a_number_of_torchs_optimizer_that_changes_is_another_graph() -> None:
+    same_on(2, stock_optimizer)
+
+
+def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+    """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is followed."""
+    model = build(Setup())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    settings = {} if graphed is eager else {"on_uncapturable": "split", "verify": 1}
+
+    @graphed(model, optimizer, **settings)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        norm = shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss + norm
+
+    seen = []
+    for number in range(8):
+        seen.append(step(batch(number)).item())
+        schedule.step()
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert "AdamW" in step.outside[0]
+        assert "capturable=False" in step.outside[0]
+    require_replays(step, 1, 5)
+    return seen + weights(model)
+
+
+def test_a_graph_is_cut_around_an_optimizer_that_it_cannot_hold() -> None:
+    same_on(2, uncapturable_optimizer)
+
+
+def logging(graphed: Callable[..., Any], where: str) -> list[Any]:
+    """A loss is read on the host in the middle of a step: the graph is cut there."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    log: list[float] = []
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = torch.zeros((), device=x.device)
+        for part in x.chunk(2):
+            one = loss_of(model, part)
+            if where == "before the backward":
+                shardgrad.graphs.outside(lambda value: log.append(value.item()), one)
+            one.backward()
+            if where == "between micro-batches":
+                shardgrad.graphs.outside(lambda value: log.append(value.item()), one)
+            loss = loss + one.detach()
+        shardgrad.graphs.outside(lambda: log.append(_norm(model)))
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = [step(batch(number)).item() for number in range(7)]
+    require_replays(step, 1, 4)
+    return seen + log + weights(model)
+
+
+def _norm(model: nn.Module) -> float:
+    return sum(p.grad.to_local().square().sum().item() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("where", ["before the backward", "between micro-batches"])
+def test_a_graph_is_cut_where_the_step_says_that_the_host_reads(where: str) -> None:
+    same_on(2, logging, where)
+
+
+def compiled(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    for block in model:
+        block.body = torch.compile(block.body, backend="aot_eager")
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = [step(batch(number)).item() for number in range(6)]
+    require_replays(step, 1, 3)
+    return seen + weights(model)
+
+
+def test_compiled_regions_are_part_of_the_graph() -> None:
+    same_on(1, compiled)
+
+
+def plain_module(graphed: Callable[..., Any], make: str) -> list[Any]:
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3))
+    model = model.to(NAME)
+    torch.get_device_module(NAME).manual_seed(1)
+    if make == "ours":
+        optimizer: torch.optim.Optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    else:
+        lr = torch.tensor(1e-2, device=NAME)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=lr, capturable=True, foreach=False)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(14):
+        if make == "torch's" and number < 8:
+            lr.fill_(1e-2 / (number + 1))
+        elif make == "torch's" and number == 8:  # another tensor: another graph
+            optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=NAME)
+        seen.append(step(batch(number)).item())
+    require_replays(step, *((1, 11) if make == "ours" else (2, 5 + 5)))
+    return [*seen, *(t.detach().cpu() for t in (*model.parameters(), *model.buffers()))]
+
+
+@pytest.mark.parametrize("make", ["ours", "torch's"])
+def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
+    same_on(1, plain_module, make)
+
+
+# -- memory -------------------------------------------------------------------------------------------------
+
+
+def reserved(graphed: Callable[..., Any]) -> int:
+    """Returns the most that a device had reserved for training a model, in bytes."""
+    gc.collect()
+    module = torch.get_device_module(NAME)
+    module.empty_cache()
+    before = peak = module.memory_reserved()
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)))
+    for layer in model:
+        shardgrad.fully_shard(layer, mesh=init_device_mesh(NAME, (1,)))
+    shardgrad.fully_shard(model, mesh=init_device_mesh(NAME, (1,)))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(8):
+        step(torch.full((128, 128), float(number)).to(NAME))
+        peak = max(peak, module.memory_reserved())
+    require_replays(step, 1, 5)
+    return peak - before
+
+
+def test_a_graph_reserves_no_more_than_eager_steps() -> None:
+    """The inputs' buffers are all that is added."""
+    [eagerly] = VirtualRanks(1).run(reserved, eager)
+    [graphed] = VirtualRanks(1).run(reserved, shardgrad.graphed_step)
+    assert graphed <= 1.05 * eagerly

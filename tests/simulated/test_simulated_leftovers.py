@@ -1,0 +1,99 @@
+"""A process that goes on living gets everything back, however training has ended in it."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import shardgrad
+from shardgrad.diagnosis.flight_recorder import recorder
+from tests.simulated.accelerator.device import NAME
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+from tests.simulated.programs.graphed import Setup, batch, build, loss_of
+from tests.support.traps import Trap, TrapInBackward
+
+STEPS, LIMIT_S = 6, 20
+Probe = Callable[[], object]
+
+
+def groups_of(model: nn.Module) -> list:
+    units = [module.__dict__.get("_shardgrad_unit") for module in model.modules()]
+    return [group for unit in units if unit is not None for group in unit.groups]
+
+
+def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
+    """Trains until something is raised in the last step; returns what tells whether anything is left."""
+    setup = Setup(options={"offload_policy": CPUOffloadPolicy()} if offloads else {})
+    model = build(setup)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    number = 0
+
+    def step(x: Tensor) -> Tensor:
+        fails = number == STEPS - 1
+        if how == "forward" and fails:
+            raise error
+        loss = loss_of(model, x)
+        if how == "backward" and fails:
+            loss = TrapInBackward.apply(loss)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    # A shape that was not there before makes the last step a capture, or one that warms up for it.
+    taken = step if offloads else shardgrad.graphed_step(model, optimizer)(step)
+    for number in range(STEPS):
+        x = batch(number, rows=6 if number == STEPS - 1 else 4)
+        if number == STEPS - 1 and how != "success":
+            with pytest.raises(Trap if how == "backward" else error):
+                taken(x)
+        else:
+            taken(x)
+    if not offloads:
+        assert taken.captures >= 1
+    storages = [StorageWeakRef(group.shard.untyped_storage()) for group in groups_of(model)]
+    assert len(storages) == setup.depth
+    things = [model, optimizer, *model.parameters(), dist.group.WORLD]
+    return [*map(weakref.ref, things), *(lambda s=s: None if s.expired() else s for s in storages)]
+
+
+@pytest.mark.parametrize(
+    ("how", "error"),
+    [("success", Trap), ("forward", Trap), ("backward", Trap), ("forward", KeyboardInterrupt)],
+    ids=["success", "error in forward", "error in backward", "Ctrl-C"],
+)
+@pytest.mark.parametrize("offloads", [False, True], ids=["graphed", "pinned"])
+def test_graphs_pinned_memory_and_process_groups_are_gone(
+    how: str, error: type[BaseException], offloads: bool
+) -> None:
+    module = torch.get_device_module(NAME)
+
+    def held() -> list[int]:
+        return [module.memory_allocated(index) for index in range(2)]
+
+    gc.collect()
+    lines, held_by_others = len(recorder.group_logs()), held()
+    probes = [probe for found in VirtualRanks(2).run(train, how, offloads, error) for probe in found]
+
+    def left() -> list[object]:
+        gc.collect()
+        return [thing for probe in probes if (thing := probe()) is not None]
+
+    # Autograd's own threads let go of a backward a moment after it has returned.
+    deadline_s = time.monotonic() + LIMIT_S
+    while left() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if left():
+        raise AssertionError(f"still there: {sorted(type(thing).__name__ for thing in left())}")
+    assert all(now <= before for now, before in zip(held(), held_by_others, strict=True))
+    assert len(recorder.group_logs()) == lines  # one for each process group that there is
+    assert not dist.is_initialized()

@@ -1,0 +1,135 @@
+"""`CPUOffloadPolicy` where host and device differ: the same numbers, memory on the host, copies in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+import shardgrad
+from shardgrad.errors import CaptureError, ForeignParameterError
+from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.support.parity import ROWS, VOCABULARY, Tower, token_loss, tower
+
+STEPS = 3
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def _tower(policy: OffloadPolicy, replicas: int, **options: Any) -> Tower:
+    shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    names = ("replicate", "shard")[-len(shape) :]
+    options = {
+        "mesh": init_device_mesh("sim", shape, mesh_dim_names=names),
+        "offload_policy": policy,
+    } | options
+    with one_at_a_time():
+        model = tower()
+    for inner in (*model.layers, model.embedding):
+        shardgrad.fully_shard(inner, **options)
+    return shardgrad.fully_shard(model, **options)
+
+
+def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    world = dist.get_world_size()
+    generator = torch.Generator().manual_seed(1_000 + step)
+    tokens, targets = torch.randint(VOCABULARY, (2, ROWS * world, 5), generator=generator)
+    rank = dist.get_rank()
+    return tokens.chunk(world)[rank].to("sim"), targets.chunk(world)[rank].to("sim")
+
+
+def _train(
+    policy: OffloadPolicy, replicas: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
+) -> list[torch.Tensor]:
+    """Trains; returns the losses, and this rank's pieces and gradients of the last step."""
+    model = _tower(policy, replicas, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    found = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(micro_batches):
+            last = micro == micro_batches - 1
+            model.set_requires_gradient_sync(sync_each or last)
+            model.set_is_last_backward(last)
+            loss = token_loss(model, _batch(micro_batches * step + micro))
+            loss.backward()
+            found.append(loss.detach())
+        shardgrad.clip_grad_norm_(model, 0.5)
+        optimizer.step()
+    offloaded = isinstance(policy, CPUOffloadPolicy)
+    home = "cpu" if offloaded else "sim"
+    for param in model.parameters():
+        assert param.device.type == param.grad.device.type == home
+        assert all(t.device.type == home for t in optimizer.state[param].values() if t.ndim)
+    local = [t.to_local() for param in model.parameters() for t in (param, param.grad)]
+    return [tensor.detach().cpu() for tensor in (*found, *local)]
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize(
+    ("world_size", "replicas", "micro_batches", "sync_each", "options"),
+    [
+        (1, 1, 1, True, {}),
+        (2, 1, 2, True, {}),
+        (2, 1, 2, False, {"mp_policy": BF16}),
+        (4, 2, 2, True, {"reshard_after_forward": False}),
+    ],
+    ids=["one rank", "accumulating", "reduced at the end", "replicas"],
+)
+def test_shards_on_the_host_train_bit_for_bit_like_shards_on_the_device(
+    world_size: int,
+    replicas: int,
+    micro_batches: int,
+    sync_each: bool,
+    options: dict[str, Any],
+    pin_memory: bool,
+) -> None:
+    loop = (replicas, micro_batches, sync_each, options)
+    with checked():
+        on_host = VirtualRanks(world_size).run(_train, CPUOffloadPolicy(pin_memory=pin_memory), *loop)
+    on_device = VirtualRanks(world_size).run(_train, OffloadPolicy(), *loop)
+    for ours, theirs in zip(on_host, on_device, strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def _device_memory(policy: OffloadPolicy) -> int:
+    """Returns the bytes of device memory that a trained model and its optimizer hold between steps."""
+    model = _tower(policy, 1)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    token_loss(model, _batch(0)).backward()
+    optimizer.step()
+    groups = [
+        grads
+        for module in model.modules()
+        if (unit := module.__dict__.get("_shardgrad_unit"))
+        for grads in unit.grad_groups
+    ]
+    held = [t for grads in groups for t in (grads.group.shard, grads.require_shard().flat)]
+    held += [t for _, t in optimizer.buffers()]
+    return sum(t.nbytes for t in held if t.device.type == "sim")
+
+
+def test_no_shard_gradient_or_state_is_left_on_the_device() -> None:
+    assert VirtualRanks(2).run(_device_memory, OffloadPolicy())[0] > 0
+    assert VirtualRanks(2).run(_device_memory, CPUOffloadPolicy()) == [0, 0]
+
+
+def _ask_for_a_graph() -> None:
+    model = _tower(CPUOffloadPolicy(), 1)
+    with pytest.raises(CaptureError, match="CPUOffloadPolicy and graphed_step exclude each other"):
+        shardgrad.graphed_step(model)(lambda: None)
+
+
+def _move_to_the_device() -> None:
+    model = _tower(CPUOffloadPolicy(), 1)
+    with pytest.raises(ForeignParameterError, match="materialized on CPU when enabling CPU offloading"):
+        model.to("sim")
+
+
+@pytest.mark.parametrize("ask", [_ask_for_a_graph, _move_to_the_device])
+def test_what_the_policy_excludes_is_refused(ask: Any) -> None:
+    VirtualRanks(2).run(ask)

@@ -1,0 +1,84 @@
+"""The training program's step on a device with graphs: captured by itself, with an eager step's numbers."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep, validation_loss
+from tests.simulated.accelerator.device import NAME, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+
+STEPS = 7
+SHAPE = {"width": 16, "layers": 2, "heads": 2, "kv_heads": 1, "hidden": 16}
+
+
+class OwnWorld(World):
+    """A rank that keeps its numbers: virtual ranks have no collectives on the host."""
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        return [values]
+
+
+class Seen(list[float]):
+    """Numbers of a run, and how many of its steps were replays."""
+
+    replays = 0
+
+
+def trained(config: TrainConfig) -> Seen:
+    """Trains with a validation in between; returns losses, norms, and what validation said."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    place = OwnWorld(rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD))
+    with one_at_a_time():
+        model = build_model(config, init_device_mesh(NAME, (ranks,)), place.device)
+    optimizer = build_optimizer(model, config)
+    state = TrainState(model, optimizer, build_schedule(optimizer, config))
+    text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    step = TrainStep(state, Sampler(text, config.seq_len, seed=0), config, place)
+    seen = Seen()
+    for number in range(STEPS):
+        result = step()
+        seen += [result.loss.item(), result.grad_norm.item(), result.lr]
+        if number == STEPS // 2:
+            seen.append(validation_loss(model, text, config, place))
+    seen.replays = getattr(step.update, "replays", 0)
+    return seen
+
+
+def same_with_a_graph(settings: dict[str, Any], replays: int) -> None:
+    common: dict[str, Any] = {"steps": STEPS, "seq_len": 8, "batch_size": 2, "override": SHAPE}
+    common |= {"warmup_steps": 3, "eval_samples": 3, "lr": 1e-2, **settings}
+    runs = []
+    for graph in ("off", "auto"):
+        with checked():
+            runs.append(trained(TrainConfig(**common, graph=graph)))
+    off, auto = runs
+    assert off == auto
+    assert (off.replays, auto.replays) == (0, replays)
+
+
+@pytest.mark.parametrize(
+    ("settings", "replays"),
+    [
+        ({}, STEPS - 3),
+        ({"accumulate": 3, "clip": 0.05}, STEPS - 3),
+        ({"accumulate": 2, "sync_every_microbatch": True, "optimizer": "sgd"}, STEPS - 3),
+        ({"activation_checkpointing": True, "precision": "bf16-mixed"}, STEPS - 3),
+        ({"engine": "none"}, 0),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
+)
+def test_the_program_captures_its_step_and_trains_as_without(settings: dict[str, Any], replays: int) -> None:
+    ranks = 1 if settings.get("engine") == "none" else 2
+    VirtualRanks(ranks).run(same_with_a_graph, settings, replays)

@@ -1,0 +1,104 @@
+"""What the tests of `shardgrad.optim.Muon` share: a tight oracle, and a program for both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import _muon
+
+import shardgrad
+from tests.support.parity import (
+    UNSHARDED,
+    Engine,
+    Tensors,
+    float64,
+    hsdp_mesh,
+    token_loss,
+    tower,
+)
+
+EXACT = {"ns_dtype": torch.float64}
+
+
+def textbook(grad: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
+    """Newton-Schulz as it is written down, in the gradient's dtype, without transposing."""
+    a, b, c = coefficients
+    x = grad / grad.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+@contextmanager
+def exactly() -> Iterator[None]:
+    """torch's optimizer always iterates in bfloat16; here in float64, so that a comparison can be tight."""
+    with float64(), mock.patch.object(_muon, "_zeropower_via_newtonschulz", textbook):
+        yield
+
+
+def muon(engine: Engine, params: Any, **options: Any) -> torch.optim.Optimizer:
+    """Returns our optimizer for our engine, and torch's for the unsharded oracle."""
+    if engine is UNSHARDED:
+        return torch.optim.Muon(params, **options)
+    exact = EXACT if torch.get_default_dtype() is torch.float64 else {}
+    return shardgrad.optim.Muon(params, **exact, **options)
+
+
+def both(engine: Engine, model: nn.Module, **options: Any) -> list[torch.optim.Optimizer]:
+    """Muon for matrices, AdamW for the rest, which lies between them in every unit."""
+    home = torch.optim if engine is UNSHARDED else shardgrad.optim
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [muon(engine, matrices, **{"lr": 0.02, **options}), home.AdamW(others, lr=1e-2)]
+
+
+def train(
+    engine: Engine, *, mesh: tuple[int, int] | None = None, clip: float | None = None, **options: Any
+) -> Tensors:
+    """Ten steps with a learning rate, a momentum and a weight decay that change."""
+    sharding = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
+    model = engine.shard_tower(tower(), **sharding)
+    optims = both(engine, model, **options)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optims[0], max_lr=0.02, total_steps=12, base_momentum=0.7, max_momentum=0.95
+    )
+    history: Tensors = {}
+    for step in range(10):
+        loss = token_loss(model, engine.tokens(step))
+        loss.backward()
+        history[f"loss {step}"] = engine.mean(loss)
+        if step == 5:
+            optims[0].param_groups[0]["weight_decay"] = 0.5
+        if clip is not None:
+            clip_by = nn.utils.clip_grad_norm_ if engine is UNSHARDED else shardgrad.clip_grad_norm_
+            history[f"norm {step}"] = clip_by(model.parameters(), clip).to(loss.dtype)
+        for optim in optims:
+            optim.step()
+            optim.zero_grad()
+        schedule.step()
+    return {**history, **engine.snapshot(model)}
+
+
+# float64: a rounding of 2**-53 in a gradient is carried by the iteration's slope at zero, 3.4445**5 = 485, to
+# an update, in ten steps, with a margin of two for what they do to each other.
+TIGHT = 2 * 10 * 485 * 2**-53
+
+
+def cut_like(param: DTensor, whole: Tensor) -> DTensor:
+    return distribute_tensor(whole, param.device_mesh, param.placements)
+
+
+def everything(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
+    found = {name: p.full_tensor().clone() for name, p in model.named_parameters()}
+    for i, state in optim.state_dict()["state"].items():
+        for key, value in state.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            found[f"{key} of {i}"] = whole.clone()
+    return found

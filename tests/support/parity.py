@@ -1,0 +1,324 @@
+"""Models, engines and training loops that the parity tests share.
+
+A *program* is a function of an `Engine` that builds, trains and returns named tensors. Running one program
+under two engines and comparing what comes back is how most tests here judge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import shardgrad
+
+VOCABULARY = 13
+WIDTH = 7
+ROWS = 3  # of a rank's batch
+BYTE_DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]  # without gradients
+
+Tensors = dict[str, Tensor]
+
+
+# -- models -------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """A residual block with a norm, biases and prime sizes."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 11) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """Tokens in, logits out; the head is registered before the layers, and `gain` has a single element."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.gain = nn.Parameter(torch.ones(1))
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.RMSNorm(WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x)) * self.gain
+
+
+class ManySmall(nn.Module):
+    """Forty parameters of one to forty elements around one embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 41)
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, n) for n in range(1, 41))
+        self.head = nn.Linear(41, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for scale in self.scales:
+            x = x * F.pad(scale, (0, 41 - scale.numel()), value=1.0)
+        return self.head(x)
+
+
+def tower(seed: int = 0, depth: int = 3) -> Tower:
+    """Returns a tower with the same weights on every rank."""
+    torch.manual_seed(seed)
+    return Tower(depth)
+
+
+def many_small() -> ManySmall:
+    torch.manual_seed(0)
+    return ManySmall()
+
+
+def recompute(model: Tower) -> Tower:
+    """Makes backward run the layers' forwards again, inside whatever is put around them."""
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    return model
+
+
+def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
+    """Returns linear layers with a tanh between them."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for inner, outer in pairwise(sizes):
+        layers += [nn.Linear(inner, outer), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+# -- engines ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One way to run a program.
+
+    Attributes:
+        fully_shard: shards a module; returns it as it is for the unsharded oracle.
+        whole_batch: give every rank the batches of all ranks, concatenated.
+        gathers: report whole tensors and mean losses; otherwise what this rank holds, without communication.
+    """
+
+    name: str
+    fully_shard: Callable[..., Any]
+    whole_batch: bool = False
+    gathers: bool = False
+
+    def shard_tower(self, model: Tower, **options: Any) -> Tower:
+        """Shards every layer, the embedding, and the rest as root."""
+        for inner in (*model.layers, model.embedding):
+            self.fully_shard(inner, **options)
+        return self.fully_shard(model, **options)
+
+    def sync(self, model: nn.Module, flag: bool) -> None:
+        if not self.whole_batch:
+            model.set_requires_gradient_sync(flag)
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of a tensor: whole if the engine gathers, else this rank's piece."""
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor() if self.gathers else tensor.to_local()
+        return tensor.detach().clone()
+
+    def snapshot(self, model: nn.Module) -> Tensors:
+        """Returns parameters and gradients by name; a gradient that is None is left out."""
+        if not self.whole_batch:
+            for module in model.modules():  # a forward may have left parameters whole
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        found: Tensors = {}
+        for name, param in model.named_parameters():
+            found[name] = self.read(param)
+            if param.grad is not None:
+                found[f"{name}.grad"] = self.read(param.grad)
+        return found
+
+    def mean(self, value: Tensor) -> Tensor:
+        """Returns the mean over ranks if the engine gathers, else this rank's value."""
+        value = value.detach().clone()
+        if self.gathers and not self.whole_batch:
+            dist.all_reduce(value)
+            value /= dist.get_world_size()
+        return value
+
+    def mine(self, everything: Tensor) -> Tensor:
+        """Cuts this rank's part, along dim 0, out of a batch for all ranks."""
+        if self.whole_batch:
+            return everything
+        return everything.chunk(dist.get_world_size())[dist.get_rank()]
+
+    def tokens(self, step: int) -> tuple[Tensor, Tensor]:
+        """Returns this rank's tokens and targets of a step."""
+        generator = torch.Generator().manual_seed(1_000 + step)
+        shape = (2, ROWS * dist.get_world_size(), 5)
+        tokens, targets = torch.randint(VOCABULARY, shape, generator=generator)
+        return self.mine(tokens), self.mine(targets)
+
+    def inputs(self, step: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns this rank's random inputs of a step."""
+        generator = torch.Generator().manual_seed(2_000 + step)
+        rows = ROWS * dist.get_world_size()
+        return self.mine(torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(dtype))
+
+
+def _leave_alone(module: Any, **_: Any) -> Any:
+    return module
+
+
+SHARDGRAD = Engine("shardgrad", shardgrad.fully_shard)
+FSDP2 = Engine("fsdp2", fsdp.fully_shard)
+GATHERED = replace(SHARDGRAD, gathers=True)
+FSDP2_GATHERED = replace(FSDP2, gathers=True)
+UNSHARDED = Engine("unsharded", _leave_alone, whole_batch=True, gathers=True)
+
+
+@cache
+def hsdp_mesh(replicas: int, shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replicate", "shard"))
+
+
+@cache
+def flat_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+
+
+# -- loops --------------------------------------------------------------------------------------------------
+
+
+def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name == "adamw":
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9)
+
+
+def train(
+    engine: Engine,
+    model: nn.Module,
+    *,
+    steps: int = 3,
+    optimizer: str = "adamw",
+    micro_batches: int = 1,
+    sync_each: bool = True,
+    set_to_none: bool = True,
+    first_step: int = 0,
+) -> Tensors:
+    """Trains on token batches; returns every step's loss, and the last step's parameters and gradients."""
+    optim = make_optimizer(optimizer, model)
+    history: Tensors = {}
+    for step in range(first_step, first_step + steps):
+        total = torch.zeros(())
+        for micro in range(micro_batches):
+            engine.sync(model, sync_each or micro == micro_batches - 1)
+            loss = token_loss(model, engine.tokens(step * micro_batches + micro)) / micro_batches
+            loss.backward()
+            total = total + loss.detach()
+        history[f"loss of step {step}"] = engine.mean(total)
+        optim.step()
+        if step == first_step + steps - 1:
+            history.update(engine.snapshot(model))
+        optim.zero_grad(set_to_none=set_to_none)
+    return history
+
+
+@contextmanager
+def watching_collectives(act: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Calls `act` with the name and the input of each collective that somebody asks torch for."""
+    two = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+    newer = [name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)]
+    inputs = dict.fromkeys((*two, *newer), 1) | {"all_reduce": 0}
+    originals = {name: getattr(dist, name) for name in inputs}
+
+    def acting(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tensors = [*args, *(v for v in kwargs.values() if isinstance(v, Tensor))]
+            act(name, tensors[inputs[name]])
+            return originals[name](*args, **kwargs)
+
+        return call
+
+    for name in originals:
+        setattr(dist, name, acting(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+
+
+# -- judging ------------------------------------------------------------------------------------------------
+
+
+def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
+    """Requires the same names, dtypes and bits."""
+    assert list(ours) == list(theirs), f"names differ: {sorted(ours.keys() ^ theirs.keys())}"
+    for name, right in theirs.items():
+        assert (ours[name].dtype, ours[name].shape) == (right.dtype, right.shape), name
+        off = (ours[name] - right).abs().max().item() if right.numel() else 0.0
+        assert torch.equal(ours[name], right), f"{name} differs by up to {off}"
+
+
+def assert_close(ours: Tensors, theirs: Tensors, *, tolerance: float = 1e-10) -> None:
+    """Requires the same names, and values equal within `tolerance` (relative, and absolute).
+
+    The default is for float64 programs: some thousand roundings of 1e-16, and a margin of a hundred.
+    """
+    assert list(ours) == list(theirs), f"names differ: {sorted(ours.keys() ^ theirs.keys())}"
+    for name, right in theirs.items():
+        torch.testing.assert_close(
+            ours[name], right, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+Program = Callable[..., Tensors]
+
+
+def same_bits_as_fsdp2(program: Program, *args: Any, **kwargs: Any) -> None:
+    """Runs a program under both engines on this rank and requires identical results."""
+    assert_same_bits(program(SHARDGRAD, *args, **kwargs), program(FSDP2, *args, **kwargs))
+
+
+def close_to_unsharded(program: Program, *args: Any, tolerance: float = 1e-10, **kwargs: Any) -> None:
+    """Runs a float64 program sharded, and unsharded on the concatenated batch; requires equal results."""
+    with float64():
+        ours, theirs = program(GATHERED, *args, **kwargs), program(UNSHARDED, *args, **kwargs)
+    assert_close(ours, theirs, tolerance=tolerance)
+
+
+@contextmanager
+def float64() -> Iterator[None]:
+    """Makes float64 the default dtype: models built inside have it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,137 @@
+"""Running a function on every rank of a small world, within a time limit.
+
+Workers start once for each world size and serve every test: they keep what torch has imported, compiled and
+cached. A test that fails, or breaks the process group, leaves workers behind that are replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from tests.support.processes import CONTEXT, FairClock
+
+COLLECTIVE_TIMEOUT_S = 60.0
+# How long the other ranks may go on after one has raised: they may wait for it in a collective.
+GRACE_S = 5.0
+
+
+class RankError(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _serve(
+    rank: int, world_size: int, port: int, timeout_s: float, pipe: Connection, path: list[str]
+) -> None:
+    sys.path[:] = path
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    while True:
+        task = pipe.recv()
+        if task is None:
+            dist.destroy_process_group()
+            return
+        module, name, args, kwargs = task
+        try:
+            torch.manual_seed(0)
+            result = getattr(importlib.import_module(module), name)(*args, **kwargs)
+            pipe.send((True, result))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Ranks:
+    """`world_size` processes joined by gloo."""
+
+    def __init__(self, world_size: int, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+        self.world_size = world_size
+        self._timeout_s = collective_timeout_s
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def start(self) -> None:
+        """Starts the workers, unless they run."""
+        if self._processes:
+            return
+        port = _free_port()
+        for rank in range(self.world_size):
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_serve,
+                args=(rank, self.world_size, port, self._timeout_s, theirs, sys.path),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def stop(self) -> None:
+        """Ends the workers, by force after a second."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self._processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._processes, self._pipes = [], []
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
+    ) -> list[Any]:
+        """Returns what `function` returned on each rank.
+
+        Args:
+            function: at the top of its module.
+            timeout_s: seconds, those left out in which the ranks waited for a core.
+
+        Raises:
+            RankError: a rank raised, died, or took longer than `timeout_s`; the workers are replaced.
+        """
+        self.start()
+        for pipe in self._pipes:
+            pipe.send((function.__module__, function.__qualname__, args, kwargs))
+        results: dict[int, tuple[bool, Any]] = {}
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        clock, limit_s = FairClock([process.pid for process in self._processes]), timeout_s
+        while waiting:
+            for pipe in wait(list(waiting), 0.5):
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    results[rank] = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    results[rank] = (False, "the process died")
+                if not results[rank][0]:
+                    limit_s = min(limit_s, clock.elapsed_s() + GRACE_S)
+            if waiting and clock.elapsed_s() > limit_s:
+                late = f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another rank"
+                results.update((rank, (False, late)) for rank in waiting.values())
+                break
+        failed = {rank: text for rank, (ok, text) in results.items() if not ok}
+        if failed:
+            self.stop()
+            raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
+        return [results[rank][1] for rank in range(self.world_size)]

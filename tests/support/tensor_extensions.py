@@ -1,0 +1,185 @@
+"""Tensor subclasses that say themselves what an all-gather moves."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils import _pytree as pytree
+
+import shardgrad
+from tests.support.parity import Engine, Tensors, stack
+
+aten = torch.ops.aten
+_KEEPS_CLASS = {
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.new_zeros.default,
+    aten.slice.Tensor,
+    aten.split.Tensor,
+    aten.view.default,
+    aten.as_strided.default,
+    aten.alias.default,
+    aten.copy_.default,
+    aten.clone.default,
+    aten._to_copy.default,
+}
+
+
+class Narrowed(Tensor):
+    """Keeps float32 and gathers bfloat16.
+
+    Attributes:
+        calls: the arguments that `fsdp_pre_all_gather` was given last.
+    """
+
+    calls: ClassVar[dict[str, Any]] = {}
+
+    @staticmethod
+    def __new__(cls, data: Tensor) -> Narrowed:
+        return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
+            cls, data.size(), data.stride(), data.storage_offset(),
+            dtype=data.dtype, device=data.device, requires_grad=data.requires_grad,
+        )  # fmt: skip
+
+    def __init__(self, data: Tensor) -> None:
+        self._data = data
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Narrowed:
+        return Narrowed(inner["_data"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._data})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        wrapped = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Narrowed))
+        unwrap = lambda t: t._data  # noqa: E731
+        args, kwargs = pytree.tree_map_only(Narrowed, unwrap, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        if func not in _KEEPS_CLASS:
+            return out
+        return pytree.tree_map_only(Tensor, lambda t: type(wrapped)(t), out)
+
+    def fsdp_pre_all_gather(
+        self,
+        mesh: DeviceMesh,
+        outer_size: torch.Size,
+        outer_stride: tuple[int, ...],
+        module: nn.Module,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        Narrowed.calls = {
+            "mesh": mesh, "size": outer_size, "stride": outer_stride, "module": module, "policy": mp_policy
+        }  # fmt: skip
+        rows = -(-outer_size[0] // mesh.size())
+        data = self._data
+        if data.size(0) != rows:
+            padded = data.new_zeros(rows, *data.shape[1:])
+            padded[: data.size(0)].copy_(data)
+            data = padded
+        return (data.to(torch.bfloat16),), {"scale": 1}
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        assert metadata == {"scale": 1}
+        (gathered,) = outputs
+        assert gathered.dtype == torch.bfloat16
+        if out is not None:
+            with torch.no_grad(), _unsafe_preserve_version_counter(out):
+                out.copy_(gathered[: out.size(0)])
+            return None
+        wide = gathered.to(param_dtype)
+        return wide, (wide,)
+
+
+class Quantized(Narrowed):
+    """Gathers int8 and one scale a rank; the older signature, which gets the mesh only."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[Tensor, ...], Any]:  # type: ignore[override]
+        scale = self._data.abs().amax().clamp_min(1e-12) / 127
+        return ((self._data / scale).round().to(torch.int8), scale.reshape(1)), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    ) -> Any:
+        numbers, scales = outputs
+        pieces = numbers.chunk(len(scales))
+        whole = torch.cat(
+            [piece.to(param_dtype) * scale for piece, scale in zip(pieces, scales, strict=True)]
+        )
+        if out is None:
+            return whole, (whole,)
+        with torch.no_grad(), _unsafe_preserve_version_counter(out):
+            out.copy_(whole)
+        return None
+
+
+class Half(Tensor):
+    """Has one of the two methods only."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        raise NotImplementedError
+
+
+def extended(kind: type[Narrowed], *sizes: int, on_meta: bool = False) -> nn.Sequential:
+    """Returns linear layers whose weights, but not their biases, are of `kind`."""
+    model = stack(*sizes)
+    if on_meta:
+        model = model.to("meta")
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def values(engine: Engine, model: nn.Module) -> Tensors:
+    found: Tensors = {}
+    for module in model.modules():
+        if isinstance(module, shardgrad.FSDPModule | torch.distributed.fsdp.FSDPModule):
+            module.reshard()
+    for name, param in model.named_parameters():
+        local = param.to_local()
+        found[name] = (local._data if isinstance(local, Narrowed) else local).detach().clone()
+        if param.grad is not None:
+            found[f"{name}.grad"] = engine.read(param.grad)
+    return found
+
+
+def train(
+    engine: Engine,
+    kind: type[Narrowed],
+    sizes: tuple[int, ...],
+    *,
+    fused: bool = False,
+    micro_batches: int = 1,
+    sync: bool = True,
+    **options: Any,
+) -> Tensors:
+    model = extended(kind, *sizes)
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            engine.fully_shard(layer, **options)
+    engine.fully_shard(model, **options)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False, fused=fused)
+    found: Tensors = {}
+    for step in range(3):
+        for micro in range(micro_batches):
+            engine.sync(model, sync or micro == micro_batches - 1)
+            loss = model(engine.inputs(step, sizes[0])).square().mean()
+            loss.backward()
+            found[f"loss {step}.{micro}"] = loss.detach()
+        optim.step()
+        if step == 2:
+            found |= values(engine, model)
+        optim.zero_grad()
+    return found

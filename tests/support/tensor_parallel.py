@@ -1,0 +1,119 @@
+"""Layers that tensor parallelism cuts and an engine shards, and the loop that trains them."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from tests.support.parity import (
+    Engine,
+    Tensors,
+)
+
+WIDTH = 6
+
+
+@cache
+def grid(*shape: int) -> DeviceMesh:
+    names = {2: ("dp", "tp"), 3: ("replicate", "dp", "tp")}[len(shape)]
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+class Mlp(nn.Module):
+    """A norm on sequence shards, one matrix cut by columns, one by rows; sizes that ranks do not divide."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = 10) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+
+def mlps(hidden: int = 10, depth: int = 2) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Mlp(hidden=hidden) for _ in range(depth)))
+
+
+def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
+    for mlp in model:
+        parallelize_module(
+            mlp,
+            mesh,
+            {
+                "norm": SequenceParallel(sequence_dim=0),
+                "up": ColwiseParallel(input_layouts=Shard(0)),
+                "down": RowwiseParallel(output_layouts=Replicate()),
+            },
+        )
+    return model
+
+
+def inputs(step: int, mesh: DeviceMesh) -> Tensor:
+    """Returns what this rank's data-parallel rank gets; the same for all of its tensor-parallel ranks."""
+    dp = mesh["dp"]
+    rank = dp.get_local_rank()
+    if mesh.ndim == 3:
+        rank += dp.size() * mesh["replicate"].get_local_rank()
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+
+
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
+
+
+def build(engine: Engine, shape: tuple[int, ...], hidden: int = 10, **options: Any) -> nn.Sequential:
+    mesh = grid(*shape)
+    model = parallelize(mlps(hidden), mesh["tp"])
+    for mlp in model:
+        engine.fully_shard(mlp, mesh=data_mesh(mesh), **options)
+    return engine.fully_shard(model, mesh=data_mesh(mesh), **options)
+
+
+def train(
+    engine: Engine,
+    shape: tuple[int, ...],
+    *,
+    hidden: int = 10,
+    micro_batches: int = 1,
+    sync: bool = True,
+    max_norm: float | None = None,
+    **options: Any,
+) -> Tensors:
+    model = build(engine, shape, hidden, **options)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found: Tensors = {}
+    for step in range(2):
+        for micro in range(micro_batches):
+            engine.sync(model, sync or micro == micro_batches - 1)
+            loss = model(inputs(step * micro_batches + micro, grid(*shape))).square().mean()
+            loss.backward()
+            found[f"loss {step}.{micro}"] = loss.detach()
+        if max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            found[f"norm {step}"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        optim.step()
+        if step == 1:
+            found |= engine.snapshot(model)
+        optim.zero_grad()
+    return found
+
+
+needs_dims = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch has none")

@@ -1,0 +1,362 @@
+"""Bad input: a typed error of the builtin type FSDP2 raises, a way out, and an untouched module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import shardgrad
+from shardgrad import errors
+from tests.support.parity import FSDP2, SHARDGRAD, stack, tower
+from tests.support.ranks import Ranks
+
+
+@cache
+def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+@dataclass
+class Case:
+    """Something that must be refused.
+
+    Attributes:
+        build: makes the module.
+        error: ours.
+        builtin: what FSDP2 raises in its place.
+        says: part of the message.
+        options: makes the keyword arguments of fully_shard from the module.
+    """
+
+    build: Callable[[], Any]
+    error: type[Exception]
+    builtin: type[Exception]
+    says: str
+    options: Callable[[Any], dict[str, Any]] = field(default=lambda module: {})
+
+
+def with_param(param: nn.Parameter) -> nn.Module:
+    module = stack(5, 7)
+    module.extra = param
+    return module
+
+
+def on_two_devices() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3, device="meta"))
+
+
+def sharded_before() -> nn.Module:
+    return SHARDGRAD.fully_shard(stack(5, 7, 3))
+
+
+def child_of_a_root() -> nn.Module:
+    return SHARDGRAD.fully_shard(stack(5, 7, 3))[0]
+
+
+def plain() -> nn.Module:
+    return stack(5, 7, 3)
+
+
+class OtherOffload(shardgrad.OffloadPolicy):
+    pass
+
+
+CASES = {
+    "scalar": Case(
+        lambda: with_param(nn.Parameter(torch.tensor(1.0))),
+        errors.UnsupportedParameterError,
+        ValueError,
+        "Change extra to a 1D tensor with numel equal to 1",
+    ),
+    "non_contiguous": Case(
+        lambda: with_param(nn.Parameter(torch.randn(3, 5).t())),
+        errors.UnsupportedParameterError,
+        NotImplementedError,
+        "FSDP does not support non-contiguous parameters",
+    ),
+    "complex": Case(
+        lambda: with_param(nn.Parameter(torch.ones(3, dtype=torch.complex64))),
+        errors.UnsupportedParameterError,
+        ValueError,
+        "torch.complex64, the dtype of extra",
+    ),
+    "container": Case(
+        lambda: nn.ModuleList([nn.Linear(3, 3)]),
+        errors.ContainerError,
+        ValueError,
+        "fully_shard does not support containers that do not implement forward",
+    ),
+    "dict_container": Case(
+        lambda: nn.ModuleDict({"a": nn.Linear(3, 3)}),
+        errors.ContainerError,
+        ValueError,
+        "fully_shard does not support containers that do not implement forward",
+    ),
+    "devices": Case(on_two_devices, errors.DeviceError, ValueError, "1.weight on meta"),
+    "mesh_3d": Case(
+        plain,
+        errors.MeshError,
+        ValueError,
+        "fully_shard expects a 1D or 2D DeviceMesh but got",
+        lambda _: {"mesh": mesh_of(1, 1, 2, names=("a", "b", "c"))},
+    ),
+    "mesh_without_names": Case(
+        plain,
+        errors.MeshNamesError,
+        AssertionError,
+        "Please init the 2D mesh for HSDP with mesh_dim_names specified",
+        lambda _: {"mesh": mesh_of(1, 2)},
+    ),
+    "twice": Case(
+        sharded_before,
+        errors.AlreadyShardedError,
+        AssertionError,
+        "can only be applied to a module once",
+    ),
+    "claimed": Case(child_of_a_root, errors.ParameterClaimedError, ValueError, "weight"),
+    "indivisible": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "it should be a factor of 2, not 3",
+        lambda _: {"reshard_after_forward": 3},
+    ),
+    "reshard_type": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "reshard_after_forward should be a bool or an int",
+        lambda _: {"reshard_after_forward": "yes"},
+    ),
+    "dp_mesh_dims": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "must be a DataParallelMeshDims",
+        lambda _: {"dp_mesh_dims": object()},
+    ),
+    "other_offload": Case(
+        plain,
+        errors.UnsupportedError,
+        NotImplementedError,
+        "OtherOffload",
+        lambda _: {"offload_policy": OtherOffload()},
+    ),
+    "other_dim": Case(
+        plain,
+        errors.UnsupportedParameterError,
+        NotImplementedError,
+        "uneven sharding on dim 1",
+        lambda _: {"shard_placement_fn": lambda param: Shard(param.ndim - 1)},
+    ),
+    "replicated": Case(
+        plain,
+        errors.PlacementError,
+        ValueError,
+        "Replicate()",
+        lambda _: {"shard_placement_fn": lambda param: Replicate()},
+    ),
+    "not_a_module": Case(lambda: "model", errors.OptionError, ValueError, "str"),
+    "no_modules": Case(list, errors.OptionError, ValueError, "an empty list"),
+    "not_a_policy": Case(
+        plain, errors.OptionError, ValueError, "mp_policy", lambda _: {"mp_policy": torch.bfloat16}
+    ),
+    "stage": Case(plain, errors.OptionError, ValueError, "zero_stage=4", lambda _: {"zero_stage": 4}),
+    "stage_and_reshard": Case(
+        plain,
+        errors.OptionError,
+        ValueError,
+        "zero_stage=2 keeps parameters whole",
+        lambda _: {"zero_stage": 2, "reshard_after_forward": True},
+    ),
+    "hybrid_on_one_axis": Case(
+        plain, errors.OptionError, ValueError, "second axis", lambda _: {"zero_stage": "hfsdp"}
+    ),
+    "not_a_mesh": Case(plain, errors.OptionError, ValueError, "mesh", lambda _: {"mesh": 2}),
+}
+
+
+def fingerprint(module: Any) -> Any:
+    """Returns everything that sharding changes, in a comparable form."""
+    if not isinstance(module, nn.Module):
+        return None
+    modules = []
+    for name, each in module.named_modules():
+        params = [
+            (key, id(p), p.data_ptr(), sorted(p.__dict__))
+            for key, p in each._parameters.items()
+            if p is not None
+        ]
+        hooks = {
+            key: len(value)
+            for key, value in each.__dict__.items()
+            if key.endswith("_hooks") and value is not None
+        }
+        modules.append((name, id(each), type(each), params, hooks, sorted(each.__dict__)))
+    return modules
+
+
+def is_refused(name: str) -> None:
+    case = CASES[name]
+    module = case.build()
+    options = case.options(module)
+    before = fingerprint(module)
+    with pytest.raises(case.error) as caught:
+        shardgrad.fully_shard(module, **options)
+    assert isinstance(caught.value, shardgrad.ShardgradError)
+    assert isinstance(caught.value, case.builtin)
+    text = str(caught.value)
+    assert case.says in text, text
+    for label in ("expected:", "got:", "try:"):
+        assert label in text, text
+    assert fingerprint(module) == before
+
+
+def a_refused_module_can_be_sharded_afterwards() -> None:
+    model = stack(5, 7, 3)
+    with pytest.raises(errors.OptionError):
+        shardgrad.fully_shard(model, reshard_after_forward=3)
+    x = SHARDGRAD.inputs(0, 5)
+    assert torch.equal(shardgrad.fully_shard(model)(x), stack(5, 7, 3)(x))
+
+
+def meta_parameters_are_named() -> None:
+    """All of a unit, in the words of FSDP2."""
+    said = []
+    for engine in (SHARDGRAD, FSDP2):
+        with torch.device("meta"):
+            model = tower()
+        engine.shard_tower(model)
+        with pytest.raises(RuntimeError, match=r"head\.weight") as caught:
+            model(engine.tokens(0)[0])
+        said.append(str(caught.value))
+        if engine is SHARDGRAD:
+            assert isinstance(caught.value, errors.MetaParameterError)
+            assert "try:" in said[0]
+    heads, names = zip(*(line.splitlines()[0].split(" [") for line in said), strict=True)
+    assert heads[0] == heads[1]
+    first, second = (sorted(text.removesuffix("]").split(", ")) for text in names)
+    assert first == second == sorted(["'gain'", "'head.weight'", "'head.bias'", "'norm.weight'"])
+
+
+def _memory_beside_custom_collectives(model: Any) -> None:
+    layer = model.layers[0]
+    layer.set_custom_all_gather(object())
+    try:
+        layer.set_allocate_memory_from_process_group_for_comm(True)
+    finally:
+        layer.set_custom_all_gather(None)
+
+
+METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]] = {
+    "reshard_flag": (lambda m: m.set_reshard_after_forward(2), errors.OptionError, ValueError),
+    "divide_factor": (lambda m: m.set_gradient_divide_factor(0.0), errors.OptionError, ValueError),
+    "forward_prefetch": (
+        lambda m: m.set_modules_to_forward_prefetch([m.norm]),
+        errors.OptionError,
+        ValueError,
+    ),
+    "backward_prefetch": (
+        lambda m: m.set_modules_to_backward_prefetch([nn.ReLU()]),
+        errors.OptionError,
+        ValueError,
+    ),
+    "method_name": (
+        lambda m: shardgrad.register_fsdp_forward_method(m, "lose"),
+        errors.ForwardMethodError,
+        ValueError,
+    ),
+    "child_reset": (lambda m: m.layers[0].reset_iter_state(), errors.RootError, RuntimeError),
+    "buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), errors.OptionError, ValueError),
+    "buffers_type": (
+        lambda m: m.set_reduce_scatter_max_input_buffers(True),
+        errors.OptionTypeError,
+        TypeError,
+    ),
+    "shared": (lambda m: shardgrad.share_comm_ctx([m, m.norm]), errors.OptionError, ValueError),
+    "memory": (_memory_beside_custom_collectives, errors.CustomCommError, AssertionError),
+}
+
+
+def sparse_gradients_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True), nn.Linear(3, 2))
+    shardgrad.fully_shard(model)
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.full_tensor().clone() for p in model.parameters()]
+    with pytest.raises(errors.GradientError, match=r"sparse=False"):
+        model(torch.tensor([1])).sum().backward()
+    model.reshard()
+    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    model[0].sparse = False
+    model(torch.tensor([1])).sum().backward()
+    optim.step()
+    assert not torch.equal(model[0].weight.full_tensor(), before[0])
+
+
+def methods_refuse() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    model(SHARDGRAD.tokens(0)[0])
+    for name, (call, error, builtin) in METHODS.items():
+        with pytest.raises(error) as caught:
+            call(model)
+        assert isinstance(caught.value, builtin), name
+        assert "expected:" in str(caught.value), name
+        assert "try:" in str(caught.value), name
+
+
+def wrong_replacements_are_named() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7, 3))
+    model[0].weight = nn.Parameter(torch.randn(7, 5))
+    with pytest.raises(errors.ForeignParameterError, match=r"0\.weight") as caught:
+        model(SHARDGRAD.inputs(0, 5))
+    assert "distribute_tensor" in str(caught.value)
+
+
+def wrong_gradients_are_refused() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7))
+    model(SHARDGRAD.inputs(0, 5)).sum().backward()
+    grad = model[0].weight.grad.full_tensor()
+
+    def replace_and_go_on() -> None:
+        model[0].weight.grad = grad  # torch itself may refuse here
+        model(SHARDGRAD.inputs(0, 5)).sum().backward()
+
+    with pytest.raises(RuntimeError):
+        replace_and_go_on()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(is_refused, name)
+
+
+def test_a_refused_module_can_be_sharded_afterwards(two_ranks: Ranks) -> None:
+    two_ranks.run(a_refused_module_can_be_sharded_afterwards)
+
+
+def test_a_forward_with_meta_parameters_names_them(two_ranks: Ranks) -> None:
+    two_ranks.run(meta_parameters_are_named)
+
+
+def test_a_sparse_gradient_of_a_sharded_parameter_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(sparse_gradients_are_refused)
+
+
+def test_methods_refuse_bad_values_and_what_is_not_offered(two_ranks: Ranks) -> None:
+    two_ranks.run(methods_refuse)
+
+
+def test_a_parameter_replaced_by_a_plain_one_is_named(two_ranks: Ranks) -> None:
+    two_ranks.run(wrong_replacements_are_named)
+
+
+def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(wrong_gradients_are_refused)

@@ -1,0 +1,356 @@
+"""The methods of a sharded module, hooks on its parameters, clipping, scaling and compilation."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+import shardgrad
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    Tower,
+    assert_same_bits,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    stack,
+    token_loss,
+    tower,
+    train,
+)
+from tests.support.ranks import Ranks
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return all(isinstance(param, DTensor) for param in module.parameters(recurse=False))
+
+
+def unshard_shows_whole_parameters() -> None:
+    whole = tower()
+    model = SHARDGRAD.shard_tower(tower())
+    assert model.unshard() is None
+    assert torch.equal(model.head.weight, whole.head.weight)
+    assert isinstance(model.layers[0].up.weight, DTensor)  # not recursive
+    model.reshard()
+    assert is_sharded(model.head)
+    handle = model.layers[0].unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    assert torch.equal(model.layers[0].up.weight, whole.layers[0].up.weight)
+    model.layers[0].reshard()
+    assert is_sharded(model.layers[0].up)
+
+
+def train_with_early_unshards(engine: Engine) -> Tensors:
+    """Gathers every unit by hand before forward, waits for some handles only."""
+    model = engine.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        handles = [layer.unshard(async_op=True) for layer in model.layers]
+        handles[step].wait()
+        loss = token_loss(model, engine.tokens(step))
+        model.layers[step].reshard()
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    return engine.snapshot(model)
+
+
+def forward_in_order(model: Tower) -> None:
+    for layer, following in pairwise(model.layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def forward_two_ahead(model: Tower) -> None:
+    model.set_modules_to_forward_prefetch([model.embedding, model.layers[0]])
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1], model.layers[2]])
+
+
+def forward_wrong(model: Tower) -> None:
+    model.layers[2].set_modules_to_forward_prefetch([model.embedding, model.layers[0]])
+
+
+def backward_wrong(model: Tower) -> None:
+    model.layers[0].set_modules_to_backward_prefetch([model.layers[2], model.layers[1]])
+
+
+def backward_two_ahead(model: Tower) -> None:
+    model.set_modules_to_backward_prefetch([model.layers[2], model.layers[1]])
+
+
+def keep_whole_in_backward(model: Tower) -> None:
+    model.embedding.set_unshard_in_backward(False)
+
+
+def keep_whole_between(model: Tower) -> None:
+    model.set_reshard_after_backward(False)
+
+
+def never_reshard(model: Tower) -> None:
+    model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(False, recurse=False)
+
+
+def reshard_the_root_too(model: Tower) -> None:
+    model.set_reshard_after_forward(True)
+
+
+def forced_sum(model: Tower) -> None:
+    model.set_force_sum_reduction_for_comms(True)
+
+
+def other_divisor(model: Tower) -> None:
+    model.layers[1].set_force_sum_reduction_for_comms(True)  # gloo cannot scale, and torch then refuses
+    model.layers[1].set_gradient_divide_factor(4.0)
+
+
+SETTINGS = [
+    forward_in_order,
+    forward_two_ahead,
+    forward_wrong,
+    backward_wrong,
+    backward_two_ahead,
+    keep_whole_in_backward,
+    reshard_the_root_too,
+    other_divisor,
+    forced_sum,
+]
+
+
+def train_set(engine: Engine, setting: Any, **options: Any) -> Tensors:
+    model = engine.shard_tower(tower())
+    setting(model)
+    return train(engine, model, **options)
+
+
+def trains_like_the_default(setting: Any) -> None:
+    ours = train_set(SHARDGRAD, setting, micro_batches=2)
+    assert_same_bits(ours, train_set(SHARDGRAD, lambda model: None, micro_batches=2))
+
+
+def train_not_last_backwards(engine: Engine, sync_each: bool, ahead: bool) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        for micro in range(3):
+            model.set_is_last_backward(micro == 2)
+            engine.sync(model, sync_each or micro == 2)
+            for module in (model, model.embedding, *model.layers) if ahead else ():
+                module.unshard(async_op=True)
+            (token_loss(model, engine.tokens(3 * step + micro)) / 3).backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def reshard_states(reshard_after_forward: bool, whole: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=reshard_after_forward)
+    originals = dict(tower().named_parameters())
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    for module in (model.layers[0].up, model.layers[-1].up, model.embedding, model.head):
+        assert is_sharded(module) is not whole
+    loss.backward()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(1))
+    for module in (model, model.embedding, *model.layers):
+        module.reshard()
+    for name, param in model.named_parameters():
+        assert torch.equal(param.full_tensor(), originals[name]), name
+
+
+def the_flag_reaches_as_far_as_asked(recurse: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
+    model.set_reshard_after_forward(False, recurse=recurse)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    token_loss(model, SHARDGRAD.tokens(1))
+    assert not is_sharded(model.head)
+    assert is_sharded(model.layers[0].up) is not recurse
+
+
+def last_unit_stays_whole() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
+    loss = token_loss(model, SHARDGRAD.tokens(1))
+    assert not is_sharded(model.head), "the root stays whole"
+    assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [False]
+    loss.backward()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(2))
+    assert all(is_sharded(layer.up) for layer in model.layers)
+
+
+def hooks_run_once(engine: Engine) -> dict[str, int]:
+    model = engine.shard_tower(tower())
+    counts = {name: 0 for name, _ in model.named_parameters()}
+    for name, param in model.named_parameters():
+
+        def count(param: torch.Tensor, name: str = name) -> None:
+            assert isinstance(param.grad, DTensor)
+            counts[name] += 1
+
+        param.register_post_accumulate_grad_hook(count)
+    train(engine, model, steps=2, micro_batches=2, sync_each=False)
+    return counts
+
+
+def each_hook_runs_once_a_reduction() -> None:
+    counts = hooks_run_once(SHARDGRAD)
+    assert counts == hooks_run_once(FSDP2)
+    assert set(counts.values()) == {2}
+
+
+def train_stepping_in_hooks(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optims = {param: torch.optim.AdamW([param], lr=1e-2) for param in model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optims[param].step()
+        optims[param].zero_grad()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+    for i in range(3):
+        token_loss(model, engine.tokens(i)).backward()
+    return engine.snapshot(model)
+
+
+def train_clipped(engine: Engine, norm_type: float) -> Tensors:
+    model = engine.fully_shard(stack(5, 7, 3))  # no empty pieces: torch has no infinity norm of them
+    optim = make_optimizer("sgd", model)
+    found = {}
+    for step in range(3):
+        model(engine.inputs(step, 5)).square().mean().backward()
+        with CommDebugMode() as communicated:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=norm_type)
+        found[f"norm {step}"] = norm.full_tensor()
+        assert communicated.get_comm_counts() == {torch.ops.c10d_functional.all_reduce: 1}
+        optim.step()
+        optim.zero_grad()
+    return found | engine.snapshot(model)
+
+
+def train_scaled(engine: Engine) -> Tensors:
+    model = engine.shard_tower(tower())
+    optim = make_optimizer("sgd", model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    for step in range(4):
+        loss = token_loss(model, engine.tokens(step))
+        if step == 1 and torch.distributed.get_rank() == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optim)
+        scaler.step(optim)
+        scaler.update()
+        optim.zero_grad()
+    return engine.snapshot(model) | {"scale": torch.tensor(scaler.get_scale())}
+
+
+def train_compiled(engine: Engine, backend: str, before: bool) -> Tensors:
+    torch._dynamo.reset()
+    model = tower(depth=2)
+    for layer in model.layers:
+        if before:
+            layer.compile(backend=backend)
+        engine.fully_shard(layer)
+        if not before:
+            layer.compile(backend=backend)
+    engine.fully_shard(model)
+    return train(engine, model, steps=2)
+
+
+def train_with_a_registered_method(engine: Engine) -> Tensors:
+    register = shardgrad.register_fsdp_forward_method
+    if engine is FSDP2:
+        register = torch.distributed.fsdp.register_fsdp_forward_method
+    model = engine.shard_tower(tower())
+    model.__class__.loss = token_loss
+    register(model, "loss")
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        model.loss(engine.tokens(step)).backward()
+        optim.step()
+        optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def test_unshard_shows_whole_parameters_until_reshard(two_ranks: Ranks) -> None:
+    two_ranks.run(unshard_shows_whole_parameters)
+
+
+def test_unshards_and_reshards_by_hand_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_early_unshards)
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: object) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_set, setting, micro_batches=2)
+
+
+@pytest.mark.parametrize("setting", [keep_whole_between, never_reshard])
+def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
+    two_ranks: Ranks, setting: object
+) -> None:
+    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the setting."""
+    two_ranks.run(trains_like_the_default, setting)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "gathered_ahead"])
+@pytest.mark.parametrize("sync_each", [True, False], ids=["sync_each", "sync_last"])
+def test_backwards_that_are_not_the_last_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, sync_each: bool, ahead: bool
+) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_not_last_backwards, sync_each, ahead)
+
+
+@pytest.mark.parametrize(("reshard_after_forward", "whole"), [(True, False), (False, True)])
+def test_parameters_are_whole_after_forward_only_if_asked_for(
+    two_ranks: Ranks, reshard_after_forward: bool, whole: bool
+) -> None:
+    two_ranks.run(reshard_states, reshard_after_forward, whole)
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(two_ranks: Ranks, recurse: bool) -> None:
+    two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
+
+
+def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:
+    two_ranks.run(last_unit_stays_whole)
+
+
+def test_hooks_on_sharded_parameters_run_once_a_reduction(two_ranks: Ranks) -> None:
+    two_ranks.run(each_hook_runs_once_a_reduction)
+
+
+def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_stepping_in_hooks)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(two_ranks: Ranks, norm_type: float) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_clipped, norm_type)
+
+
+def test_a_gradient_scaler_skips_the_same_step_as_with_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_scaled)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("before", [True, False], ids=["before_sharding", "after_sharding"])
+def test_compiled_blocks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, backend: str, before: bool) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_compiled, backend, before)
+
+
+def test_a_registered_method_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_a_registered_method)

@@ -1,0 +1,126 @@
+"""A sharded module is still the user's module: class, parameters, pickles, copies, collection."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor, Shard
+
+import shardgrad
+from shardgrad.errors import DeepcopyError
+from tests.support.parity import SHARDGRAD, WIDTH, Block, Tower, many_small, stack, tower, train
+from tests.support.ranks import Ranks
+
+
+def local_shards_are_pieces_of_torch_chunk() -> None:
+    for make in (tower, many_small):
+        whole = dict(make().named_parameters())
+        model = SHARDGRAD.fully_shard(make())
+        start = min(param.to_local().data_ptr() for param in model.parameters() if param.to_local().numel())
+        for name, param in model.named_parameters():
+            pieces = whole[name].detach().chunk(dist.get_world_size())
+            rank = dist.get_rank()
+            right = pieces[rank] if rank < len(pieces) else whole[name].detach()[:0]
+            assert isinstance(param, nn.Parameter), name
+            assert isinstance(param, DTensor), name
+            assert param.placements == (Shard(0),), name
+            assert (param.shape, param.stride()) == (whole[name].shape, whole[name].stride()), name
+            assert torch.equal(param.to_local(), right), name
+            assert right.numel() == 0 or (param.to_local().data_ptr() - start) % 128 == 0, name
+
+
+def classes_are_swapped_in_place() -> None:
+    model = tower()
+    children = dict(model.named_modules())
+    names = [name for name, _ in model.named_parameters()]
+    assert SHARDGRAD.fully_shard(model.layers[0]) is model.layers[0]
+    assert SHARDGRAD.fully_shard(model) is model
+    assert dict(model.named_modules()) == children
+    assert [name for name, _ in model.named_parameters()] == names
+    for module, original in ((model.layers[0], Block), (model, Tower)):
+        assert type(module).__name__ == f"FSDP{original.__name__}"
+        assert type(module).__mro__[2] is original
+        assert isinstance(module, original)
+        assert isinstance(module, shardgrad.FSDPModule)
+        assert isinstance(module, fsdp.FSDPModule)
+    assert type(model.layers[1]) is Block
+    assert type(tower().layers[0]) is Block
+
+
+def slices_of_a_sharded_sequential_are_plain() -> None:
+    model = stack(5, 7, 3)
+    SHARDGRAD.fully_shard(model)
+    part = model[:1]
+    assert type(part) is nn.Sequential
+    assert part[0] is model[0]
+
+
+def parameter_attributes_survive() -> None:
+    model = stack(5, 7)
+    model[0].weight.tag = "mine"
+    SHARDGRAD.fully_shard(model)
+    assert model[0].weight.tag == "mine"
+
+
+def deepcopy_is_refused() -> None:
+    model = SHARDGRAD.fully_shard(stack(5, 7))
+    with pytest.raises(DeepcopyError, match="FSDP does not support deepcopy") as caught:
+        copy.deepcopy(model)
+    assert isinstance(caught.value, AssertionError)
+
+
+def a_deleted_model_is_collected() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    train(SHARDGRAD, model, steps=1)
+    watched = [weakref.ref(model), weakref.ref(model.layers[0])]
+    watched += [weakref.ref(param) for param in model.parameters()]
+    del model
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def a_replaced_parameter_is_taken_over() -> None:
+    model = SHARDGRAD.fully_shard(stack(WIDTH, 5))
+    old = model[0].weight
+    model[0].weight = nn.Parameter(old.detach() * 2)
+    x = SHARDGRAD.inputs(0, WIDTH)
+    plain = stack(WIDTH, 5)
+    with torch.no_grad():
+        plain[0].weight *= 2
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_local_shards_are_the_pieces_of_torch_chunk(worlds: dict[int, Ranks], world_size: int) -> None:
+    worlds[world_size].run(local_shards_are_pieces_of_torch_chunk)
+
+
+def test_classes_are_swapped_in_place_and_names_stay(two_ranks: Ranks) -> None:
+    two_ranks.run(classes_are_swapped_in_place)
+
+
+def test_a_slice_of_a_sharded_sequential_is_a_plain_one(two_ranks: Ranks) -> None:
+    two_ranks.run(slices_of_a_sharded_sequential_are_plain)
+
+
+def test_attributes_of_parameters_survive(two_ranks: Ranks) -> None:
+    two_ranks.run(parameter_attributes_survive)
+
+
+def test_deepcopy_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(deepcopy_is_refused)
+
+
+def test_a_deleted_model_is_collected(two_ranks: Ranks) -> None:
+    two_ranks.run(a_deleted_model_is_collected)
+
+
+def test_a_parameter_replaced_by_hand_is_taken_over(two_ranks: Ranks) -> None:
+    two_ranks.run(a_replaced_parameter_is_taken_over)

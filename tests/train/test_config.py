@@ -1,0 +1,195 @@
+"""Settings: from flags and files, with limits in words, and fitted to other ranks when resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from shardgrad.cli import main
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.failure import UsageError
+from shardgrad.train.launch import start
+
+SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
+
+
+def test_what_a_run_writes_is_what_a_resume_reads(tmp_path: Path) -> None:
+    config = TrainConfig(
+        override={"layers": 3, "tied": False}, mesh="2x2", ranks=4, lr=1, precision="bf16-mixed"
+    )
+    path = tmp_path / "config.json"
+    path.write_text(config.to_json())
+    assert TrainConfig(**read_settings(path)) == config
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    toml, as_json = tmp_path / "run.toml", tmp_path / "run.json"
+    toml.write_text('preset = "small"\nbatch-size = 3\nlr = 1e-4\n[override]\nlayers = 2\n')
+    as_json.write_text(
+        json.dumps({"preset": "small", "batch_size": 3, "lr": 1e-4, "override": {"layers": 2}})
+    )
+    assert read_settings(toml) == read_settings(as_json)
+    assert TrainConfig(**read_settings(toml)).batch_size == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("x.toml", "stepz = 3", "did you mean 'steps'"),
+        ("x.toml", "steps = ", "is not valid TOML"),
+        ("x.json", "{", "is not valid JSON"),
+        ("x.json", "[]", "no table of settings"),
+    ],
+)
+def test_a_bad_file_is_refused_in_words(tmp_path: Path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(UsageError, match=words):
+        read_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"steps": 0}, "--steps is 0: give at least 1"),
+        ({"final_lr_ratio": 2.0}, "at most 1"),
+        ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": float("inf")}, "--lr is inf: give a finite number"),
+        ({"lr": 10**400}, "--lr is a number of 1329 bits"),
+        ({"seed": 10**40}, "--seed is a number of 133 bits"),
+        ({"timeout": 1e300}, "--timeout is 1e[+]300: give at most"),
+        ({"batch_size": 3 * 2**40}, "--batch-size is 3298534883328: give at most 1048576"),
+        ({"mesh": "9" * 5_000}, "is not a mesh"),
+        ({"mesh": "2x" + "9" * 5_000}, "is not a mesh"),
+        ({"override": {"layers": 10**9}}, "layers is 1000000000: give at most"),
+        ({"override": {"norm_eps": 10**400}}, "norm_eps is a number of 1329 bits"),
+        ({"override": {"norm_eps": float("nan")}}, "norm_eps is nan"),
+        ({"steps": "many"}, "--steps needs a value of type int"),
+        ({"batch_size": True}, "--batch-size needs a value of type int"),
+        ({"precision": "fp16"}, "fp32, bf16-mixed, .* loss scaling"),
+        ({"optimizer": "lion"}, "adamw, sgd"),
+        ({"mesh": "2x"}, "is not a mesh"),
+        ({"mesh": "2x2", "ranks": 3}, "room for 4 ranks, not 3"),
+        ({"engine": "none", "ranks": 2}, "one process"),
+        ({"engine": "none", "mesh": "2"}, "one process"),
+        ({"engine": "fsdp2", "graph": "on"}, "--graph on is for --engine shardgrad or none"),
+        ({"override": {"layerz": 2}}, "did you mean 'layers'"),
+    ],
+)
+def test_settings_without_sense_are_refused_in_words(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        TrainConfig(**settings)
+
+
+def test_meshes_are_one_number_or_two() -> None:
+    assert [mesh_shape(text) for text in (None, "4", "2x3", "2X3")] == [(), (4,), (2, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch_size", "accumulate"), [(1, 8, 2), (2, 8, 1), (4, 4, 1), (8, 2, 1), (16, 1, 1)]
+)
+def test_other_ranks_share_the_same_global_batch(ranks: int, batch_size: int, accumulate: int) -> None:
+    config = resumed(SAVED, {}, world_size=ranks)
+    assert (config.ranks, config.batch_size, config.accumulate) == (ranks, batch_size, accumulate)
+    assert config.global_batch(ranks) == SAVED.global_batch(2)
+
+
+def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew() -> None:
+    with pytest.raises(UsageError, match="16 sequences per step cannot be shared by 3 ranks"):
+        resumed(SAVED, {"ranks": 3}, world_size=None)
+    assert resumed(SAVED, {"ranks": 3, "batch_size": 5}, world_size=None).batch_size == 5
+
+
+def test_the_largest_batch_is_shared_at_once() -> None:
+    """The divisor is looked for among the sizes up to the saved one."""
+    saved = TrainConfig(ranks=2, batch_size=3 * 2**18, accumulate=2**40)
+    config = resumed(saved, {"ranks": 3}, world_size=None)
+    assert config.batch_size * config.accumulate * 3 == 3 * 2**18 * 2**40 * 2
+    assert config.batch_size <= saved.batch_size
+
+
+def test_a_file_of_settings_that_claims_40_gib_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.touch()
+    os.truncate(path, 40 * 2**30)
+    with pytest.raises(UsageError, match="more than 1048576 bytes"):
+        read_settings(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
+)
+@pytest.mark.parametrize("text", ["zero", "-1", "", "1.0", "9" * 5_000, "²"])
+def test_a_launchers_variable_that_is_no_number_is_named(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
+        start({"run_dir": "nowhere"}, resume=None, debug=False)
+
+
+def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:
+    config = resumed(SAVED, {"steps": 80}, world_size=None)
+    assert config == dataclasses.replace(SAVED, steps=80)
+
+
+def test_the_mesh_of_other_ranks_is_forgotten_and_a_new_one_brings_its_own_ranks() -> None:
+    saved = TrainConfig(ranks=4, mesh="2x2", batch_size=4)
+    assert resumed(saved, {}, world_size=2).mesh is None
+    config = resumed(saved, {"mesh": "2x4"}, world_size=None)
+    assert (config.ranks, config.batch_size) == (8, 2)
+
+
+@pytest.mark.parametrize("change", [{"preset": "small"}, {"override": {"layers": 9}}, {"hf": "gpt2"}])
+def test_a_resumed_run_keeps_its_model(change: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="would change the model that was saved"):
+        resumed(SAVED, change, world_size=None)
+
+
+def test_the_command_line_has_every_setting() -> None:
+    shown = CliRunner().invoke(main, ["train", "--help"], terminal_width=200).output
+    for one in dataclasses.fields(TrainConfig):
+        flag = one.name.replace("_", "-")
+        assert f"--{flag} " in shown or f"--no-{flag} " in shown, flag
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "/nowhere"], "no file or folder at /nowhere"),
+        (["--no-such-option"], "No such option"),
+        (["--lr", "fast"], "not a valid float"),
+        (["--lr", "-1"], "--lr is -1.0: give at least 0"),
+        (["--override", "layers"], "not KEY=VALUE"),
+        (["--override", "layers=two"], "whole number, not 'two'"),
+        (["--override", "layers=" + "[" * 100_000], "whole number, not '["),
+        (["--override", "norm_eps=1e400"], "norm_eps is inf"),
+        (["--lr", "inf"], "--lr is inf: give a finite number"),
+        (["--lr", "1e400"], "--lr is inf: give a finite number"),
+        (["--timeout", "nan"], "--timeout is nan"),
+        (["--resume", "/nowhere"], "no run in /nowhere"),
+        (["--config", "/nowhere.toml"], "cannot be read"),
+    ],
+)
+def test_a_mistaken_command_gets_a_sentence_and_status_2(arguments: list[str], words: str) -> None:
+    result = CliRunner().invoke(main, ["train", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_flags_win_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text("lr = -5\nsteps = -7\n")
+    result = CliRunner().invoke(main, ["train", "--config", str(path), "--lr", "0.1"])
+    assert "--steps is -7" in result.stderr  # the file's lr would have been refused as well
+    result = CliRunner().invoke(main, ["train", "--config", str(path), "--steps", "3"])
+    assert "--lr is -5.0" in result.stderr

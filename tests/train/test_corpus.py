@@ -1,0 +1,107 @@
+"""What the corpus promises: the same bytes, the same samples, however many ranks read them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardgrad.train.corpus import Corpus, Sampler, load_corpus, validation_starts, windows
+from shardgrad.train.failure import UsageError
+
+
+def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20, validation_fraction: float = 0.1) -> Corpus:
+    text = None if path is None else str(path)
+    return load_corpus(text, limit_nbytes=limit_nbytes, validation_fraction=validation_fraction, seq_len=8)
+
+
+def whole(corpus: Corpus) -> bytes:
+    return bytes(torch.cat((corpus.train, corpus.validation)).tolist())
+
+
+def test_the_standard_library_is_read_alike_each_time_and_no_further_than_the_limit() -> None:
+    first, second = corpus_of(None, limit_nbytes=200_000), corpus_of(None, limit_nbytes=200_000)
+    assert first.nbytes == 200_000
+    assert first.digest == second.digest
+    assert torch.equal(first.train, second.train)
+    assert whole(first).startswith(Path(abc_file()).read_bytes()[:1000])
+
+
+def abc_file() -> str:
+    # The first file of the order is the first top-level module by name.
+    import __future__ as first_module
+
+    return str(first_module.__file__)
+
+
+def test_the_held_out_part_is_the_contiguous_end(tmp_path: Path) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(bytes(range(200)))
+    corpus = corpus_of(file, validation_fraction=0.25)
+    assert corpus.train.tolist() == list(range(150))
+    assert corpus.validation.tolist() == list(range(150, 200))
+
+
+def test_a_folder_is_read_in_the_order_of_paths_without_hidden_files(tmp_path: Path) -> None:
+    for name in ("b/2", "b/1", "a", "c", ".hidden", ".git/config", "__pycache__/x"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"<{name}>" * 30)
+    text = whole(corpus_of(tmp_path)).decode()
+    assert text == "<a>" * 30 + "<c>" * 30 + "<b/1>" * 30 + "<b/2>" * 30
+
+
+def test_a_missing_path_and_too_short_a_text_are_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no file or folder at .*nowhere"):
+        corpus_of(tmp_path / "nowhere")
+    short = tmp_path / "short"
+    short.write_bytes(b"x" * 80)  # 8 held out, and a sequence of 8 needs 9
+    with pytest.raises(UsageError, match="too few for sequences of 8"):
+        corpus_of(short)
+
+
+@pytest.mark.parametrize(
+    ("text", "entropy"), [(bytes(range(256)), math.log(256)), (b"ab" * 128, math.log(2))]
+)
+def test_the_unigram_entropy_is_that_of_the_frequencies(tmp_path: Path, text: bytes, entropy: float) -> None:
+    file = tmp_path / "text"
+    file.write_bytes(text)
+    assert corpus_of(file).unigram_entropy() == pytest.approx(entropy)
+
+
+@given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))
+def test_a_sample_depends_on_its_number_and_the_seed_alone(first: int, count: int, seed: int) -> None:
+    sampler = Sampler(torch.arange(97, dtype=torch.uint8), seq_len=5, seed=seed)
+    tokens, targets = sampler.batch(first, count)
+    one_by_one = [sampler.batch(first + number, 1) for number in range(count)]
+    assert torch.equal(tokens, torch.cat([one[0] for one in one_by_one]))
+    assert torch.equal(targets, tokens + 1)  # the text counts upwards
+
+
+def test_another_seed_is_another_order() -> None:
+    text = torch.arange(200, dtype=torch.uint8)
+    drawn = [Sampler(text, seq_len=4, seed=seed).batch(0, 50)[0] for seed in (0, 1)]
+    assert not torch.equal(*drawn)
+
+
+def test_samples_reach_every_place_of_the_text_and_not_beyond() -> None:
+    text = torch.arange(12, dtype=torch.uint8)
+    tokens, targets = Sampler(text, seq_len=8, seed=0).batch(0, 200)
+    assert sorted(set(tokens[:, 0].tolist())) == [0, 1, 2, 3]
+    assert targets.max() == 11
+
+
+@pytest.mark.parametrize(("nbytes", "seq_len", "count"), [(1000, 10, 7), (1000, 10, 10_000), (12, 11, 3)])
+def test_validation_sequences_do_not_overlap_nor_leave_the_text(
+    nbytes: int, seq_len: int, count: int
+) -> None:
+    starts = validation_starts(nbytes, seq_len=seq_len, count=count)
+    assert len(starts) == min(count, (nbytes - 1) // seq_len)
+    assert all(later - earlier >= seq_len for earlier, later in itertools.pairwise(starts))
+    tokens, _ = windows(torch.zeros(nbytes, dtype=torch.uint8), starts, seq_len)
+    assert tokens.shape == (len(starts), seq_len)

@@ -1,0 +1,33 @@
+"""What a person is told of an exception."""
+
+from __future__ import annotations
+
+import errno
+
+from shardgrad.errors import CheckpointSaveError
+from shardgrad.train.failure import DiskFull, explain
+
+
+def told_again(own: Exception) -> Exception:
+    """An error as it comes out of a save: raised once more while its consequence was being handled."""
+    try:
+        try:
+            raise CheckpointSaveError("a rank could not do its part") from own
+        except CheckpointSaveError:
+            raise own from None
+    except Exception as error:
+        return error
+
+
+def test_an_error_that_is_the_cause_of_its_own_context_is_explained() -> None:
+    own = CheckpointSaveError("this is no checkpoint")
+    assert told_again(own).__context__ is not None
+    assert "this is no checkpoint" in str(explain(told_again(own)))
+
+
+def test_a_full_disk_is_found_behind_what_it_led_to() -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert isinstance(explain(told_again(full)), DiskFull)
+    behind = CheckpointSaveError("a rank could not do its part")
+    behind.__cause__ = full
+    assert isinstance(explain(behind), DiskFull)

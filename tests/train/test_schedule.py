@@ -1,0 +1,66 @@
+"""The learning rate rises in a line, falls in half a cosine, and decays only matrices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.optimizer import build_optimizer, build_schedule, lr_ratio
+
+
+def ratios(*, steps: int, warmup_steps: int, final_ratio: float = 0.1) -> list[float]:
+    return [
+        lr_ratio(step, steps=steps, warmup_steps=warmup_steps, final_ratio=final_ratio)
+        for step in range(steps)
+    ]
+
+
+def test_the_rise_is_a_line_that_neither_starts_at_zero_nor_repeats_the_peak() -> None:
+    rise = ratios(steps=100, warmup_steps=4)[:5]
+    assert rise == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+
+
+def test_the_fall_is_half_a_cosine_to_the_final_ratio() -> None:
+    fall = ratios(steps=105, warmup_steps=4)[4:]
+    assert fall[0] == 1.0
+    assert fall[50] == pytest.approx(0.55)
+    assert fall[-1] == pytest.approx(0.1)
+    assert fall == sorted(fall, reverse=True)
+
+
+def test_steps_after_the_last_keep_the_final_ratio() -> None:
+    assert lr_ratio(10**6, steps=10, warmup_steps=0, final_ratio=0.3) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("steps", "warmup_steps"), [(1, 0), (2, 1), (3, 50), (1, 1)])
+def test_runs_shorter_than_the_rise_have_a_rate_for_every_step(steps: int, warmup_steps: int) -> None:
+    assert all(0 < ratio <= 1 for ratio in ratios(steps=steps, warmup_steps=warmup_steps))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_the_optimizer_gets_the_rate_of_each_step(name: str) -> None:
+    config = TrainConfig(optimizer=name, steps=10, warmup_steps=3, lr=0.5, final_lr_ratio=0.1)
+    optimizer = build_optimizer(nn.Linear(3, 3), config)
+    schedule = build_schedule(optimizer, config)
+    seen = []
+    for _ in range(10):
+        seen.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert seen == pytest.approx([0.5 * ratio for ratio in ratios(steps=10, warmup_steps=3)])
+
+
+def test_matrices_decay_and_vectors_do_not() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = build_optimizer(model, TrainConfig(weight_decay=0.25, lr=1.0))
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decay == {id(model.weight): 0.25, id(model.bias): 0.0}
+
+
+def test_frozen_parameters_are_left_to_nobody() -> None:
+    model = nn.Linear(3, 3)
+    model.weight.requires_grad_(False)
+    optimizer = build_optimizer(model, TrainConfig())
+    assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [torch.Size([3])]

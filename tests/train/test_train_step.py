@@ -1,0 +1,197 @@
+"""One optimizer step, without ranks: what is reduced when, what is clipped, and what is noticed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardgrad.graphs import GraphedStep
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.health import NonfiniteCheck, StepResult
+from shardgrad.train.model import Transformer, TransformerConfig, materialise
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World
+from shardgrad.train.step import TrainStep
+
+CPU = torch.device("cpu")
+ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
+
+
+class SyncRecorder(Transformer):
+    """A transformer that writes down when it was told to reduce gradients."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.wishes: list[bool] = []
+
+    def set_requires_gradient_sync(self, wanted: bool) -> None:
+        self.wishes.append(wanted)
+
+
+def state_for(config: TrainConfig) -> TrainState:
+    with torch.device("meta"):
+        model = SyncRecorder(TransformerConfig(width=16, layers=1, heads=2, kv_heads=2, hidden=16))
+    materialise(model, model, device=CPU, seed=0)
+    optimizer = build_optimizer(model, config)
+    return TrainState(model, optimizer, build_schedule(optimizer, config))
+
+
+def config_of(**settings: Any) -> TrainConfig:
+    return TrainConfig(
+        **{"steps": 9, "seq_len": 8, "batch_size": 4, "optimizer": "sgd", "lr": 1.0, **settings}
+    )
+
+
+def sampler() -> Sampler:
+    return Sampler(torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(1)), 8, seed=0)
+
+
+@pytest.mark.parametrize(("every", "wishes"), [(False, [False, False, True]), (True, [True, True, True])])
+def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each(
+    every: bool, wishes: list[bool]
+) -> None:
+    config = config_of(accumulate=3, sync_every_microbatch=every)
+    state = state_for(config)
+    TrainStep(state, sampler(), config, ALONE)()
+    assert cast(SyncRecorder, state.model).wishes == wishes
+
+
+def test_micro_batches_together_are_the_whole_batch() -> None:
+    text = sampler()
+    results = []
+    for batch_size, accumulate in ((4, 1), (2, 2), (1, 4)):
+        config = config_of(batch_size=batch_size, accumulate=accumulate)
+        state = state_for(config)
+        result = TrainStep(state, text, config, ALONE)()
+        results.append((result, state))
+    (whole, whole_state), *others = results
+    for part, state in others:
+        torch.testing.assert_close(part.loss, whole.loss)
+        torch.testing.assert_close(part.grad_norm, whole.grad_norm)
+        torch.testing.assert_close(state.model.state_dict(), whole_state.model.state_dict())
+        assert (state.step, state.samples) == (whole_state.step, whole_state.samples) == (1, 4)
+
+
+@pytest.mark.parametrize(("clip", "length"), [(0.01, 0.01), (0.0, None)])
+def test_the_update_is_no_longer_than_the_clip_allows(clip: float, length: float | None) -> None:
+    config = config_of(clip=clip, weight_decay=0.0, warmup_steps=0)
+    state = state_for(config)
+    before = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach().clone()
+    result = TrainStep(state, sampler(), config, ALONE)()
+    moved = torch.nn.utils.parameters_to_vector(state.model.parameters()).detach() - before
+    assert result.grad_norm > 0.01
+    assert moved.norm().item() == pytest.approx(length or result.grad_norm.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_graphed_step_trains_bit_for_bit_as_one_without(optimizer: str, accumulate: int) -> None:
+    runs = []
+    for graph in ("off", "on"):
+        config = config_of(
+            graph=graph,
+            engine="none",
+            optimizer=optimizer,
+            accumulate=accumulate,
+            batch_size=2,
+            clip=0.1,
+            warmup_steps=3,
+            lr=0.1,
+        )
+        state = state_for(config)
+        step = TrainStep(state, sampler(), config, ALONE)
+        seen = [(r.loss.item(), r.grad_norm.item(), r.lr) for r in (step() for _ in range(6))]
+        runs.append((seen, state))
+    (right, plain), (ours, graphed) = runs
+    assert right == ours
+    assert len({rate for _, _, rate in right}) == 6, "the schedule went on"
+    for name, value in plain.model.state_dict().items():
+        assert torch.equal(value, graphed.model.state_dict()[name]), name
+    assert (graphed.step, graphed.samples) == (plain.step, plain.samples) == (6, 12 * accumulate)
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({}, False),  # a CPU has no graphs
+        ({"graph": "on"}, True),
+        ({"graph": "on", "engine": "none"}, True),
+        ({"graph": "off"}, False),
+    ],
+)
+def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted: bool) -> None:
+    config = config_of(**settings)
+    step = TrainStep(state_for(config), sampler(), config, ALONE)
+    assert isinstance(step.update, GraphedStep) == wanted
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))]
+)
+def test_the_first_step_that_is_not_finite_is_remembered_with_its_gradient(
+    loss: float, norm: float, tmp_path: Path
+) -> None:
+    health = watched(tmp_path, "stop")
+    assert health.examine() is None
+    health.watch(2, result(loss, norm, [1.0, float("inf"), float("nan")]))
+    health.watch(3, result(float("nan"), 1.0, [float("nan")] * 3))
+    health.watch(4, result(1.0, 1.0))
+    with pytest.raises(TrainingError) as caught:
+        health.examine()
+    assert "at step 2" in str(caught.value)
+    assert "the gradient of parameter second, which lies on rank 0" in str(caught.value)
+    assert ("the loss of rank 0" in str(caught.value)) == (not math.isfinite(loss))
+
+
+def test_skipped_steps_are_counted_and_forgotten(tmp_path: Path) -> None:
+    health = watched(tmp_path, "skip")
+    for step in (2, 3):
+        health.watch(step, result(float("nan"), 1.0))
+    remark = health.examine()
+    assert remark is not None
+    assert remark.startswith("Skipped 2 step(s) that were not finite, the first 2: the loss of rank 0")
+    assert health.examine() is None
+
+
+def test_a_dump_holds_the_first_bad_step(tmp_path: Path) -> None:
+    health = watched(tmp_path, "dump")
+    health.watch(2, result(1.0, float("inf"), [1.0, float("inf"), 2.0]))
+    health.watch(3, result(1.0, 1.0))
+    with pytest.raises(TrainingError, match="nonfinite_step_000002"):
+        health.examine()
+    found = torch.load(tmp_path / "nonfinite_step_000002" / "rank_0.pt", weights_only=True)
+    assert found["step"] == 2
+    assert {name: float(value) for name, value in found["gradient_sums"].items()} == {
+        "first": 1.0,
+        "second": math.inf,
+        "third": 2.0,
+    }
+
+
+def result(loss: float, norm: float, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> StepResult:
+    return StepResult(torch.tensor(loss), torch.tensor(norm), torch.tensor(sums), lr=0.1)
+
+
+class Alone(World):
+    """A place whose only rank answers itself."""
+
+    def gather(self, values: list[float]) -> list[list[float]]:
+        return [values]
+
+
+def watched(folder: Path, policy: str) -> NonfiniteCheck:
+    """After one step that was well."""
+    place = Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
+    health = NonfiniteCheck(["first", "second", "third"], policy, folder, place)
+    health.watch(1, result(1.0, 1.0))
+    return health
