@@ -81,6 +81,7 @@ class GradShard:
         values: the part of `flat` that holds gradients; zero between them.
         flags: the part of `flat` with one element per parameter. See [Note: Live flags].
         mesh: as given.
+        needs_staging: True if the shard is not on the mesh's device, where a reduction then needs room.
         owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
             See [Note: Owed factor] in `pending_scale.py`.
         touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
@@ -103,6 +104,7 @@ class GradShard:
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
+        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
@@ -189,11 +191,6 @@ class GradShard:
         self.flat.copy_(landing, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
-
-    @property
-    def needs_staging(self) -> bool:
-        """True if the shard is not on the mesh's device, where a reduction then needs room."""
-        return self._home.is_offloaded
 
     def wait_on_host(self) -> None:
         """Makes the host wait for gradients on their way to it, if any are."""

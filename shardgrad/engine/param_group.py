@@ -31,8 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
@@ -417,7 +417,7 @@ class ParamGroup:
         """Copies the unsharded parameters out of the chunks of all ranks."""
         self._all_gather = None
         stream = gather.streams.current()
-        with span("all_gather_copy_out", self.name):
+        with span("all_gather_copy_out", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:

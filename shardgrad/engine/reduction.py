@@ -18,7 +18,7 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CommContext, SecondStep
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 
 __all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
@@ -142,6 +142,7 @@ class Reduction:
         tag: of the group's reductions.
         hook: the program's, or None.
         comm_ctx: of the root.
+        done: of the group; recorded at the end.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class Reduction:
         tag: MessageTag,
         hook: AllReduceHook | None,
         comm_ctx: CommContext,
+        done: StreamEvent,
     ) -> None:
         self._works: Sequence[tuple[int, int, Work]] = works
         self._slots = slots
@@ -174,7 +176,7 @@ class Reduction:
         self._tag = tag
         self._hook = hook
         self._context = comm_ctx
-        self._done = comm_ctx.streams.event()
+        self._done = done
         self._pending: PendingSum | None = None
         self._has_started_second = False
         self.is_complete = False

@@ -106,7 +106,7 @@ class ReductionScheduler:
                     grads.move_to(GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
-        """A gradient came in; reduces what has become possible."""
+        """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
         if grads.collector.count == len(grads.params):
@@ -130,7 +130,6 @@ class ReductionScheduler:
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
             self._launched.append((grads, grads.launch(self.comm_ctx)))
-            grads.move_to(GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
             grads.move_to(GradState.SUMMED)
@@ -165,7 +164,8 @@ class ReductionScheduler:
         for reduction in self._earlier:
             reduction.join(stream)
         self._earlier = []
-        self.comm_ctx.rewind()
+        for ring in self.comm_ctx.rings:
+            ring.rewind()
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
