@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
@@ -21,7 +20,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
+__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "SecondStep"]
 
 
 class PendingSum:
@@ -81,32 +80,6 @@ class PartialSum:
             self.tensor = torch.empty_like(like)
         pending.write(self.tensor)
         self.is_live = True
-
-
-class ReplicaAllReduce:
-    """HSDP's second step: an all-reduce over the replicas."""
-
-    def __init__(self, replicas: dist.ProcessGroup) -> None:
-        self._replicas = replicas
-
-    def room(self, comm_ctx: CommContext) -> int:
-        """See `SecondStep`: it works in place."""
-        return 0
-
-    def arrange(
-        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """See `SecondStep`: the order stays."""
-        return rows, table, chunk_numel
-
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
-        """See `SecondStep`."""
-        what = tag.what.replace("reduce-scatter", "all-reduce")
-        return comm_ctx.transport(self._replicas).all_reduce(summed, what=what)
-
-    def result(self, summed: torch.Tensor) -> torch.Tensor:
-        """See `SecondStep`: all of it."""
-        return summed
 
 
 @dataclass(frozen=True)
