@@ -86,9 +86,10 @@ class CommContext:
     ) -> SlotRing:
         """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
         if key not in self._special_rings:
-            ring = SlotRing(self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate)
-            self._special_rings[key] = ring
-            self.rings.append(ring)
+            self._special_rings[key] = SlotRing(
+                self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate
+            )
+            self.rings.append(self._special_rings[key])
         return self._special_rings[key]
 
 

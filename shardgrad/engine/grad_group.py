@@ -14,6 +14,7 @@ from operator import attrgetter, or_
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -27,7 +28,7 @@ from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+__all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 _OVERFLOWING = (torch.float16,)
@@ -52,7 +53,8 @@ class GradState(Enum):
     REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
 
 
-_LEGAL = {
+# What may follow each state; `ReductionScheduler` makes all transitions.
+TRANSITIONS = {
     GradState.IDLE: set(GradState) - {GradState.IDLE},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
     GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
@@ -127,6 +129,7 @@ class _Route(NamedTuple):
 _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _WAITING = attrgetter("waiting", "_partial.is_live")
 
 
@@ -142,7 +145,8 @@ class GradGroup:
         requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
         divide_factor: what the sum over ranks is divided by; None for their number.
         params: those with a place among the gradients, in order; see `refresh_trainable`.
-        state: how far a backward has come; changed by `move_to`.
+        state: how far a backward has come; the scheduler changes it.
+        unsharded: the unsharded parameters of `params`, once they exist.
         waiting: what completed backwards have left for a later reduction.
         collector: where autograd's gradients are until they are packed.
         scheduler: of the root; None before that is known.
@@ -169,6 +173,8 @@ class GradGroup:
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
+        self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
+        self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
@@ -186,11 +192,10 @@ class GradGroup:
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
-        sharded = tuple([p.sharded.requires_grad for p in params])
-        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
-        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
-        if is_unchanged and not (self._holds_places and self._is_open):
-            return
+        if is_same and not (self._holds_places and self._is_open):
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+            if now == self._trainable or now == self._trainable * 2:
+                return
         known = self._trainable if is_same else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
@@ -286,6 +291,9 @@ class GradGroup:
         if self.collector.count == 0:
             self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
+        self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
+        self._both = [p.sharded for p in self.group.params]
+        self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
         for p in self.params:
             if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
@@ -317,18 +325,6 @@ class GradGroup:
         return shard
 
     # -- states -----------------------------------------------------------------------------------------
-
-    def move_to(self, state: GradState) -> None:
-        """Goes on to a state; see [Note: States of a group's gradients].
-
-        Raises:
-            RuntimeError: there is no such transition.
-        """
-        if state not in _LEGAL[self.state]:
-            raise RuntimeError(
-                f"gradients of unit {self.group.name} cannot go from {self.state.name} to {state.name}"
-            )
-        self.state = state
 
     @property
     def switches(self) -> tuple[Any, ...]:
@@ -384,8 +380,20 @@ class GradGroup:
         if is_last or not scheduler.backward_running:
             scheduler.arrived(self)
 
+    def _collect_written(self, streams: Streams) -> None:
+        """Takes the gradients that the program itself has put on unsharded parameters.
+
+        Zero-bubble schedules do that with what `autograd.grad` returns, for which no hook runs.
+
+        Streams: they are taken to be written on the current one.
+        """
+        for unsharded in self.unsharded:
+            if unsharded.grad is not None:
+                self.collector.take(unsharded, unsharded.grad, streams)
+
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
+        self._collect_written(comm_ctx.streams)
         if self.waiting is Waiting.NOTHING:
             self.waiting = Waiting.TURN
         if self.collector.count == 0:
@@ -466,6 +474,7 @@ class GradGroup:
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, streams = self.group, comm_ctx.streams
+        self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, before = route.transport, route.before
         shard = None  # without the second step, only a partial sum is left
@@ -515,7 +524,6 @@ class GradGroup:
         self._touched = [False] * len(self._touched)
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
-        self.move_to(GradState.REDUCED)
         return reduction
 
     def _all_reduce_hook(self) -> AllReduceHook:
@@ -605,8 +613,6 @@ class GradGroup:
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
-        if state is not GradState.IDLE:
-            self.move_to(GradState.IDLE)
         return is_mixed
 
 

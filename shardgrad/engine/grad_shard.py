@@ -303,10 +303,22 @@ class GradShard:
                 setattr(param, self.attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
-        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does."""
-        for i, live in zip(places, self.settle(places), strict=True):
-            if live:
-                self._views[i].zero_()
+        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does.
+
+        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN
+        is not zero.
+        """
+        live = self.settle(range(self.count))
+        chosen = [place for place in places if live[place]]
+        if len(chosen) < sum(live):
+            self.apply_scale()  # the others are still to be multiplied
+        else:
+            self.nonfinite = None
+            if self.pending_scale is not None:
+                self.pending_scale = None
+                self._rebind(self._scaled, self._grads)
+        for place in chosen:
+            self._views[place].zero_()
 
     def scale_later(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients by `factor`, when they are next used; see `pending_scale`.

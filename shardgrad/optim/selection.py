@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
@@ -83,12 +83,12 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[FSDPParam]] = {}
+    by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
     for param in dict.fromkeys(params):
-        managed = managed_by(param)
+        managed = fsdp_param_of(param)  # after an evaluation, modules may still show unsharded parameters
         if managed is not None:
-            by_group.setdefault(group_of(managed), []).append(managed)
+            by_group.setdefault(group_of(managed), {})[managed] = None
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []
