@@ -273,7 +273,7 @@ class GradGroup:
 
     @property
     def packer(self) -> GradPacker:
-        """What packs the trainable parameters' gradients, and knows their layout."""
+        """What packs the trainable parameters' gradients."""
         if self._packer is None:
             raise RuntimeError(f"unit {self.group.name} was never unsharded")
         return self._packer
@@ -502,13 +502,13 @@ class GradGroup:
                 work = transport.reduce_scatter(send, receive, tag)
                 works.append((begin, send.parts[0].numel(), work))
             reduction = Reduction(
-                works,
-                packed.slots,
-                packed.own,
-                shard,
-                packed.staging,
-                tuple(self._touched),
-                route.after,
+                works=works,
+                slots=packed.slots,
+                own=packed.own,
+                shard=shard,
+                staging=packed.staging,
+                touched=tuple(self._touched),
+                divisor=route.after,
                 partial=self._partial,
                 second=self._second,
                 room=packed.room,

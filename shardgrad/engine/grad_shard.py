@@ -143,7 +143,7 @@ class GradShard:
         """Writes a reduction's average, or adds it where there are gradients already.
 
         Args:
-            write: computes the sum; called with `out` (1-D, like `flat`), `divisor` and `accumulate`.
+            write: see `PendingSum.write`.
             divisor: what the sum is divided by.
             staging: memory like `flat` on the mesh's device, if `needs_staging`.
             streams: of the root.
@@ -157,18 +157,8 @@ class GradShard:
         if accumulate:
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
-        self._bring(staging, streams)
-
-    def _bring(self, landing: torch.Tensor, streams: Streams) -> None:
-        """Copies gradients from the device to the host, where they live.
-
-        Args:
-            landing: like `flat`, on the mesh's device.
-            streams: of that device.
-
-        Streams: on the current one; the copy goes on after the return, until `wait_on_host`.
-        """
-        self.flat.copy_(landing, non_blocking=self._home.pinned)
+        # To the host, where the shard lives; the copy goes on after the return, until `wait_on_host`.
+        self.flat.copy_(staging, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
 

@@ -339,7 +339,7 @@ class ParamGroup:
         yield "parameters", self.shard.untyped_storage()
         if self._unsharded is not None:
             for buffer in self._unsharded.buffers:
-                yield "unsharded parameters", buffer.storage
+                yield "unsharded parameters", buffer.tensor.untyped_storage()
         for source in self._inputs:
             yield from source.memory()
 
@@ -414,7 +414,6 @@ class ParamGroup:
                     module._parameters[attribute] = p.unsharded
 
     def _copy_out(self, gather: AllGather) -> None:
-        """Copies the unsharded parameters out of the chunks of all ranks."""
         self._all_gather = None
         stream = gather.streams.current()
         with span("all_gather_copy_out", self.name) if profiler._is_profiler_enabled else NO_SPAN:
