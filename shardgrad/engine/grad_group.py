@@ -17,19 +17,14 @@ import torch
 from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
-from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
-from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.grad_packer import GradPacker
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_collector import GradCollector, GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import (
-    AllReduceHook,
-    PartialSum,
-    Reduction,
-)
-from shardgrad.engine.streams import Stream, Streams
-from shardgrad.engine.torch_glue import span
+from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
+from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
@@ -84,8 +79,12 @@ class Scheduler(Protocol):
     def comm_ctx(self) -> CommContext:
         """Streams, rings and transports of the root."""
 
+    @property
+    def backward_running(self) -> bool:
+        """True between the first gradient of a backward and its end."""
+
     def arrived(self, grads: GradGroup) -> None:
-        """Takes note that a gradient came in."""
+        """Takes note of the first gradient of a backward, and of the last one of a group."""
 
     def join(self) -> None:
         """Completes every reduction in flight."""
@@ -107,6 +106,24 @@ class _Packed(NamedTuple):
     own: torch.Tensor
     room: Chunks
     staging: torch.Tensor | None
+
+
+class _Route(NamedTuple):
+    """How a group's gradients travel, as long as nothing is changed about that.
+
+    Attributes:
+        made_for: the root's context, the group's collectives and `divide_factor`.
+        transport, ring: of the reduce-scatter, and of its slots.
+        before, after: what gradients are divided by before the reduction, and after it.
+        done: recorded at the end of each reduction, all of which end on the reduce stream.
+    """
+
+    made_for: tuple[object, ...]
+    transport: Transport
+    ring: SlotRing
+    before: float
+    after: float
+    done: StreamEvent
 
 
 _NO_ROOM = Chunks(torch.empty(0), ())
@@ -151,6 +168,7 @@ class GradGroup:
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
+        self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
@@ -158,7 +176,6 @@ class GradGroup:
         self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
         self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
-        self._route: tuple[tuple[CommContext, CollectiveConfig], Route] | None = None
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
 
@@ -214,6 +231,7 @@ class GradGroup:
         self._touched = [was_touched.get(id(p), False) for p in placed]
         self.params = placed
         self._packer = new
+        self._route = None
         self._generation = group.generation
         self._shard = None
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
@@ -255,7 +273,7 @@ class GradGroup:
 
     @property
     def packer(self) -> GradPacker:
-        """What packs the trainable parameters' gradients, and knows their layout."""
+        """What packs the trainable parameters' gradients."""
         if self._packer is None:
             raise RuntimeError(f"unit {self.group.name} was never unsharded")
         return self._packer
@@ -264,7 +282,9 @@ class GradGroup:
         """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
         if self._hooked is not self.group.params[0].unsharded:
             self._hook()
-        self.collector.unsharded_for(stream)
+        # Gradients that are here already, and came on the former pack stream, have left no event.
+        if self.collector.count == 0:
+            self.collector.pack_stream = stream
 
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
@@ -356,8 +376,9 @@ class GradGroup:
             return
         if scheduler is None:
             raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
-        self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        scheduler.arrived(self)
+        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running:
+            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes the gradients that the program itself has put on unsharded parameters.
@@ -387,7 +408,7 @@ class GradGroup:
             slot,
             chunks.whole,
             comm_ctx.streams,
-            self._divisors[0],
+            self._route_under(comm_ctx).before,
             accumulate=self.waiting is Waiting.SUM,
         )
         self.waiting = Waiting.SUM
@@ -423,9 +444,17 @@ class GradGroup:
 
     # -- reducing ---------------------------------------------------------------------------------------
 
-    @property
+    def _route_under(self, comm_ctx: CommContext) -> _Route:
+        """Returns how the gradients travel, worked out again where something about that was changed."""
+        made_for = comm_ctx, self.group.collectives, self.divide_factor
+        if self._route is None or self._route.made_for != made_for:
+            transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
+            before, after = self._divisors()
+            self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
+        return self._route
+
     def _divisors(self) -> tuple[float, float]:
-        """What gradients are divided by before the reduction, and after it.
+        """Returns what gradients are divided by before the reduction, and after it.
 
         Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
         powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
@@ -446,8 +475,8 @@ class GradGroup:
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
-        before, after = self._divisors
-        transport, ring = self._route_of(comm_ctx)
+        route = self._route_under(comm_ctx)
+        transport, before = route.transport, route.before
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
@@ -460,9 +489,12 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(transport, ring, comm_ctx, before, shard)
+        packed = pack(route, comm_ctx, shard)
         stream = streams.reduce
-        with span("post_backward_reduce", group.name), streams.on(stream):
+        with (
+            span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
+            streams.on(stream),
+        ):
             for slot in packed.slots:
                 slot.start_reading(stream)
             works = []
@@ -470,19 +502,20 @@ class GradGroup:
                 work = transport.reduce_scatter(send, receive, tag)
                 works.append((begin, send.parts[0].numel(), work))
             reduction = Reduction(
-                works,
-                packed.slots,
-                packed.own,
-                shard,
-                packed.staging,
-                tuple(self._touched),
-                after,
+                works=works,
+                slots=packed.slots,
+                own=packed.own,
+                shard=shard,
+                staging=packed.staging,
+                touched=tuple(self._touched),
+                divisor=route.after,
                 partial=self._partial,
                 second=self._second,
                 room=packed.room,
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
+                done=route.done,
             )
             for slot in packed.slots:
                 slot.holder = reduction
@@ -493,13 +526,6 @@ class GradGroup:
         self.waiting = Waiting.NOTHING
         return reduction
 
-    def _route_of(self, comm_ctx: CommContext) -> Route:
-        """Returns what the group's reductions go through."""
-        made_for = comm_ctx, self.group.collectives
-        if self._route is None or self._route[0] != made_for:
-            self._route = made_for, made_for[1].for_reduce(comm_ctx, self.group.mesh.gather_group)
-        return self._route[1]
-
     def _all_reduce_hook(self) -> AllReduceHook:
         collectives = self.group.collectives
         # It sees the average, unless the average is taken last.
@@ -508,14 +534,12 @@ class GradGroup:
 
     def _pack_message(
         self,
-        transport: Transport,
-        ring: SlotRing,
+        route: _Route,
         comm_ctx: CommContext,
-        divisor: float,
         shard: GradShard | None,
     ) -> _Packed:
         """Packs everything into one message."""
-        group, streams = self.group, comm_ctx.streams
+        group, streams, transport = self.group, comm_ctx.streams, route.transport
         chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
         # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
         numel = chunk_numel * group.mesh.shard_size // ranks
@@ -527,7 +551,7 @@ class GradGroup:
         nbytes = ((0 if is_summed else ranks) + transport.receive_chunks) * numel * dtype.itemsize
         nbytes += room_chunks * chunk_numel * dtype.itemsize
         nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
-        slot = ring.acquire(nbytes)
+        slot = route.ring.acquire(nbytes)
         slots = [slot]
         if is_summed and self._sum is not None:  # sent from where it is
             slot.start_writing(streams.reduce)
@@ -536,7 +560,7 @@ class GradGroup:
             slots.append(self._sum)
         else:
             send = slot.take(dtype, ranks, numel)
-            self._pack(slot, send.whole, streams, divisor)
+            self._pack(slot, send.whole, streams, route.before)
         receive = slot.take(dtype, transport.receive_chunks, numel)
         room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
@@ -545,22 +569,22 @@ class GradGroup:
 
     def _pack_zero_copy(
         self,
-        transport: Transport,
-        ring: SlotRing,
+        route: _Route,
         comm_ctx: CommContext,
-        divisor: float,
         shard: GradShard | None,
     ) -> _Packed:
         """Packs what is not zero-copy; the gradients of the other parameters are sent from where they are.
 
         The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
         """
-        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, transport.receive_chunks
-        packed_numel, ranks = layout.packed.chunk_numel, transport.size
-        slot = ring.acquire((ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize)
+        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
+        packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
+        slot = route.ring.acquire(
+            (ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize
+        )
         packed = slot.take(dtype, ranks, packed_numel)
         own = slot.take(dtype, 1, layout.chunk_numel).whole
-        gradients = self._pack(slot, packed.whole, comm_ctx.streams, divisor, zero_copy=True)
+        gradients = self._pack(slot, packed.whole, comm_ctx.streams, route.before, zero_copy=True)
 
         def room(begin: int, numel: int) -> Chunks:
             if received:

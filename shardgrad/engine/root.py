@@ -25,7 +25,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.torch_glue import span
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
 
@@ -108,7 +108,7 @@ class RootContext:
         self.parameters_written(None if any(replaced) else event)
         device = self.comm_ctx.device
         if device.type != "cpu":
-            with span("inputs_to_device", unit.name):
+            with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, False)
                 args, kwargs = moved_args[0], moved_kwargs[0]
         return args, kwargs
@@ -220,7 +220,10 @@ class RootContext:
 
         Streams: the stream that called backward waits for every reduction.
         """
-        with span("root_post_backward_callback", self.root.name), torch.no_grad():
+        with (
+            span("root_post_backward_callback", self.root.name) if profiler._is_profiler_enabled else NO_SPAN,
+            torch.no_grad(),
+        ):
             for unit in self.units:
                 unit.finish_backward()
             self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)

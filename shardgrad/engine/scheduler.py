@@ -124,7 +124,7 @@ class ReductionScheduler:
                     _move(grads, GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
-        """A gradient came in; reduces what has become possible."""
+        """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
         if grads.collector.count == len(grads.params):

@@ -85,7 +85,7 @@ class PostForwardInput(AllGatherInput):
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """See `AllGatherInput`."""
-        yield "post-forward shards", self._buffer.storage
+        yield "post-forward shards", self._buffer.tensor.untyped_storage()
 
 
 class PostForwardGroup(ParamGroup):

@@ -47,16 +47,16 @@ class Gradients:
         """Multiplies all of them: complete shards later, when they are read, the others at once.
 
         Args:
-            factor: float32 device scalar; kept. See `engine/pending_scale.py`.
+            factor: float32 device scalar; kept. See `sharding/scaled_gradient.py`.
 
         Streams: the current stream. Capture: safe.
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
             if selection.is_complete:
-                selection.shard.owe(factor)
+                selection.shard.scale_later(factor)
             else:
-                selection.shard.pay()
+                selection.shard.apply_scale()
                 at_once += [selection.shard.view(place) for place in selection.places]
         if at_once:
             torch._foreach_mul_(at_once, factor)
