@@ -18,8 +18,7 @@ from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
-from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.grad_packer import GradPacker
+from shardgrad.engine.grad_collector import GradCollector, GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
@@ -79,6 +78,8 @@ class Waiting(Enum):
 
 class Scheduler(Protocol):
     """What a group's gradients ask of the order of reductions."""
+
+    backward_running: bool
 
     @property
     def comm_ctx(self) -> CommContext:
@@ -264,7 +265,8 @@ class GradGroup:
         """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
         if self._hooked is not self.group.params[0].unsharded:
             self._hook()
-        self.collector.unsharded_for(stream)
+        if self.collector.count == 0:
+            self.collector.pack_stream = stream
 
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
@@ -356,8 +358,9 @@ class GradGroup:
             return
         if scheduler is None:
             raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
-        self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        scheduler.arrived(self)
+        all_here = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if all_here or not scheduler.backward_running:
+            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes the gradients that the program itself has put on unsharded parameters.
@@ -536,10 +539,11 @@ class GradGroup:
             slots.append(self._sum)
         else:
             send = slot.take(dtype, ranks, numel)
-            self._pack(slot, send.whole, streams, divisor)
         receive = slot.take(dtype, transport.receive_chunks, numel)
         room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
+        if not is_summed:
+            self._pack(slot, send.whole, streams, divisor)
         messages = [(0, send, receive, group.reduce_tag)]
         return _Packed(messages, slots, send.parts[transport.rank], room, staging)
 

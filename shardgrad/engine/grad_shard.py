@@ -21,7 +21,7 @@ none, every parameter counts as having one, and the flags on the device decide a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from operator import attrgetter, is_, is_not
@@ -43,7 +43,7 @@ from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.param_sharding import groups_cut_over
 
-__all__ = ["Binding", "GradFacts", "GradShard"]
+__all__ = ["Binding", "GradFacts", "GradShard", "PendingSum"]
 
 _FLAGGED = attrgetter("_flagged")
 _PENDING = attrgetter("owed", "nonfinite")
@@ -65,6 +65,40 @@ class Binding:
     flagged: tuple[bool, ...]
 
 
+class PendingSum:
+    """What adds up to a chunk, and has not been added up yet: for each range of it, what comes from where.
+
+    Args:
+        ranges: the first element of each, how many it has, and its summands: 1-D, as long as the range.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]) -> None:
+        self._ranges = ranges
+
+    def plus(self, chunk: torch.Tensor) -> PendingSum:
+        """Returns this and a whole chunk more."""
+        return PendingSum(
+            [
+                (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
+                for begin, numel, summands in self._ranges
+            ]
+        )
+
+    def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
+        """Computes the sum; see `ops.sum_chunks`, which takes the same arguments.
+
+        Args:
+            out: the whole chunk. It may be among the summands, each range in its place.
+            divisor: what the sum is divided by.
+            accumulate: add to what `out` holds.
+
+        Streams: on the current one. Capture: safe.
+        """
+        for begin, numel, summands in self._ranges:
+            part = out if numel == out.numel() else out.narrow(0, begin, numel)
+            ops.sum_chunks(summands, part, divisor=divisor, accumulate=accumulate)
+
+
 class GradShard:
     """Persistent gradients of one group on one rank.
 
@@ -81,6 +115,7 @@ class GradShard:
         values: the part of `flat` that holds gradients; zero between them.
         flags: the part of `flat` with one element per parameter. See [Note: Live flags].
         mesh: as given.
+        needs_staging: True if the shard is not on the mesh's device, where a reduction then needs room.
         owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
             See [Note: Owed factor] in `pending_scale.py`.
         touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
@@ -103,6 +138,7 @@ class GradShard:
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
+        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
@@ -153,29 +189,31 @@ class GradShard:
 
     def reduce_into(
         self,
-        write: Callable[..., None],
+        pending: PendingSum,
         divisor: float,
+        touched: tuple[bool, ...],
         staging: torch.Tensor | None,
         streams: Streams,
     ) -> None:
-        """Writes a reduction's average, or adds it where there are gradients already.
+        """Writes a reduction's average, or adds it where there are gradients already, and binds it.
 
         Args:
-            write: computes the sum; called with `out` (1-D, like `flat`), `divisor` and `accumulate`.
+            pending: the sum, like `flat`.
             divisor: what the sum is divided by.
+            touched: per parameter, whether this rank had a gradient.
             staging: memory like `flat` on the mesh's device, if `needs_staging`.
             streams: of the root.
 
         Streams: on the current one.
         """
         accumulate = self.prepare()
-        if staging is None:
-            write(self.flat, divisor=divisor, accumulate=accumulate)
-            return
-        if accumulate:
+        if staging is not None and accumulate:
             staging.copy_(self.flat, non_blocking=True)
-        write(staging, divisor=divisor, accumulate=accumulate)
-        self._bring(staging, streams)
+        out = self.flat if staging is None else staging
+        pending.write(out, divisor=divisor, accumulate=accumulate)
+        if staging is not None:
+            self._bring(staging, streams)
+        self.bind(touched)
 
     def _bring(self, landing: torch.Tensor, streams: Streams) -> None:
         """Copies gradients from the device to the host, where they live.
@@ -189,11 +227,6 @@ class GradShard:
         self.flat.copy_(landing, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
-
-    @property
-    def needs_staging(self) -> bool:
-        """True if the shard is not on the mesh's device, where a reduction then needs room."""
-        return self._home.is_offloaded
 
     def wait_on_host(self) -> None:
         """Makes the host wait for gradients on their way to it, if any are."""

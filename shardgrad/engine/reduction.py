@@ -14,48 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CommContext, SecondStep
-from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.grad_shard import GradShard, PendingSum
 from shardgrad.engine.streams import Stream, Streams
 from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
-
-
-class PendingSum:
-    """What adds up to a chunk, and has not been added up yet: for each range of it, what comes from where.
-
-    Args:
-        ranges: the first element of each, how many it has, and its summands: 1-D, as long as the range.
-    """
-
-    def __init__(self, ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]) -> None:
-        self._ranges = ranges
-
-    def plus(self, chunk: torch.Tensor) -> PendingSum:
-        """Returns this and a whole chunk more."""
-        return PendingSum(
-            [
-                (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
-                for begin, numel, summands in self._ranges
-            ]
-        )
-
-    def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
-        """Computes the sum; see `ops.sum_chunks`, which takes the same arguments.
-
-        Args:
-            out: the whole chunk. It may be among the summands, each range in its place.
-            divisor: what the sum is divided by.
-            accumulate: add to what `out` holds.
-
-        Streams: on the current one. Capture: safe.
-        """
-        for begin, numel, summands in self._ranges:
-            part = out if numel == out.numel() else out.narrow(0, begin, numel)
-            ops.sum_chunks(summands, part, divisor=divisor, accumulate=accumulate)
+__all__ = ["AllReduceHook", "PartialSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
 
 
 class PartialSum:
@@ -210,19 +175,16 @@ class Reduction:
         streams = self._context.streams
         with torch.no_grad():
             self.start_second_step()
-            if self._shard is not None:
-                self._write(self._shard, streams)
+            shard, pending, divisor = self._shard, self._pending, self._divisor
+            if shard is not None:
+                if pending is None:
+                    ranges = [(begin, numel, work.wait()) for begin, numel, work in self._works]
+                    pending = PendingSum(ranges)
+                if self._hook is not None:
+                    numel = shard.values.numel()
+                    pending, divisor = self._through_hook(self._hook, pending, numel, streams)
+                shard.reduce_into(pending, divisor, self._touched, self._staging, streams)
         self._end(streams)
-
-    def _write(self, shard: GradShard, streams: Streams) -> None:
-        """Writes the average into the gradient shard and binds it."""
-        pending, divisor = self._pending, self._divisor
-        if pending is None:
-            pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self._works])
-        if self._hook is not None:
-            pending, divisor = self._through_hook(self._hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(pending.write, divisor, self._staging, streams)
-        shard.bind(self._touched)
 
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardgrad.engine.grad_packer
-import shardgrad.engine.reduction
+import shardgrad.engine.grad_collector
+import shardgrad.engine.grad_shard
 import shardgrad.engine.root
 import shardgrad.engine.scheduler
 import shardgrad.engine.unsharded
@@ -49,8 +49,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
         ops.sum_chunks(chunks, out, **kwargs)
 
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
-    monkeypatch.setattr(shardgrad.engine.grad_packer, "ops", recording_ops)
-    monkeypatch.setattr(shardgrad.engine.reduction, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.grad_collector, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.grad_shard, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.engine.unsharded, "ops", recording_ops)
 
     scatter = ExchangeTransport.reduce_scatter
