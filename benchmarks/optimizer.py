@@ -179,7 +179,7 @@ def _clip(smoke: bool) -> _Contest:
             shardgrad.clip_grad_norm_(params, 1.0)
             optimizer.step()
             for grads in _grad_groups_of(model):
-                grads.require_shard().owed = None  # as the next reduction does
+                grads.require_shard().pending_scale = None  # as the next reduction does
 
         def theirs() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1.0)

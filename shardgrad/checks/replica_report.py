@@ -106,7 +106,7 @@ def _same_ranks(group: dist.ProcessGroup | None, other: dist.ProcessGroup) -> bo
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, ScaledGradient):
-        return tensor.unpaid()
+        return tensor.unscaled()
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 

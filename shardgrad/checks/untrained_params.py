@@ -56,7 +56,7 @@ class _Sample:
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor, without applying a pending scale."""
     if isinstance(grad, ScaledGradient):
-        return grad.unpaid()
+        return grad.unscaled()
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 

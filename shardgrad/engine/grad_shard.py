@@ -46,7 +46,7 @@ from shardgrad.sharding.param_sharding import groups_cut_over
 __all__ = ["Binding", "GradFacts", "GradShard", "PendingSum"]
 
 _FLAGGED = attrgetter("_flagged")
-_PENDING = attrgetter("owed", "nonfinite")
+_PENDING = attrgetter("pending_scale", "nonfinite")
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Binding:
 
     Attributes:
         gradients: what is bound to each parameter.
-        owed, nonfinite: as in `GradShard`.
+        pending_scale, nonfinite: as in `GradShard`.
         flagged: what the flags say, as far as the host knows.
     """
 
     gradients: tuple[torch.Tensor | None, ...]
-    owed: torch.Tensor | None
+    pending_scale: torch.Tensor | None
     nonfinite: torch.Tensor | None
     flagged: tuple[bool, ...]
 
@@ -116,8 +116,8 @@ class GradShard:
         flags: the part of `flat` with one element per parameter. See [Note: Live flags].
         mesh: as given.
         needs_staging: True if the shard is not on the mesh's device, where a reduction then needs room.
-        owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
-            See [Note: Owed factor] in `pending_scale.py`.
+        pending_scale: device scalar (float32) that every gradient is still to be multiplied by, or None.
+            See [Note: Pending scale] in `pending_scale.py`.
         touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
         nonfinite: device scalar (float32), above zero if a norm or a loss scaler found an infinity or a NaN
             in the gradients it looked at, these among them; None if nobody has looked.
@@ -144,21 +144,21 @@ class GradShard:
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
         self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
         self.touched: tuple[bool, ...] = ()
-        self.owed: torch.Tensor | None = None
+        self.pending_scale: torch.Tensor | None = None
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        self._faces = [
+        self._dtensors = [
             dtensor_like(in_own_storage(view), cast(DTensor, param))
             for param, view in zip(self._params, self._views, strict=True)
         ]
-        self._owing = [ScaledGradient(face, self.pay) for face in self._faces]
+        self._scaled = [ScaledGradient(dtensor, self.apply_scale) for dtensor in self._dtensors]
         self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
         self._spreads: dict[tuple[int, ...], dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]] = {}
         self._index = {id(param): i for i, param in enumerate(self._params)}
         # What the flags in device memory say, as far as the host has made sure of it.
         self._flagged = [False] * len(self._params)
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self._own = {id(None), *map(id, self._faces), *map(id, self._owing)}
+        self._own = {id(None), *map(id, self._dtensors), *map(id, self._scaled)}
         for param in self._params:
             if policy.decoupled:
                 setattr(param, self._attribute, getattr(param, self._attribute, None))
@@ -179,9 +179,9 @@ class GradShard:
         self.wait_on_host()
         self.nonfinite = None
         if not any(map(is_not, map(self._read, self._params), repeat(None))):
-            self.owed = None
+            self.pending_scale = None
             return False
-        self.pay()
+        self.apply_scale()
         for i, live in enumerate(self.settle(range(len(self._params)))):
             if not live:
                 self._views[i].zero_()
@@ -244,11 +244,11 @@ class GradShard:
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self._flagged = list(anywhere)
         self.touched = tuple(touched)
-        for param, face, live in zip(self._params, self._faces, anywhere, strict=True):
+        for param, dtensor, live in zip(self._params, self._dtensors, anywhere, strict=True):
             if not live:
                 continue
-            if getattr(param, self._attribute, None) is not face:
-                setattr(param, self._attribute, face)
+            if getattr(param, self._attribute, None) is not dtensor:
+                setattr(param, self._attribute, dtensor)
             # torch keeps these hooks for autograd's own accumulation, which the sharded parameter never
             # sees; FSDP2 runs them after its reduction too.
             hooks = param._post_accumulate_grad_hooks
@@ -318,7 +318,7 @@ class GradShard:
         if found is None:
             together: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
             for place in places:
-                together.setdefault(groups_cut_over(self._faces[place]), []).append(place)
+                together.setdefault(groups_cut_over(self._dtensors[place]), []).append(place)
             found = self._spreads[places] = {groups: tuple(own) for groups, own in together.items()}
         return found
 
@@ -337,7 +337,7 @@ class GradShard:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
         # In a steady step every gradient is bound as it was: one pass in C over however many there are.
-        bound = self._faces if self.owed is None else self._owing
+        bound = self._dtensors if self.pending_scale is None else self._scaled
         if len(places) == self.count and all(map(is_, map(self._read, self._params), bound)):
             return [True] * self.count
         live = []
@@ -347,38 +347,42 @@ class GradShard:
                 if self._flagged[i]:
                     self.flags[i].zero_()
                     self._flagged[i] = False
-            elif grad is not self._faces[i] and grad is not self._owing[i]:
+            elif grad is not self._dtensors[i] and grad is not self._scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
-        face = self._faces[index]
-        if not isinstance(grad, DTensor) or grad.placements != face.placements or grad.shape != face.shape:
+        dtensor = self._dtensors[index]
+        if (
+            not isinstance(grad, DTensor)
+            or grad.placements != dtensor.placements
+            or grad.shape != dtensor.shape
+        ):
             raise ForeignParameterError(
                 "a gradient was replaced by a tensor that is not sharded like its parameter",
-                expected=f"None, or a DTensor of shape {tuple(face.shape)} with {face.placements}",
+                expected=f"None, or a DTensor of shape {tuple(dtensor.shape)} with {dtensor.placements}",
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
                 fix="assign None, or change the gradient in place",
             )
-        self.pay()  # a new gradient does not share the debt of the others
+        self.apply_scale()  # a new gradient is not to be scaled with the others
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
             self.flags[index].fill_(1)
         self._flagged[index] = True
-        setattr(self._params[index], self._attribute, face)
+        setattr(self._params[index], self._attribute, dtensor)
 
     # -- for graphs -------------------------------------------------------------------------------------
 
     def binding(self) -> Binding:
         """Returns what `rebind` takes."""
         gradients = tuple(map(self._read, self._params))
-        return Binding(gradients, self.owed, self.nonfinite, tuple(self._flagged))
+        return Binding(gradients, self.pending_scale, self.nonfinite, tuple(self._flagged))
 
     def rebind(self, binding: Binding) -> None:
         """Makes the host hold what it held when `binding` was made; device memory is not touched."""
-        self.owed, self.nonfinite = binding.owed, binding.nonfinite
+        self.pending_scale, self.nonfinite = binding.pending_scale, binding.nonfinite
         self._flagged = list(binding.flagged)
         if not all(map(is_, map(self._read, self._params), binding.gradients)):
             for param, grad in zip(self._params, binding.gradients, strict=True):
@@ -393,17 +397,17 @@ class GradShard:
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
         if len(chosen) < sum(live):
-            self.pay()  # the others are still to be multiplied
+            self.apply_scale()  # the others are still to be multiplied
         else:
             self.nonfinite = None
-            if self.owed is not None:
-                self.owed = None
-                self._rebind(self._owing, self._faces)
+            if self.pending_scale is not None:
+                self.pending_scale = None
+                self._rebind(self._scaled, self._dtensors)
         for place in chosen:
             self._views[place].zero_()
 
-    def owe(self, factor: torch.Tensor) -> None:
-        """Multiplies all gradients by `factor`, later. See [Note: Owed factor] in `pending_scale.py`.
+    def scale_later(self, factor: torch.Tensor) -> None:
+        """Multiplies all gradients by `factor`, later. See [Note: Pending scale] in `pending_scale.py`.
 
         Args:
             factor: float32 device scalar; kept, so it must not be changed afterwards.
@@ -411,20 +415,20 @@ class GradShard:
         Streams: a second factor is multiplied with the first on the current stream.
         Capture: safe.
         """
-        self.owed = factor if self.owed is None else self.owed * factor
-        self._rebind(self._faces, self._owing)
+        self.pending_scale = factor if self.pending_scale is None else self.pending_scale * factor
+        self._rebind(self._dtensors, self._scaled)
 
-    def pay(self) -> None:
-        """Multiplies the gradients by what is owed, if anything is.
+    def apply_scale(self) -> None:
+        """Multiplies the gradients by what is pending_scale, if anything is.
 
         Streams: in place, on the current stream, which must come after whoever wrote the gradients.
         Capture: safe.
         """
-        owed, self.owed = self.owed, None
-        if owed is not None:
+        pending_scale, self.pending_scale = self.pending_scale, None
+        if pending_scale is not None:
             with torch.no_grad():
-                self.values.mul_(owed)
-            self._rebind(self._owing, self._faces)
+                self.values.mul_(pending_scale)
+            self._rebind(self._scaled, self._dtensors)
 
     def _rebind(self, old: Sequence[DTensor], new: Sequence[DTensor]) -> None:
         for param, before, after in zip(self._params, old, new, strict=True):
@@ -449,7 +453,7 @@ class GradFacts:
         self._bound: tuple[int, ...] = ()
 
     def read(self) -> Hashable:
-        """Returns what the host decides by: which gradients are bound, owed, and known to be there.
+        """Returns what the host decides by: which gradients are bound, pending_scale, and known to be there.
 
         Somebody else's tensor is taken over first.
         """
@@ -464,7 +468,7 @@ class GradFacts:
         return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
 
     def pending(self) -> list[torch.Tensor | None]:
-        """Returns `owed` and `nonfinite` of each shard; `read` tells only whether they are there."""
+        """Returns `pending_scale` and `nonfinite` of each shard; `read` tells only whether they are there."""
         return list(chain.from_iterable(map(_PENDING, self._shards)))
 
     def _read_gradients(self) -> list[torch.Tensor | None]:

@@ -1,11 +1,11 @@
-"""A gradient that owes a factor, and pays it when somebody looks.
+"""A gradient that is to be multiplied by a factor, which happens when a program looks at it.
 
-[Note: Owed factor]
+[Note: Pending scale]
 Clipping and loss scaling multiply every gradient by one number. Writing that product costs a pass over
-memory that the optimizer's kernel can do for nothing, so a gradient shard may *owe* a factor: the bytes stay,
-a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is then an
-`ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first operation
-that reads or writes its values makes the shard pay, with one multiplication in place.
+memory that the optimizer's kernel can do for nothing, so a gradient shard may have a *pending scale*: the
+bytes stay, a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is then
+a `ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first operation
+that reads or writes its values makes the shard apply the scale, with one multiplication in place.
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ __all__ = ["ScaledGradient"]
 
 
 class ScaledGradient(DTensor):
-    """Stands where a parameter's gradient is while its shard owes a factor. See [Note: Owed factor].
+    """Stands where a parameter's gradient is while its shard has a pending scale. See [Note: Pending scale].
 
     Args:
-        face: the gradient itself.
-        pay: multiplies the shard by what it owes, once, and puts `face` back where this object stands.
+        dtensor: the gradient itself.
+        apply_scale: multiplies the shard by its pending scale, once, and puts `dtensor` back in this place.
     """
 
-    _face: DTensor
-    _pay: Callable[[], None]
+    _dtensor: DTensor
+    _apply_scale: Callable[[], None]
 
-    def __new__(cls, face: DTensor, pay: Callable[[], None]) -> ScaledGradient:
+    def __new__(cls, dtensor: DTensor, apply_scale: Callable[[], None]) -> ScaledGradient:
         """Makes a DTensor over the same memory."""
         self: ScaledGradient
-        self = super().__new__(cls, face._local_tensor, face._spec, requires_grad=False)  # type: ignore[assignment]
-        self._face = face
-        self._pay = pay
+        self = super().__new__(cls, dtensor._local_tensor, dtensor._spec, requires_grad=False)  # type: ignore[assignment]
+        self._dtensor = dtensor
+        self._apply_scale = apply_scale
         return self
 
-    def __init__(self, face: DTensor, pay: Callable[[], None]) -> None:
+    def __init__(self, dtensor: DTensor, apply_scale: Callable[[], None]) -> None:
         pass
 
-    def paid(self) -> DTensor:
+    def scaled(self) -> DTensor:
         """Returns the gradient with the factor in it.
 
         Streams: the multiplication, if one is due, runs on the current stream.
         """
-        self._pay()
-        return self._face
+        self._apply_scale()
+        return self._dtensor
 
-    def unpaid(self) -> torch.Tensor:
+    def unscaled(self) -> torch.Tensor:
         """Returns the local tensor as it is, without the factor."""
-        return self._face._local_tensor
+        return self._dtensor._local_tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(ScaledGradient, ScaledGradient.paid, (args, kwargs or {}))
+        args, kwargs = tree_map_only(ScaledGradient, ScaledGradient.scaled, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        return self.paid()._local_tensor
+        return self.scaled()._local_tensor
 
     @_local_tensor.setter
     def _local_tensor(self, local: torch.Tensor) -> None:
-        # DTensor's constructor assigns it; the face has it already.
+        # DTensor's constructor assigns it; the dtensor has it already.
         pass
 
     def __deepcopy__(self, memo: Any) -> Any:
-        return self.paid().__deepcopy__(memo)
+        return self.scaled().__deepcopy__(memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.paid().__reduce_ex__(protocol)
+        return self.scaled().__reduce_ex__(protocol)

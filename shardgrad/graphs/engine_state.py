@@ -142,7 +142,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for grads in self._grad_groups:
             if grads.shard is not None:
-                grads.shard.pay()
+                grads.shard.apply_scale()
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -201,8 +201,8 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None:
                 yield f"gradient shard of {group.name}", shard.flat
-                if shard.owed is not None:
-                    yield f"pending scale of the gradients of {group.name}", shard.owed
+                if shard.pending_scale is not None:
+                    yield f"pending scale of the gradients of {group.name}", shard.pending_scale
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {group.name}", buffer
 

@@ -85,7 +85,7 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
         shard = selection.shard
         for groups, places in shard.spread(selection.places).items():
             rows, tiles = shard.table(places)
-            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.owed, scratch)
+            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.pending_scale, scratch)
             parts.append((value, groups))
     for grad in gradients.plain:
         groups = ()

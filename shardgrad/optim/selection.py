@@ -54,9 +54,9 @@ class Gradients:
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
             if selection.is_complete:
-                selection.shard.owe(factor)
+                selection.shard.scale_later(factor)
             else:
-                selection.shard.pay()
+                selection.shard.apply_scale()
                 at_once += [selection.shard.view(place) for place in selection.places]
         if at_once:
             torch._foreach_mul_(at_once, factor)

@@ -50,7 +50,7 @@ def _memory_of(parameter: Tensor) -> Tensor:
     if grad is None:
         return torch.zeros((), device=parameter.device)
     if isinstance(grad, ScaledGradient):  # with a finite pending scale, finite if and only if the gradient is
-        return grad.unpaid()
+        return grad.unscaled()
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 

@@ -271,7 +271,7 @@ def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
         if isinstance(leaf, ScaledGradient):
-            yield leaf.unpaid()  # identity and address, not the values
+            yield leaf.unscaled()  # identity and address, not the values
         elif isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)
             yield from _plain(_inner(leaf)) if wraps else (leaf,)
