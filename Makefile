@@ -44,7 +44,7 @@ docs: .venv/installed
 	@echo "build/docs/index.html"
 
 bench: .venv/installed
-	.venv/bin/shardgrad bench $(ARGS)
+	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
 	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
@@ -59,5 +59,5 @@ clean:
 	touch .venv/torch
 
 .venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
-	$(PIP) --no-build-isolation --editable '.[cli,plots,test,lint,docs,clients]' '$(TORCH)'
+	$(PIP) --no-build-isolation --editable '.[cli,bench,plots,test,lint,docs,clients]' '$(TORCH)'
 	touch .venv/installed

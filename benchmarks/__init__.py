@@ -1,1 +1,7 @@
-"""Measured claims about shardgrad, runnable: `python -m benchmarks.<name> --help`."""
+"""Measured claims about shardgrad, runnable: `python -m benchmarks --help`."""
+
+from importlib.util import find_spec
+
+_missing = [name for name in ("click", "rich", "jinja2", "matplotlib") if find_spec(name) is None]
+if _missing:
+    raise ImportError(f"benchmarks need {', '.join(_missing)}: pip install -e '.[bench]'")

@@ -6,88 +6,93 @@ arrived, so its own shard is not copied; its sum over ranks is a separate op, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import click
-from rich.table import Table
+import torch
+import torch.distributed as dist
 
-from benchmarks.measure import over_ranks, ratios, spread
-from benchmarks.options import common_options
-from benchmarks.ranks import on_ranks
-from benchmarks.record import append, environment, make_record
-from benchmarks.tables import show
+from benchmarks.measure import Cost, interleaved, over_ranks, samples_of, summarise
+from benchmarks.run import Run, option
+from benchmarks.workers import on_ranks
+from shardgrad import ops
+from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.transports import ExchangeTransport, MessageTag
 
 _KIB, _MIB = 2**10, 2**20
-_OPERATIONS = ("all_gather", "reduce_scatter")
-_TRANSPORTS = ("gloo", "exchange")
+_SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
+_MOST_REPEATS = 50
+_FIELDS = ("wall_s", "cpu_s", "loopback_nbytes")
+
+Costs = dict[str, dict[int, dict[str, list[Cost]]]]
 
 
 @click.command()
-@click.option("--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], show_default=True)
-@click.option("--rounds", type=click.IntRange(2), default=20, show_default=True)
-@click.option("--max-mib", type=click.IntRange(1), default=16, show_default=True, help="Largest shard.")
-@common_options
-def main(worlds: Sequence[int], rounds: int, max_mib: int, smoke: bool, out: Path | None) -> None:
-    """Measure both transports for shards of 4 KiB and up, in fp32. --ranks may be repeated."""
+@option(
+    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
+)
+@option("--rounds", type=click.IntRange(2), default=20, help="Turns of each transport.")
+@option("--max-mib", type=click.IntRange(1), default=16, help="Largest shard.")
+@click.pass_obj
+def main(run: Run, worlds: Sequence[int], rounds: int, max_mib: int) -> None:
+    """Measure both transports for shards of 4 KiB and up, in fp32."""
     shards = [nbytes for nbytes in (4 * _KIB * 4**power for power in range(13)) if nbytes <= max_mib * _MIB]
-    if smoke:
+    if run.smoke:
         worlds, rounds, shards = [2], 2, shards[:2]
     for ranks in worlds:
-        started = environment()
-        answers = on_ranks("benchmarks.transports:run", ranks, shards, rounds, keep_heap=False)
-        samples, summary = _summarise([costs for costs, _ in answers])
-        record = make_record(
+        by_rank = on_ranks("benchmarks.collectives:measure", ranks, shards, rounds, keep_heap=False)
+        costs = over_ranks(by_rank)
+        run.finish(
             "collectives",
-            environment=started,
-            ops_backend=answers[0][1],
-            config={"ranks": ranks, "rounds": rounds, "shard_nbytes": shards, "smoke": smoke},
-            samples=samples,
-            summary=summary,
+            config={"ranks": ranks, "rounds": rounds, "shard_nbytes": shards},
+            samples=samples_of(costs, *_FIELDS),
+            summary=summarise(costs, "gloo", *_FIELDS),
         )
-        _print(record)
-        if out is not None:
-            append(out, record)
 
 
-def _summarise(by_rank: Sequence[dict[Any, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns samples and summary by operation, shard size and transport."""
-    samples: dict[str, Any] = {operation: {} for operation in _OPERATIONS}
-    summary: dict[str, Any] = {operation: {} for operation in _OPERATIONS}
-    for operation, nbytes in by_rank[0]:
-        here: dict[str, Any] = {}
-        for name in _TRANSPORTS:
-            one_per_rank = (costs[operation, nbytes][name] for costs in by_rank)
-            rounds = [over_ranks(costs) for costs in zip(*one_per_rank, strict=True)]
-            fields = ("wall_s", "cpu_s", "loopback_nbytes")
-            here[name] = {field: [getattr(cost, field) for cost in rounds] for field in fields}
-        of: dict[str, Any] = {
-            name: {field: spread(values) for field, values in each.items()} for name, each in here.items()
-        }
-        for field in ("wall", "cpu"):
-            pairs = ratios(here["exchange"][f"{field}_s"], here["gloo"][f"{field}_s"])
-            of["exchange"][f"{field}_ratio_to_gloo"] = spread(pairs)
-        samples[operation][nbytes], summary[operation][nbytes] = here, of
-    return samples, summary
-
-
-def _print(record: dict[str, Any]) -> None:
-    columns = ("gloo ms", "exchange ms", "/ gloo", "CPU / gloo", "gloo lo KiB", "exchange lo KiB")
-    table = Table("", "shard KiB", *columns)
-    table.title = f"{record['config']['ranks']} ranks, fp32; medians"
-    for operation, by_nbytes in record["summary"].items():
-        for nbytes, of in by_nbytes.items():
-            table.add_row(
-                operation,
-                f"{nbytes // _KIB}",
-                *(f"{of[name]['wall_s']['median'] * 1e3:.3f}" for name in _TRANSPORTS),
-                f"{of['exchange']['wall_ratio_to_gloo']['median']:.3f}",
-                f"{of['exchange']['cpu_ratio_to_gloo']['median']:.3f}",
-                *(f"{of[name]['loopback_nbytes']['median'] / _KIB:.0f}" for name in _TRANSPORTS),
+def measure(shards: Sequence[int], rounds: int) -> Costs:
+    """Returns a rank's costs by operation, bytes of a shard and transport."""
+    costs: Costs = {}
+    for nbytes in shards:
+        repeats = max(1, min(_MOST_REPEATS, _SECTION_NBYTES // nbytes))
+        for operation, calls in _calls(nbytes // torch.float32.itemsize).items():
+            costs.setdefault(operation, {})[nbytes] = interleaved(
+                calls, rounds, repeats=repeats, barrier=dist.barrier
             )
-    show(table)
+    return costs
 
 
-if __name__ == "__main__":
-    main()
+def _calls(numel: int) -> dict[str, dict[str, Callable[[], object]]]:
+    """By operation and transport, a call that runs it once on its buffers."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("there is no process group")
+    exchange = ExchangeTransport(group)
+    tag = MessageTag.of("benchmark", 1)
+    ranks = group.size()
+    shard, gradients = torch.ones(numel), _chunks(torch.ones(ranks * numel), ranks)
+    gathered, total = torch.zeros(ranks * numel), torch.zeros(numel)
+    staging = _chunks(torch.zeros(exchange.gather_chunks * numel), exchange.gather_chunks)
+    receive = _chunks(torch.zeros(exchange.receive_chunks * numel), exchange.receive_chunks)
+
+    def gather_by_exchange() -> None:
+        exchange.all_gather(shard, staging, tag).wait()
+
+    def scatter_by_exchange() -> None:
+        chunks = exchange.reduce_scatter(gradients, receive, tag).wait()
+        ops.sum_chunks(chunks, total)
+
+    return {
+        "all_gather": {
+            "gloo": lambda: dist.all_gather_into_tensor(gathered, shard),
+            "exchange": gather_by_exchange,
+        },
+        "reduce_scatter": {
+            "gloo": lambda: dist.reduce_scatter_tensor(total, gradients.whole),
+            "exchange": scatter_by_exchange,
+        },
+    }
+
+
+def _chunks(unsplit: torch.Tensor, count: int) -> Chunks:
+    return Chunks(unsplit, unsplit.chunk(count) if count else ())

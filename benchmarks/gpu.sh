@@ -112,45 +112,45 @@ assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"
 fi
 
 test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
-bench=("$python" -m shardgrad bench --device "$device" --timeout 60)
-kernels=("$python" -m benchmarks.kernels --device "$device" --out "$out")
-optimizer=("$python" -m benchmarks.optimizer --device "$device" --out "$out")
-replay=("$python" -m benchmarks.replay --device "$device" --out "$out")
-alone=("${bench[@]}" --ranks 1 --precision bf16 --clip 1)
+steps=("$python" -m benchmarks training_step --device "$device" --timeout 60)
+kernels=("$python" -m benchmarks kernels --device "$device" --out "$out")
+optimizers=("$python" -m benchmarks optimizers --device "$device" --out "$out")
+replay=("$python" -m benchmarks graphed_replay --device "$device" --out "$out")
+alone=("${steps[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
     part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
-    part bench-tiny 120 "${bench[@]}" --smoke --out "$out/bench-tiny" --engine shardgrad --engine shardgrad-graphed \
+    part steps-tiny 120 "${steps[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad --engine shardgrad-graphed \
         --engine compute
     part kernels 60 "${kernels[@]}" --smoke
-    part optimizer 60 "${optimizer[@]}" --smoke --case one_unit
-    part replay 60 "${replay[@]}" --smoke
+    part optimizers 60 "${optimizers[@]}" --smoke --case one_unit
+    part graphed_replay 60 "${replay[@]}" --smoke
 else
     part tests 110 "${test[@]}" tests/gpu
     # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-    part bench-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
-        --limit-s 120 --out "$out/bench-gpt2"
+    part steps-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
+        --limit-s 120 --out "$out/steps-gpt2"
     # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
     graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
-    part bench-300m 120 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
-        "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/bench-300m"
-    part bench-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
-        "${graphs[@]}" --engine compute --out "$out/bench-1b"
+    part steps-300m 120 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
+        "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/steps-300m"
+    part steps-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
+        "${graphs[@]}" --engine compute --out "$out/steps-1b"
     part kernels 25 "${kernels[@]}" --ops segments --rounds 10
-    part optimizer 40 "${optimizer[@]}"
-    part replay 30 "${replay[@]}"
+    part optimizers 40 "${optimizers[@]}"
+    part graphed_replay 30 "${replay[@]}"
     if ((count > 1)); then
-        part bench-ranks 200 "${bench[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
-            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 150 --out "$out/bench-ranks"
+        part steps-ranks 200 "${steps[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
+            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 150 --out "$out/steps-ranks"
     else
         # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
-        part bench-shared 90 "${bench[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
-            --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/bench-shared"
+        part steps-shared 90 "${steps[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
+            --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
     fi
 fi
 [[ -z $list ]] || exit 0
 
 {
-    for log in "$out"/bench-*.log; do
+    for log in "$out"/steps-*.log; do
         [[ -e $log ]] && cat "$log"
     done
     printf '\n%s\n' "parts, $device, $((SECONDS - began_s)) s in all"

@@ -7,16 +7,18 @@ FSDP2 with torch's other AdamW. That one rounds elsewhere too, and training enla
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
-from rich.table import Table
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from benchmarks.options import common_options
-from benchmarks.ranks import on_ranks
-from benchmarks.record import append, environment, make_record
-from benchmarks.tables import show
+import shardgrad
+from benchmarks.models import build_model
+from benchmarks.run import Run, option
+from benchmarks.workers import on_ranks
+from shardgrad.train.corpus import Sampler, load_corpus
 
 _RANKS = 2
 _BASE = "fsdp2, torch.optim"
@@ -24,56 +26,36 @@ _RUNS = (_BASE, "shardgrad, torch.optim", "shardgrad, shardgrad.optim", "fsdp2, 
 
 
 @click.command()
-@click.option("--steps", type=click.IntRange(2), default=200, show_default=True)
-@common_options
-def main(steps: int, smoke: bool, out: Path | None) -> None:
+@option("--steps", type=click.IntRange(2), default=200, help="Steps of each run.")
+@click.pass_obj
+def main(run: Run, steps: int) -> None:
     """Train four times and compare the losses."""
-    if smoke:
+    if run.smoke:
         steps = 3
-    started = environment()
-    curves, backend = on_ranks("benchmarks.loss_curves:train_all", _RANKS, steps, keep_heap=True)[0]
-    record = make_record(
+    curves = on_ranks("benchmarks.loss_curves:train_all", _RANKS, steps)[0]
+    run.finish(
         "loss_curves",
-        environment=started,
-        ops_backend=backend,
-        config={"ranks": _RANKS, "steps": steps, "smoke": smoke},
+        config={"ranks": _RANKS, "steps": steps},
         samples=curves,
         summary={name: _summarise(curve, curves[_BASE]) for name, curve in curves.items()},
     )
-    _print(record)
-    if out is not None:
-        append(out, record)
 
 
-def train_all(steps: int) -> tuple[dict[str, list[float]], str]:
-    """Returns the mean loss over ranks of every step of every run, and which ops ran."""
-    import shardgrad.ops
-
-    return {name: _train(*name.split(", "), steps) for name in _RUNS}, shardgrad.ops.backend()
+def train_all(steps: int) -> dict[str, list[float]]:
+    """Returns the mean loss over ranks of every step of every run."""
+    return {name: _train(*name.split(", "), steps) for name in _RUNS}
 
 
-def _train(engine: str, home: str, steps: int) -> list[float]:
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard as torch_fully_shard
-
-    import shardgrad
-    from shardgrad.train.corpus import Sampler, load_corpus
-    from shardgrad.train.model import Transformer, materialise
-    from shardgrad.train.presets import PRESETS
-
-    with torch.device("meta"):
-        model = Transformer(PRESETS["tiny"])
-    materialise(model, model, device=torch.device("cpu"), seed=0)
-    for unit in (*model.layers, model):
-        (shardgrad.fully_shard if engine == "shardgrad" else torch_fully_shard)(unit)
-    ours = home == "shardgrad.optim"
+def _train(engine: str, optimizers: str, steps: int) -> list[float]:
+    fully_shard: Any = shardgrad.fully_shard if engine == "shardgrad" else torch_fully_shard
+    model: Any = build_model("tiny", torch.device("cpu"), wrap=fully_shard)
+    ours = optimizers == "shardgrad.optim"
     optimizer: Any = (shardgrad.optim if ours else torch.optim).AdamW(
         model.parameters(),
         lr=3e-3,
         betas=(0.9, 0.95),
         weight_decay=0.1,
-        fused=home != "torch.optim not fused",
+        fused=optimizers != "torch.optim not fused",
     )
     clip = shardgrad.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=steps + 1)
@@ -103,21 +85,3 @@ def _summarise(curve: list[float], base: list[float]) -> dict[str, float]:
         "largest_relative_difference": max(differences),
         "mean_relative_difference": sum(differences) / len(differences),
     }
-
-
-def _print(record: dict[str, Any]) -> None:
-    table = Table("", "first", "last tenth", "largest difference", "mean difference")
-    table.title = f"loss of the tiny preset over {record['config']['steps']} steps, to {_BASE}"
-    for name, of in record["summary"].items():
-        table.add_row(
-            name,
-            f"{of['first_loss']:.4f}",
-            f"{of['last_loss']:.4f}",
-            f"{of['largest_relative_difference']:.2e}",
-            f"{of['mean_relative_difference']:.2e}",
-        )
-    show(table)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,118 +1,153 @@
-"""Does what `shardgrad plan` predicts happen? Memory and step time, predicted and measured, on CPU ranks."""
+"""Does what `shardgrad plan` predicts happen? Memory and step time, predicted and measured, on CPU ranks.
+
+Memory: each run of the ranks has new processes, in which every large block is mapped by itself, so that
+resident memory is what is allocated. The peak beyond what was resident before there was a model, of the
+heaviest rank, is compared with the plan's.
+
+Time: in every round, in turn: a step with the engine; forward and backward of the unsharded model; a pass
+over memory; a small and a large exchange. The plan of the step, with these as its constants, is compared with
+the step of the same round. Compute is measured, so what is tested is the rest: which bytes move, when, what
+they can hide behind, and what the engine adds.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import math
 import statistics
-from collections.abc import Sequence
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
-from rich.table import Table
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from benchmarks.measure import spread
-from benchmarks.options import common_options
-from benchmarks.plan_task import Task
-from benchmarks.ranks import on_ranks
-from benchmarks.record import append, environment, make_record
-from benchmarks.tables import show
+import shardgrad
+from benchmarks.measure import proc_nbytes, ratios, settle, spread
+from benchmarks.run import Run, option
+from benchmarks.workers import on_ranks
+from shardgrad import ops
+from shardgrad.plan.hardware import Link, machine_of
+from shardgrad.plan.planning import Calibration, plan_of
+from shardgrad.plan.rehearsal import rehearse
+from shardgrad.plan.request import Request
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
 
-_MIB = 2**20
 _STEPS = 3  # of the memory measurement: the second has all that a steady step has
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # <malloc.h>
+_MAPPED_NBYTES = 64 * 2**10
+_SMALL_NBYTES = 4096
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+Round = dict[str, float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Extent:
-    """How long.
+@dataclass(frozen=True)
+class Task:
+    """A training step.
 
     Attributes:
-        rounds: of the time measurement.
-        repeats: of the memory measurement, each in fresh processes.
-        smoke: the numbers mean nothing.
+        preset: of the training program.
+        override: fields of it, replaced.
+        precision: `fp32`, or `bf16`: compute in bf16, reduce in fp32.
+        stage: of ZeRO: "1", "2", "3", or "hfsdp", for which every two ranks are a replica.
+        accumulate: micro-batches.
+        batch_size: sequences per rank and micro-batch.
+        seq_len: tokens per sequence.
     """
 
-    rounds: int
-    repeats: int
-    smoke: bool
+    preset: str
+    override: tuple[tuple[str, int], ...]
+    precision: str
+    stage: str
+    accumulate: int
+    batch_size: int
+    seq_len: int
+
+    def mesh_shape(self, ranks: int) -> tuple[int, ...]:
+        """Returns the ranks along each axis, the shards' axis last."""
+        return (ranks // 2, 2) if self.stage == "hfsdp" else (ranks,)
+
+    def small(self) -> Task:
+        """Returns the same task on one narrow block."""
+        narrow = (("layers", 1), ("width", 64), ("heads", 1), ("kv_heads", 1), ("hidden", 64))
+        return dataclasses.replace(self, override=narrow, batch_size=1, seq_len=16)
 
 
 @click.command()
-@click.option("--preset", type=click.Choice(["tiny", "small", "medium"]), default="small", show_default=True)
-@click.option("--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], show_default=True)
-@click.option(
-    "--precision", "precisions", type=click.Choice(["fp32", "bf16"]), multiple=True, default=["fp32"]
+@option("--preset", type=click.Choice(["tiny", "small", "medium"]), default="small", help="Model.")
+@option(
+    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
 )
-@click.option("--stage", type=click.Choice(["1", "2", "3", "hfsdp"]), default="3", show_default=True)
-@click.option("--accumulate", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--batch-size", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--seq-len", type=click.IntRange(2), default=256, show_default=True)
-@click.option("--rounds", type=click.IntRange(2), default=10, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
-@common_options
+@option(
+    "--precision",
+    "precisions",
+    type=click.Choice(list(_DTYPES)),
+    multiple=True,
+    default=["fp32"],
+    help="Data type of forward and backward; repeatable.",
+)
+@option("--stage", type=click.Choice(["1", "2", "3", "hfsdp"]), default="3", help="ZeRO stage.")
+@option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
+@option("--batch-size", type=click.IntRange(1), default=4, help="Sequences per rank.")
+@option("--seq-len", type=click.IntRange(2), default=256, help="Tokens per sequence.")
+@option("--rounds", type=click.IntRange(2), default=10, help="Rounds of times.")
+@option("--repeats", type=click.IntRange(1), default=3, help="Runs that measure memory.")
+@click.pass_obj
 def main(
-    preset: str,
+    run: Run,
     worlds: Sequence[int],
     precisions: Sequence[str],
     stage: str,
-    accumulate: int,
-    batch_size: int,
-    seq_len: int,
     rounds: int,
     repeats: int,
-    smoke: bool,
-    out: Path | None,
+    **sizes: Any,
 ) -> None:
-    """Compare plans with what ranks of this machine measure. --ranks and --precision may be repeated."""
+    """Compare plans with what ranks of this machine measure."""
     if stage == "hfsdp" and any(ranks < 4 or ranks % 2 for ranks in worlds):
         raise click.UsageError("--stage hfsdp needs replicas of two ranks each: use --ranks 4.")
-    extent = Extent(rounds, repeats, smoke)
     override: tuple[tuple[str, int], ...] = ()
-    if smoke:
-        extent, worlds = Extent(2, 1, smoke), worlds[:1]
-        override, batch_size, seq_len = (("layers", 1),), 1, 32
+    if run.smoke:
+        rounds, repeats, worlds = 2, 1, worlds[:1]
+        override, sizes = (("layers", 1),), sizes | {"batch_size": 1, "seq_len": 32}
     for ranks in worlds:
         for precision in precisions:
-            task = Task(preset, override, precision, stage, accumulate, batch_size, seq_len)
-            record = _compare(task, ranks, extent)
-            _print(record)
-            if out is not None:
-                append(out, record)
+            task = Task(override=override, precision=precision, stage=stage, **sizes)
+            peaks = []
+            for _ in range(repeats):
+                pairs = on_ranks("benchmarks.plan:measure_memory", ranks, task, keep_heap=False)
+                peaks.append(max(peak - baseline for baseline, peak in pairs))
+            by_rank = on_ranks("benchmarks.plan:measure_times", ranks, task, rounds)
+            measured = [
+                {name: statistics.fmean(one[name] for one in group) for name in group[0]}
+                for group in zip(*by_rank, strict=True)
+            ]
+            peak_nbytes, predicted_s = _predict(task, ranks, measured)
+            steps_s = [one["step_s"] for one in measured]
+            run.finish(
+                "plan",
+                config=dataclasses.asdict(task) | {"ranks": ranks, "rounds": rounds, "repeats": repeats},
+                samples={"peak_nbytes": peaks, "rounds": measured, "predicted_step_s": predicted_s},
+                summary={
+                    "peak_nbytes": statistics.median(peaks),
+                    "predicted_peak_nbytes": peak_nbytes,
+                    "memory_predicted_over_measured": peak_nbytes / statistics.median(peaks),
+                    "step_s": spread(steps_s),
+                    "predicted_step_s": spread(predicted_s),
+                    "time_predicted_over_measured": spread(ratios(predicted_s, steps_s)),
+                },
+            )
 
 
-def _compare(task: Task, ranks: int, extent: Extent) -> dict[str, Any]:
-    started = environment()
-    memory = "benchmarks.plan_ranks:run_memory"
-    peaks = []
-    for _ in range(extent.repeats):
-        pairs = on_ranks(memory, ranks, task, _STEPS, keep_heap=False)
-        peaks.append(max(peak - baseline for baseline, peak in pairs))
-    everyone = on_ranks("benchmarks.plan_ranks:run_times", ranks, task, extent.rounds, keep_heap=True)
-    measured = [
-        {name: statistics.fmean(getattr(one, name) for one in rounds) for name in _FIELDS}
-        for rounds in zip(*(times.rounds for times in everyone), strict=True)
-    ]
-    predicted = _predict(task, ranks, measured)
-    return make_record(
-        "plan",
-        environment=started,
-        ops_backend=_ops_backend(),
-        config=dataclasses.asdict(task) | {"ranks": ranks} | dataclasses.asdict(extent),
-        samples={"peak_nbytes": peaks, "rounds": measured, "predicted_step_s": predicted["step_s"]},
-        summary=_summarise(peaks, measured, predicted),
-    )
-
-
-_FIELDS = ("step_s", "compute_s", "bandwidth", "hop_s", "link_bandwidth")
-
-
-def _predict(task: Task, ranks: int, measured: Sequence[dict[str, float]]) -> dict[str, Any]:
+def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, list[float]]:
     """Plans the task: memory once, and a step time with the constants of each round."""
-    from shardgrad.plan.hardware import Link, machine_of
-    from shardgrad.plan.planning import Calibration, plan_of
-    from shardgrad.plan.rehearsal import rehearse
-    from shardgrad.plan.request import Request
-
     request = Request(
         preset=task.preset,
         override=dict(task.override),
@@ -134,54 +169,119 @@ def _predict(task: Task, ranks: int, measured: Sequence[dict[str, float]]) -> di
         link = Link("loopback", one["link_bandwidth"], hop, hop, "measured in this round")
         machine = dataclasses.replace(usual, device=device, link=link, devices_per_node=ranks)
         plans.append(plan_of(rehearsal, machine, Calibration(compute_s=one["compute_s"])))
-    return {"peak_nbytes": plans[0].peak_nbytes, "step_s": [plan.timeline.step_s for plan in plans]}
+    return plans[0].peak_nbytes, [plan.timeline.step_s for plan in plans]
 
 
-def _summarise(
-    peaks: Sequence[int], measured: Sequence[dict[str, float]], predicted: dict[str, Any]
-) -> dict[str, Any]:
-    steps = [one["step_s"] for one in measured]
-    ratios = [guess / step for guess, step in zip(predicted["step_s"], steps, strict=True)]
-    return {
-        "peak_nbytes": statistics.median(peaks),
-        "predicted_peak_nbytes": predicted["peak_nbytes"],
-        "memory_predicted_over_measured": predicted["peak_nbytes"] / statistics.median(peaks),
-        "step_s": spread(steps),
-        "predicted_step_s": spread(predicted["step_s"]),
-        "time_predicted_over_measured": spread(ratios),
-    }
+# -- on the ranks ------------------------------------------------------------------------------------------
 
 
-def _ops_backend() -> str:
-    from shardgrad import ops
+class _Program:
+    """The training step that `shardgrad.plan.rehearsal` rehearses, on real tensors."""
 
-    return ops.backend()
+    def __init__(self, task: Task, *, sharded: bool) -> None:
+        with torch.device("meta"):
+            self.model = Transformer(transformer_config(task.preset, dict(task.override)))
+        materialise(self.model, self.model, device=torch.device("cpu"), seed=0)
+        self._task = task
+        self._optimizer: torch.optim.Optimizer | None = None
+        if sharded:
+            shape = task.mesh_shape(dist.get_world_size())
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+            policy = MixedPrecisionPolicy()
+            if task.precision == "bf16":
+                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            stage: Any = task.stage if task.stage == "hfsdp" else int(task.stage)
+            for unit in (*self.model.layers, self.model):
+                shardgrad.fully_shard(unit, mesh=mesh, mp_policy=policy, zero_stage=stage)
+            self._optimizer = shardgrad.optim.AdamW(self.model.parameters(), lr=1e-3)
+        else:
+            self.model.to(_DTYPES[task.precision])
+        vocabulary = self.model.config.vocab_size
+        self._tokens = torch.randint(vocabulary, (task.batch_size, task.seq_len))
+
+    def step(self) -> None:
+        root: Any = self.model  # an `FSDPModule`, where there is an engine
+        for number in range(self._task.accumulate):
+            if self._optimizer is not None:
+                root.set_is_last_backward(number == self._task.accumulate - 1)
+            loss: Tensor = self.model.loss(self._tokens, self._tokens)
+            loss.backward()
+            del loss
+        if self._optimizer is None:
+            for param in self.model.parameters():
+                param.grad = None
+            return
+        shardgrad.clip_grad_norm_(self.model.parameters(), math.inf)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
-def _print(record: dict[str, Any]) -> None:
-    config, summary = record["config"], record["summary"]
-    table = Table("", "measured", "predicted", "predicted / measured", "quartiles")
-    table.title = (
-        f"{config['preset']}, {config['precision']}, {config['ranks']} ranks, stage {config['stage']}, "
-        f"{config['accumulate']} x {config['batch_size']} x {config['seq_len']} tokens"
-    )
-    table.add_row(
-        "peak memory, MiB",
-        f"{summary['peak_nbytes'] / _MIB:.1f}",
-        f"{summary['predicted_peak_nbytes'] / _MIB:.1f}",
-        f"{summary['memory_predicted_over_measured']:.3f}",
-        "",
-    )
-    ratio = summary["time_predicted_over_measured"]
-    table.add_row(
-        "step, ms",
-        f"{summary['step_s']['median'] * 1e3:.1f}",
-        f"{summary['predicted_step_s']['median'] * 1e3:.1f}",
-        f"{ratio['median']:.3f}",
-        f"{ratio['quartiles'][0]:.3f} to {ratio['quartiles'][1]:.3f}",
-    )
-    show(table)
+def measure_memory(task: Task) -> tuple[int, int]:
+    """Returns this rank's resident bytes before there is a model, and at most until the steps are done.
+
+    Large blocks are mapped one by one, so that what the program frees leaves the resident set at once, and a
+    first, small model has loaded and initialised whatever is loaded and initialised once.
+    """
+    libc = ctypes.CDLL(None)
+    if not (libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_NBYTES) and libc.mallopt(_M_ARENA_MAX, 1)):
+        raise RuntimeError("the C library does not take mallopt's settings")
+    _Program(task.small(), sharded=True).step()
+    baseline = proc_nbytes("/proc/self/status", "VmRSS")
+    with open("/proc/self/clear_refs", "w", encoding="ascii") as stream:
+        stream.write("5")  # VmHWM starts again from what is resident now
+    program = _Program(task, sharded=True)
+    for _ in range(_STEPS):
+        program.step()
+    return baseline, proc_nbytes("/proc/self/status", "VmHWM")
 
 
-if __name__ == "__main__":
-    main()
+def measure_times(task: Task, rounds: int) -> list[Round]:
+    """Measures a step and the constants of a prediction, in turn; seconds, and bytes per second.
+
+    `compute_s` is forward and backward of the unsharded model, without engine, optimizer and communication;
+    `bandwidth` that of a pass which reads and writes a block's parameters; `hop_s` how long a small message
+    takes; `link_bandwidth` that of a message as large as a block.
+    """
+    engine, alone = _Program(task, sharded=True), _Program(task, sharded=False)
+    for program in (engine, alone):
+        for _ in range(2):
+            program.step()
+    settle()
+    block = sum(param.numel() for param in alone.model.layers[0].parameters())
+    return [
+        {
+            "step_s": _seconds(engine.step),
+            "compute_s": _seconds(alone.step),
+            "bandwidth": _pass_bandwidth(block),
+            "hop_s": _exchange_s(_SMALL_NBYTES) / (dist.get_world_size() - 1),
+            "link_bandwidth": _link_bandwidth(block * 4),
+        }
+        for _ in range(rounds)
+    ]
+
+
+def _seconds(work: Callable[[], object], repeats: int = 1) -> float:
+    # Until the last rank is done, as no `Cost` is: the constants are those of all ranks at once.
+    dist.barrier()
+    began_s = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    dist.barrier()
+    return (time.perf_counter() - began_s) / repeats
+
+
+def _pass_bandwidth(numel: int) -> float:
+    source, target = torch.ones(numel), torch.zeros(numel)
+    seconds = _seconds(lambda: ops.sum_chunks([source], target, divisor=2.0), repeats=8)
+    return 2 * numel * 4 / seconds
+
+
+def _exchange_s(nbytes: int, repeats: int = 8) -> float:
+    """Returns the seconds in which every rank sends `nbytes` in all, to the others in equal parts."""
+    ranks = dist.get_world_size()
+    sent, received = (torch.zeros(ranks, nbytes // 4 // (ranks - 1)) for _ in range(2))
+    return _seconds(lambda: dist.all_to_all_single(received, sent), repeats)
+
+
+def _link_bandwidth(nbytes: int) -> float:
+    return nbytes / max(_exchange_s(nbytes) - _exchange_s(_SMALL_NBYTES), 1e-9)

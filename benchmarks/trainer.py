@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-if TYPE_CHECKING:
-    from shardgrad.train.config import TrainConfig
-    from shardgrad.train.parallel import World
-    from shardgrad.train.step import TrainStep
+from shardgrad.train.checkpoint import TrainState
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import Sampler
+from shardgrad.train.optimizer import build_optimizer, build_schedule
+from shardgrad.train.parallel import World
+from shardgrad.train.sharding import build_model
+from shardgrad.train.step import TrainStep
 
 
 def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, World]:
@@ -17,17 +22,6 @@ def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, World]:
         config: of the run.
         device: where this rank computes.
     """
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from shardgrad.train.checkpoint import TrainState
-    from shardgrad.train.corpus import Sampler
-    from shardgrad.train.optimizer import build_optimizer, build_schedule
-    from shardgrad.train.parallel import World
-    from shardgrad.train.sharding import build_model
-    from shardgrad.train.step import TrainStep
-
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = World(rank, ranks, torch.device(device), dist.new_group(backend="gloo"))
     model = build_model(config, init_device_mesh(world.device.type, (ranks,)), world.device)

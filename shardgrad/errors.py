@@ -108,11 +108,11 @@ class UnsupportedParameterError(ShardgradError, ValueError, NotImplementedError)
 
 
 class PlacementError(ShardgradError, ValueError, AssertionError):
-    """A parameter was asked to be cut where it cannot be, or lies where data parallelism cannot cut it."""
+    """A parameter cannot be sharded along the requested dim, or over the mesh it is on."""
 
 
 class DeviceError(ShardgradError, ValueError):
-    """Parameters of one call live on several devices, or on one the mesh does not have."""
+    """Parameters of one call are on several devices, or on one that the mesh does not have."""
 
 
 class ParameterClaimedError(ShardgradError, ValueError):
@@ -164,15 +164,15 @@ class CollectiveError(ShardgradError, RuntimeError):
 
 
 class DesyncError(CollectiveError):
-    """Another rank sent a message that belongs to another unit or another phase."""
+    """Ranks called different collectives, or a message belongs to another unit or phase."""
 
 
 class ParticipationError(ShardgradError, RuntimeError):
-    """`participate` was used in a way that cannot be joined by the other ranks."""
+    """`participate` was used in a way that other ranks cannot join."""
 
 
 class OptimizerParameterError(ShardgradError, ValueError, TypeError):
-    """A parameter that an optimizer cannot update, or no longer."""
+    """A parameter that an optimizer cannot update, or cannot update any more."""
 
 
 class OptimizerStateError(ShardgradError, ValueError):
@@ -192,19 +192,19 @@ class PartnerUnavailableError(ShardgradError, ImportError):
 
 
 class GradientError(ShardgradError, RuntimeError):
-    """A gradient that cannot be used: sparse, of another shape, or not finite where that was forbidden."""
+    """A gradient that cannot be used: sparse, of another shape, or not finite where that is forbidden."""
 
 
 class CaptureError(ShardgradError, RuntimeError):
-    """Something that cannot be part of a CUDA graph was asked for while one is being captured."""
+    """An operation that cannot be part of a CUDA graph was called during a capture."""
 
 
 class StepInputError(ShardgradError, ValueError, TypeError):
-    """A graphed step was called with something it cannot take, or with another number than before."""
+    """A graphed step was called with an argument that cannot be an input of a graph."""
 
 
 class StepOutputError(ShardgradError, TypeError):
-    """A graphed step returned something that a replay cannot bring up to date."""
+    """A graphed step returned something that a replay cannot update."""
 
 
 class ReplayMismatchError(ShardgradError, RuntimeError):

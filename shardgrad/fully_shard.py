@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.all_gather import AllGatherInput
-from shardgrad.engine.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
@@ -211,7 +211,7 @@ def _refuse_combinations(
     for param, place in places.items():
         name = names[param]
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
-            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a mesh of its own"
+            what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
             raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
         if is_int and place.sharding.came_as_dtensor:
             raise unsupported(

@@ -13,7 +13,7 @@ __all__ = ["main"]
 
 # By name: the module whose attribute of the same name is the command, and its line in `shardgrad --help`.
 _COMMANDS = {
-    "bench": ("shardgrad.cli.bench", "Measure training steps of several engines side by side."),
+    "bench": ("shardgrad.cli.bench", "Moved: python -m benchmarks, in a checkout of the repository."),
     "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
     "doctor": ("shardgrad.cli.doctor", "Print versions and devices; check that a step can be captured."),
     "plan": ("shardgrad.cli.plan", "Predict memory, traffic and time of a training step."),

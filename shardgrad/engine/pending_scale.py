@@ -3,9 +3,9 @@
 [Note: Pending scale]
 Clipping and loss scaling multiply every gradient by one number. Writing that product costs a pass over
 memory that the optimizer's kernel can do for nothing, so a gradient shard may have a *pending scale*: the
-bytes stay, a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is then
-a `ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first operation
-that reads or writes its values makes the shard apply the scale, with one multiplication in place.
+bytes stay, a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is
+then a `ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first
+operation that reads or writes its values makes the shard apply the scale, by one multiplication in place.
 """
 
 from __future__ import annotations

@@ -142,7 +142,11 @@ class RootContext:
 
         The root's first forward is recorded and followed afterwards. A forward that departs from it gets no
         prefetch from there on and does not change the record, so evaluation cannot spoil training's order.
+        Under `participate`, ranks may run different units: such a forward is neither recorded nor followed,
+        since ranks that prefetch different units would pair up the wrong all-gathers.
         """
+        if self.keep_unsharded:
+            return None
         if not self._order_frozen:
             self._order.append(unit)
             return None
@@ -166,7 +170,8 @@ class RootContext:
         if self._forward_root is not unit or unit.runs_in_itself:
             return
         self._forward_root = None
-        self._order_frozen = self._order_frozen or unit is self.root
+        if unit is self.root and not self.keep_unsharded:
+            self._order_frozen = True
         for each in self.units:
             each.finish_forward(self)
         self._wait_until_read()

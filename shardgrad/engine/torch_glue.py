@@ -50,7 +50,7 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
         return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a graph that would inline it
-    # And where a compiled module runs it as a frame of its own: what it calls decides for itself.
+    # And where a compiled module runs it as a separate frame: what it calls decides for itself.
     code = call.__code__  # type: ignore[attr-defined]
     set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
     return call

@@ -372,7 +372,7 @@ class Unit:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
         self._refresh_trainable(context)
-        if not recomputing:
+        if not recomputing and self._running:  # empty if a registered method has called forward
             self._running.pop()
         if not recomputing and module not in self._running:
             self._waiting_modules.discard(module)

@@ -71,7 +71,7 @@ def require_extension(
     if memory.is_offloaded:
         raise unsupported(
             f"CPUOffloadPolicy for {name}, which has fsdp_pre_all_gather",
-            instead="a unit of its own without offload_policy",
+            instead="a separate unit without offload_policy",
         )
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_
+from operator import is_
 from typing import cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, is_replaced
+from shardgrad.engine.param import FSDPParam, is_replaced, local_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
@@ -34,11 +34,10 @@ __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
 # What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
 _storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
-_LOCAL = attrgetter("_local_tensor")
 
 
-class Snapshot:
-    """What a program sees of some parameters, to be compared with later; a comparison is one pass in C.
+class _StorageCheck:
+    """Detects that a program has replaced the data of sharded parameters.
 
     Args:
         params: sharded parameters.
@@ -46,14 +45,14 @@ class Snapshot:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = list(params)
-        self._locals = list(map(_LOCAL, self._params))
+        self._locals = list(map(local_of, self._params))
         self._storages = list(map(_storage_of, self._params))
 
     @property
-    def still_holds(self) -> bool:
-        """False if a local tensor or a storage was replaced; torch lets `param.data = x` pass in silence."""
+    def is_unchanged(self) -> bool:
+        """False if a local tensor or a storage was replaced, which torch allows: `param.data = x`."""
         return (
-            all(map(is_, map(_LOCAL, self._params), self._locals))
+            all(map(is_, map(local_of, self._params), self._locals))
             and list(map(_storage_of, self._params)) == self._storages
         )
 
@@ -252,7 +251,7 @@ class ShardedSegment(Segment):
         self._group = group
         self._members = list(members)
         self._generation = group.generation
-        self._snapshot = Snapshot(self.params)
+        self._storage_check = _StorageCheck(self.params)
         self._table: _Table | None = None
 
     @property
@@ -312,9 +311,9 @@ class ShardedSegment(Segment):
                         where=f"unit {self._group.name}",
                         fix="build the optimizer after the last change of this kind",
                     )
-            self._snapshot = Snapshot(self.params)
+            self._storage_check = _StorageCheck(self.params)
             self._generation = self._group.generation
-        if self._snapshot.still_holds:
+        if self._storage_check.is_unchanged:
             return
         if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(

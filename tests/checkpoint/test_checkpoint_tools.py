@@ -87,7 +87,7 @@ def test_nothing_is_converted_onto_other_files_or_into_no_format(saved: Path, tm
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     for form in ("shardgrad", "torch"):
-        with pytest.raises(CheckpointSaveError, match="no checkpoint"):
+        with pytest.raises(CheckpointSaveError, match="is not a checkpoint"):
             checkpoint.convert(saved, tmp_path / "full", to=form)
     with pytest.raises(OptionError, match="shardgrad, torch, safetensors"):
         checkpoint.convert(saved, tmp_path / "new", to="pickle")

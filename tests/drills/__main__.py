@@ -51,7 +51,7 @@ def main(
     bound and to report which rank failed, where and why; a resumed run has to give the same losses as an
     undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
     """
-    from shardgrad.bench.record import environment
+    from benchmarks.records import environment
     from shardgrad.cli import main as command
     from tests.drills.faults import CATALOGUE, Fault
     from tests.drills.hosts import can_have_hosts

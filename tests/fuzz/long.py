@@ -11,7 +11,7 @@ import click
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from benchmarks.record import append, environment, make_record
+from benchmarks.records import append, environment, make_record
 from tests.fuzz.targets import TARGETS
 
 _ROUND = 2_000  # inputs between two lines of progress; each round has a seed of its own
@@ -38,14 +38,11 @@ def main(inputs: int, first_seed: int, out: Path | None) -> None:
             _feed(name, min(_ROUND, count - done), first_seed + number, outcomes[name])
             click.echo(f"{name}: {outcomes[name].total()} of {count}  {dict(outcomes[name])}")
     if out is not None:
-        import shardgrad.ops
-
         append(
             out,
             make_record(
                 "fuzz",
                 environment=started,
-                ops_backend=shardgrad.ops.backend(),
                 config={"inputs": inputs, "first_seed": first_seed},
                 samples={"wall_s": time.perf_counter() - began_s},
                 summary={name: dict(found) for name, found in outcomes.items()},

@@ -74,7 +74,7 @@ def test_check_rows_refuses_what_is_no_table() -> None:
 
 
 def test_the_benchmark_has_cases_for_segments() -> None:
-    from benchmarks.kernel_cases import make_segment_cases
+    from benchmarks.kernels import make_segment_cases
 
     for case in make_segment_cases(numel=3000, tiny=20):
         assert case.nbytes > 0

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.project.test_benchmarks import assert_spread, smoke
+from tests.benchmarks.test_programs import assert_spread, smoke
 
 ROOT = Path(__file__).parents[2]
 

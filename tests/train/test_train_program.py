@@ -53,7 +53,7 @@ Started = subprocess.Popen[str] | Program
 def start(*arguments: str | Path, program: list[str] | None = None) -> Started:
     """The program in a process group of its own: forked, or by interpreters if its command is given."""
     if program is None:
-        return Program(*TRAIN[2:], *arguments)
+        return Program(*TRAIN[2:], *arguments, forks=True)
     return subprocess.Popen(
         [*program, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -286,7 +286,7 @@ def test_a_run_whose_text_has_moved_goes_on_when_told_where(two_ranks: Path, tmp
     moved = tmp_path / "moved"
     moved.write_bytes(Path(argparse.__file__).read_bytes() + b"# and more")
     output = train("--resume", folder, "--data", moved, "--ranks", "1")
-    assert "The text is not the one this run began with" in output
+    assert "The text is not the one this run started with" in output
 
 
 @pytest.fixture

@@ -24,11 +24,9 @@ from typing import Any
 
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from benchmarks.options import common_options
-from benchmarks.record import append, environment, make_record
-from benchmarks.tables import show
+from benchmarks.records import RESULTS
+from benchmarks.run import Run
 from tests.simulated.accelerator import build
 from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, plain_plans, some_scenario
 
@@ -245,23 +243,24 @@ def explore(goal: int, *, seed: int, processes: int, limit_s: float) -> Found:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=None, help="Stop after so long.")
-@common_options
+@click.option("--smoke", is_flag=True, help="A few seconds, to see that it runs.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of the record.  [default: benchmarks/results; with --smoke: nothing is written]",
+)
 def main(
     interleavings: int, seed: int, processes: int, minutes: float | None, smoke: bool, out: Path | None
 ) -> None:
     """Look for hazards and wrong losses in different interleavings."""
+    run = Run(smoke=smoke, out=out or (None if smoke else RESULTS))
     if smoke:
         interleavings = 50
     build.build()  # here, so that the processes do not wait for each other
-    import shardgrad.ops
-
-    started = environment()
     limit_s = float("inf") if minutes is None else 60 * minutes
     found = explore(interleavings, seed=seed, processes=processes, limit_s=limit_s)
-    record = make_record(
+    run.finish(
         "interleavings",
-        environment=started,
-        ops_backend=shardgrad.ops.backend(),
         config={
             "interleavings": interleavings,
             "seed": seed,
@@ -269,14 +268,10 @@ def main(
             "minutes": minutes,
             "steps": STEPS,
             "shares": _SHARES,
-            "smoke": smoke,
         },
         samples={"curve": found.curve},
         summary=_summarise(found),
     )
-    _print(record["summary"])
-    if out is not None:
-        append(out, record)
     if found.failure:
         print(found.failure)
         sys.exit(1)
@@ -299,16 +294,6 @@ def _summarise(found: Found) -> dict[str, Any]:
             for ranks in sorted(found.scenarios)
         },
     }
-
-
-def _print(summary: dict[str, Any]) -> None:
-    table = Table("ranks", "scenarios", "interleavings", "different")
-    verdict = "stopped by a failure" if summary["failure"] else "no hazard, no wrong loss"
-    table.title = f"{verdict} in {summary['wall_s']:.0f} s"
-    for ranks, of in summary["by_ranks"].items():
-        table.add_row(str(ranks), *(str(of[name]) for name in ("scenarios", "interleavings", "distinct")))
-    table.add_row("all", "", str(summary["interleavings"]), str(summary["distinct"]))
-    show(table)
 
 
 if __name__ == "__main__":

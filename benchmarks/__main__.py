@@ -1,0 +1,110 @@
+"""`python -m benchmarks [NAME ...]`: every measured claim about shardgrad, runnable.
+
+python -m benchmarks --help                  what there is
+python -m benchmarks                         training steps of several engines side by side
+python -m benchmarks kernels construction    others, one after the other
+python -m benchmarks all --smoke             all, in seconds each, to see that they run
+python -m benchmarks training_step --preset small --ranks 4    with options; NAME --help lists them
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import click
+
+from benchmarks.run import Run
+
+DEFAULT = "training_step"
+
+# By the name of its module: the question that it answers.
+BENCHMARKS = {
+    "training_step": "How long does a step take with each engine, with how much memory and traffic?",
+    "host_overhead": "How much host time does an engine add per unit, and does it grow linearly?",
+    "calls": "How many engine functions and files does a forward or backward go through?",
+    "construction": "How long does `fully_shard` take on a deep model?",
+    "collectives": "Is the exchange transport better than gloo's own collectives, and from which size on?",
+    "zero_copy": "From which size on does a parameter travel faster by itself than packed with others?",
+    "kernels": "How near to a plain copy of as many bytes are the ops?",
+    "optimizers": "How long do an optimizer step and clipping take, beside torch's under FSDP2?",
+    "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's replay?",
+    "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
+    "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
+    "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
+    "flight_recorder": "What do the flight recorder and the watch for non-finite numbers cost a tiny step?",
+    "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",
+}
+_RECORDS = {
+    "report": "Measure nothing: print records, and write the page of them.",
+    "readme": "Measure nothing: write the tables of benchmarks/README.md from the records.",
+}
+
+
+class _Group(click.Group):
+    """Imports a benchmark when it is named; takes `--smoke` and `--out` wherever they stand."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*BENCHMARKS, *_RECORDS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        command: click.Command = resolve_name(f"benchmarks.{cmd_name}:main")
+        command.name = cmd_name
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, commands in (("Benchmarks", BENCHMARKS), ("Records", _RECORDS)):
+            with formatter.section(heading):
+                formatter.write_dl(list(commands.items()))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = iter(args)
+        ours: list[str] = []
+        theirs: list[str] = []
+        for word in words:
+            if word == "--out":
+                ours += [word, *islice(words, 1)]
+            else:
+                (ours if word == "--smoke" or word.startswith("--out=") else theirs).append(word)
+        if theirs[:1] == ["all"]:
+            theirs[:1] = BENCHMARKS
+        return super().parse_args(ctx, [*ours, *(theirs or [DEFAULT])])
+
+
+@click.group(cls=_Group, chain=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--smoke", is_flag=True, help="A few seconds each, to see that they run; the numbers mean nothing."
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of records and report.  [default: runs/bench-<time>; with --smoke: nothing is written]",
+)
+@click.pass_context
+def main(ctx: click.Context, smoke: bool, out: Path | None) -> None:
+    """Measure claims about shardgrad. Several names are measured one after the other, `all` is every one;
+    without a name it is training_step. `NAME --help` lists a benchmark's options. How to read the results:
+    docs/how_to/benchmark.md.
+    """
+    if out is None and not smoke:
+        out = Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")
+    ctx.obj = Run(smoke=smoke, out=out)
+
+
+@main.result_callback()
+@click.pass_obj
+def finish(run: Run, _: Any, **options: Any) -> None:
+    """Write the report of what was measured."""
+    for path in run.close():
+        click.echo(path)
+    sys.exit(1 if run.has_failed else 0)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks")

@@ -1,0 +1,126 @@
+"""What an engine gives to be measured, and how the step of most engines is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from benchmarks.engines.task import Task
+from shardgrad.train.model import next_token_loss
+
+LR = 1e-3
+REDUCE_DTYPE = torch.float32
+FIRST_SCALE = 2.0**10  # of loss scalers: so that no step of the warm-up is skipped
+DISTINCT_STEPS = 16  # then the data repeats
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+MicroBatch = tuple[Tensor, Tensor]  # tokens and targets, int64 `[batch, sequence]`
+Step = Callable[[list[MicroBatch]], Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model under an engine.
+
+    Attributes:
+        step: takes this rank's micro-batches on the device, makes an optimizer step, returns the mean of
+            their losses (fp32 scalar, on the device).
+        pool_nbytes: device memory that graphs reserved; asked after the capture.
+    """
+
+    step: Step
+    pool_nbytes: Callable[[], int] = lambda: 0
+
+
+@dataclass
+class Program:
+    """A model and an optimizer under some engine, and what differs in a step from engine to engine.
+
+    Attributes:
+        forward: tokens to logits.
+        optimizer: steps and zeroes.
+        clip: given the largest norm, clips the gradients.
+        device: of the model.
+        clip_norm: 0 for no clipping.
+        micro_batch: given whether it is the last, the context of a micro-batch.
+        autocast: the context of a forward.
+        scaler: of the loss, with the interface of torch's; None for none.
+    """
+
+    forward: Callable[[Tensor], Tensor]
+    optimizer: Any
+    clip: Callable[[float], object]
+    device: torch.device
+    clip_norm: float
+    micro_batch: Callable[[bool], AbstractContextManager[Any]] = lambda is_last: nullcontext()
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    scaler: Any = None
+
+    def step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """A training step."""
+        loss = self.forward_and_backward(micro_batches)
+        self.update()
+        self.optimizer.zero_grad()
+        return loss
+
+    def forward_and_backward(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Returns the mean loss; gradients are the mean over micro-batches and ranks."""
+        count = len(micro_batches)
+        total = torch.zeros((), device=self.device)
+        for number, (tokens, targets) in enumerate(micro_batches, start=1):
+            with self.micro_batch(number == count):
+                with self.autocast():
+                    loss = next_token_loss(self.forward(tokens), targets) / count
+                (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+            total += loss.detach()
+        return total
+
+    def update(self) -> None:
+        """Clips and steps."""
+        if self.clip_norm:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            self.clip(self.clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+
+
+def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
+    """The optimizer of every engine that does not bring one."""
+    return torch.optim.AdamW(params, **{"lr": LR, "fused": True, **options})
+
+
+def mesh_of(task: Task) -> DeviceMesh:
+    """One axis of shards, or an axis of replicas before it."""
+    names = ("replicate", "shard")[-len(task.mesh_shape) :]
+    return init_device_mesh(task.device, task.mesh_shape, mesh_dim_names=names)
+
+
+def scaler_for(task: Task) -> Any:
+    """Torch's loss scaler in fp16, otherwise None."""
+    return torch.amp.GradScaler(task.device, init_scale=FIRST_SCALE) if task.precision == "fp16" else None
+
+
+def micro_batches(task: Task, rank: int, vocab_size: int, device: torch.device) -> list[list[MicroBatch]]:
+    """A rank's micro-batches of `DISTINCT_STEPS` steps: random tokens, the same in every process.
+
+    Args:
+        task: for the sizes.
+        rank: whose.
+        vocab_size: tokens to draw from.
+        device: where they lie.
+    """
+    generator = torch.Generator().manual_seed(rank)
+    shape = (DISTINCT_STEPS, task.accumulate, task.batch_size, task.seq_len + 1)
+    text = torch.randint(vocab_size, shape, generator=generator).to(device)
+    return [[(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in step] for step in text]

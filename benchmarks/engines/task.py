@@ -1,0 +1,117 @@
+"""What is asked of every engine, and for how long."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from benchmarks.models import MODELS, MixtureConfig
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import UsageError
+from shardgrad.train.presets import suggestion
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A training step, the same for all engines.
+
+    Attributes:
+        preset: a key of `MODELS`; of no meaning where `hf` is given.
+        hf: a Hugging Face configuration instead: a `config.json`, or a model type such as gpt2.
+        precision: `fp32`; `bf16` and `fp16` compute in it, reduce gradients and update in fp32.
+        ranks: processes that share the work.
+        mesh: `2x2` for HSDP; None shards over all ranks.
+        accumulate: micro-batches per step; gradients are reduced after the last.
+        batch_size: sequences per rank and micro-batch.
+        seq_len: tokens per sequence.
+        clip: largest gradient norm; 0 does not clip.
+        device: `cpu` or `cuda`.
+        share_device: ranks share one GPU, which shows that things work but not how fast.
+        keep_heap: the training program's heap setting is in force in every process.
+    """
+
+    preset: str = "tiny"
+    hf: str | None = None
+    precision: str = "fp32"
+    ranks: int = 2
+    mesh: str | None = None
+    accumulate: int = 1
+    batch_size: int = 8
+    seq_len: int = 128
+    clip: float = 0.0
+    device: str = "cpu"
+    share_device: bool = False
+    keep_heap: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one step consumes on all ranks together."""
+        return self.ranks * self.accumulate * self.batch_size * self.seq_len
+
+    @property
+    def mesh_shape(self) -> tuple[int, ...]:
+        """Ranks along each axis, the shards' axis last."""
+        return mesh_shape(self.mesh) or (self.ranks,)
+
+    def on_one_process(self) -> Task:
+        """The same update by a single process, whose micro-batches are those of all ranks."""
+        return dataclasses.replace(self, accumulate=self.accumulate * self.ranks, ranks=1, mesh=None)
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long to measure.
+
+    Attributes:
+        rounds: in each of them every engine has a turn.
+        steps: of a turn.
+        warmup: steps of each engine before the first round; enough for every capture.
+        limit_s: after half of it no engine is started, after all of it no round, but for the two that a
+            median needs.
+        answer_s: seconds that ranks may take over a call before they count as hung.
+        smoke: the numbers mean nothing.
+    """
+
+    rounds: int = 40
+    steps: int = 5
+    warmup: int = 8
+    limit_s: float = 3600.0
+    answer_s: float = 120.0
+    smoke: bool = False
+
+
+def smoke(task: Task, length: Length) -> tuple[Task, Length]:
+    """The same in seconds: two rounds of one step, of one short sequence."""
+    return (
+        dataclasses.replace(task, batch_size=1, seq_len=16),
+        dataclasses.replace(length, rounds=2, steps=1, warmup=5, smoke=True),
+    )
+
+
+def check(task: Task) -> None:
+    """Refuses a task that no engine can do.
+
+    Raises:
+        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, a batch that experts
+            cannot share.
+    """
+    if task.hf is None and task.preset not in MODELS:
+        raise UsageError(f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}")
+    if task.precision not in PRECISIONS:
+        raise UsageError(
+            f"There is no precision {task.precision!r}: {suggestion(task.precision, list(PRECISIONS))}"
+        )
+    if math.prod(task.mesh_shape) != task.ranks:
+        raise UsageError(
+            f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not {task.ranks}: "
+            f"use --ranks {math.prod(task.mesh_shape)}, or another mesh."
+        )
+    config = None if task.hf else MODELS[task.preset]
+    if isinstance(config, MixtureConfig) and task.batch_size * task.seq_len % config.experts:
+        raise UsageError(
+            f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by {config.experts} experts: "
+            f"choose a --batch-size or --seq-len that is a multiple of {config.experts}."
+        )

@@ -1,0 +1,194 @@
+"""The engines that torch and shardgrad bring along, each built as its own manual says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+import shardgrad
+from benchmarks.engines.cuda_graph import captured
+from benchmarks.engines.program import (
+    COMPUTE_DTYPES,
+    FIRST_SCALE,
+    LR,
+    REDUCE_DTYPE,
+    MicroBatch,
+    Program,
+    Trained,
+    adamw,
+    mesh_of,
+    scaler_for,
+)
+from benchmarks.engines.task import Task
+from benchmarks.models import build_model
+from shardgrad.train.sharding import set_gradient_sync
+
+_WARMUP = 3  # eager steps before a capture
+
+# -- engines with FSDP2's interface ------------------------------------------------------------------------
+
+
+def _sharded(
+    task: Task,
+    device: torch.device,
+    fully_shard: Callable[..., Any],
+    *,
+    compiles: bool = False,
+    owns_optimizer: bool = False,
+    **options: Any,
+) -> Program:
+    policy = MixedPrecisionPolicy()
+    if task.precision != "fp32":
+        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[task.precision], reduce_dtype=REDUCE_DTYPE)
+
+    mesh = mesh_of(task)
+
+    def wrap(part: nn.Module) -> None:
+        if compiles and not hasattr(part, "layers"):
+            part.compile()
+        fully_shard(part, mesh=mesh, mp_policy=policy, **options)
+
+    model = build_model(task.preset, device, hf=task.hf, wrap=wrap)
+    is_ours = fully_shard is shardgrad.fully_shard
+    params, scaler = list(model.parameters()), scaler_for(task)
+    if is_ours and scaler is not None:
+        scaler = shardgrad.GradScaler(init_scale=FIRST_SCALE)
+
+    def micro_batch(is_last: bool) -> AbstractContextManager[Any]:
+        set_gradient_sync(model, is_last)
+        return nullcontext()
+
+    return Program(
+        model,
+        shardgrad.optim.AdamW(params, lr=LR) if owns_optimizer else adamw(params),
+        partial(shardgrad.clip_grad_norm_ if is_ours else nn.utils.clip_grad_norm_, params),
+        device,
+        task.clip,
+        micro_batch=micro_batch,
+        scaler=scaler,
+    )
+
+
+def fsdp2(task: Task, device: torch.device, **options: Any) -> Trained:
+    """Torch's `fully_shard`."""
+    return Trained(_sharded(task, device, torch_fully_shard, **options).step)
+
+
+def ours(task: Task, device: torch.device, **options: Any) -> Trained:
+    """shardgrad's `fully_shard`."""
+    return Trained(_sharded(task, device, shardgrad.fully_shard, **options).step)
+
+
+fsdp2_keep = partial(fsdp2, reshard_after_forward=False)
+ours_keep = partial(ours, reshard_after_forward=False)
+fsdp2_compiled = partial(fsdp2, compiles=True)
+
+
+def ours_graphed(task: Task, device: torch.device) -> Trained:
+    """A whole step as a graph."""
+    program = _sharded(task, device, shardgrad.fully_shard, owns_optimizer=True)
+    used = [program.forward, program.optimizer, *([program.scaler] if program.scaler else [])]
+    step = shardgrad.graphed_step(*used, warmup=_WARMUP)(program.step)
+    return Trained(step, lambda: step.pool.nbytes)
+
+
+def fsdp2_graphed(task: Task, device: torch.device) -> Trained:
+    """What trainers do that capture: forward and backward are a graph, clip and optimizer are not."""
+    program = _sharded(task, device, torch_fully_shard)
+    graph, forward_and_backward = captured(program.forward_and_backward)
+
+    def step(micro_batches: list[MicroBatch]) -> Tensor:
+        loss = forward_and_backward(micro_batches)
+        program.update()
+        if not graph.is_captured:  # from then on, replays write the same gradients again
+            program.optimizer.zero_grad()
+        return loss
+
+    return Trained(step, lambda: graph.pool_nbytes)
+
+
+# -- torch's other engines, and none -----------------------------------------------------------------------
+
+
+def fsdp1(task: Task, device: torch.device) -> Trained:
+    """`FullyShardedDataParallel`."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    mesh, policy = mesh_of(task), MixedPrecision()
+    if task.precision != "fp32":
+        policy = MixedPrecision(COMPUTE_DTYPES[task.precision], REDUCE_DTYPE)
+    unsharded_model = build_model(task.preset, device, hf=task.hf)
+    blocks = set(unsharded_model.layers)
+    model = FullyShardedDataParallel(
+        unsharded_model,
+        sharding_strategy=ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD,
+        device_mesh=mesh,
+        device_id=device,
+        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
+        mixed_precision=policy,
+        use_orig_params=True,
+    )
+    program = Program(
+        model,
+        adamw(model.parameters()),
+        model.clip_grad_norm_,
+        device,
+        task.clip,
+        micro_batch=lambda is_last: nullcontext() if is_last else model.no_sync(),
+    )
+    if task.precision == "fp16":
+        program.scaler = ShardedGradScaler(task.device, init_scale=FIRST_SCALE)
+    return Trained(program.step)
+
+
+def _plain(task: Task, model: Any, device: torch.device) -> Program:
+    """The step of a model whose parameters are not cast, but computed with under autocast."""
+    params = list(model.parameters())
+    program = Program(
+        model,
+        adamw(params),
+        partial(nn.utils.clip_grad_norm_, params),
+        device,
+        task.clip,
+        scaler=scaler_for(task),
+    )
+    if task.precision != "fp32":
+        program.autocast = partial(torch.autocast, task.device, COMPUTE_DTYPES[task.precision])
+    return program
+
+
+def _ddp(task: Task, device: torch.device) -> Program:
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = DistributedDataParallel(build_model(task.preset, device, hf=task.hf))
+    program = _plain(task, model, device)
+    program.micro_batch = lambda is_last: nullcontext() if is_last else model.no_sync()
+    return program
+
+
+def ddp(task: Task, device: torch.device) -> Trained:
+    """`DistributedDataParallel`."""
+    return Trained(_ddp(task, device).step)
+
+
+def zero_redundancy(task: Task, device: torch.device) -> Trained:
+    """`DistributedDataParallel` with `ZeroRedundancyOptimizer`."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    program = _ddp(task, device)
+    params = list(program.forward.parameters())  # type: ignore[attr-defined]
+    program.optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=LR, fused=True)
+    return Trained(program.step)
+
+
+def unsharded(task: Task, device: torch.device) -> Trained:
+    """No engine; `task` has all ranks' micro-batches, so the update is that of all of them together."""
+    return Trained(_plain(task, build_model(task.preset, device, hf=task.hf), device).step)

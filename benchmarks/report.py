@@ -1,0 +1,108 @@
+"""Records as tables on the terminal, and as one HTML file that needs no network."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import rich.table
+from jinja2 import Environment, StrictUndefined
+from rich.console import Console
+from rich.markup import escape
+
+from benchmarks.engines.catalogue import ENGINES
+from benchmarks.pictures import draw
+from benchmarks.records import Record, read
+from benchmarks.tables import COLUMNS, table_of
+
+_WIDTH = 240  # where there is no terminal that says how wide it is
+_PAGE = Path(__file__).with_name("report.html")
+
+
+def show(record: Record) -> None:
+    """Prints a record: its rows, the reasons of those that have none, and its notes."""
+    console, table = Console(highlight=False), table_of(record)
+    if not console.is_terminal:
+        console.width = _WIDTH
+    if table.rows:
+        drawn = rich.table.Table(title=escape(table.title), caption=escape(table.setting))
+        drawn.add_column("", no_wrap=True)
+        for number, heading in enumerate(table.headings):
+            drawn.add_column(escape(heading), justify="right", no_wrap=number == 0)
+        for name, cells in table.rows.items():
+            drawn.add_row(escape(name), *map(escape, cells))
+        console.print(drawn)
+    else:
+        console.print(table.title, markup=False)
+    for name, reason in record.get("left_out", {}).items():
+        console.print(f"  {name}: {reason}", markup=False, soft_wrap=True)
+    for note in table.notes:
+        console.print(note, style="yellow", markup=False)
+
+
+def write(records: Sequence[Record], folder: Path) -> list[Path]:
+    """Writes `report.html` and the pictures in it; folders are made if they are missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = [draw(record) for record in records]
+    paths = [folder / "report.html"]
+    paths[0].write_text(render(records, pictures), encoding="utf-8")
+    for number, of in enumerate(pictures, start=1):
+        for name, picture in of.items():
+            paths.append(folder / f"{name}-{number}.png")
+            paths[-1].write_bytes(picture)
+    return paths
+
+
+def render(records: Sequence[Record], pictures: Sequence[Mapping[str, bytes]]) -> str:
+    """The page as HTML. Whatever records hold is shown as text and never becomes markup or script.
+
+    Args:
+        records: in the order of the page.
+        pictures: of each record: PNGs by name.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    steps = [record for record in records if record["benchmark"] == "training_step"]
+    named = dict.fromkeys(name for record in steps for name in (*record["summary"], *record["left_out"]))
+    return environment.from_string(_PAGE.read_text(encoding="utf-8")).render(
+        sections=[_section(*pair) for pair in zip(records, pictures, strict=True)],
+        engines={name: ENGINES[name].words for name in named if name in ENGINES},
+        columns=list(COLUMNS.values()),
+    )
+
+
+def _section(record: Record, pictures: Mapping[str, bytes]) -> dict[str, Any]:
+    return {
+        "table": table_of(record),
+        "left_out": record.get("left_out", {}),
+        "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        "peak": record["config"].get("mfu_peak"),
+        "facts": json.dumps({"environment": record["environment"], "config": record["config"]}, indent=2),
+    }
+
+
+@click.command()
+@click.option(
+    "--record",
+    "paths",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    multiple=True,
+    required=True,
+    help="File of records; repeatable.",
+)
+@click.pass_obj
+def main(run: Any, paths: Sequence[Path]) -> None:
+    """Measure nothing: print records, and write the page and the pictures of them."""
+    for path in paths:
+        try:
+            found = list(read(path))
+        except ValueError as error:
+            raise click.UsageError(f"{error}.") from error
+        for record in found:
+            show(record)
+        run.records += found

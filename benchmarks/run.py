@@ -1,0 +1,62 @@
+"""What every benchmark is given: where records go, and whether the numbers have to mean anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.records import Record, append, environment, make_record
+from benchmarks.report import show, write
+
+
+def option(*names: str, **settings: Any) -> Any:
+    """`click.option` that shows its default, if there is one."""
+    return click.option(*names, show_default="default" in settings, **settings)
+
+
+class Run:
+    """One call of `python -m benchmarks`.
+
+    Args:
+        smoke: a few seconds, to see that it runs; the numbers mean nothing.
+        out: folder for records; None to write nothing.
+
+    Attributes:
+        records: what has been measured so far.
+        has_failed: a benchmark found something wrong, so the exit status is 1.
+    """
+
+    def __init__(self, *, smoke: bool, out: Path | None) -> None:
+        self.smoke, self.out = smoke, out
+        self.records: list[Record] = []
+        self.has_failed = False
+        self.environment = environment()
+
+    def finish(self, benchmark: str, *, config: Mapping[str, Any], samples: Any, summary: Any) -> None:
+        """Makes the record of a measurement, prints it, and writes it.
+
+        Its environment is that of the moment when the measurement before it was finished.
+        """
+        config = {**config, "smoke": self.smoke}
+        self.add(
+            make_record(
+                benchmark, environment=self.environment, config=config, samples=samples, summary=summary
+            )
+        )
+
+    def add(self, record: Record) -> None:
+        """Prints a record and writes it, and looks at the environment again for the next."""
+        self.records.append(record)
+        show(record)
+        if self.out is not None:
+            append(self.out, record)
+        self.environment = environment()
+
+    def close(self) -> list[Path]:
+        """Writes the page and the pictures of what was measured; returns their paths."""
+        if not self.records or self.out is None:
+            return []
+        return write(self.records, self.out)

@@ -1,0 +1,146 @@
+"""Training steps of several engines, interleaved round by round, each in processes of its own.
+
+A record has, beyond what every record has: `left_out`, why each of the other engines has no numbers;
+`disagreed`, those of them that do not compute what fsdp2 computes; `unobserved`, why engines that have times
+have nothing else; `noise`, how far quartiles are from medians; and `timelines`, one step of each engine.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.engines.catalogue import BASE, DEFAULT, ENGINES
+from benchmarks.engines.comparison import Outcome, compare
+from benchmarks.engines.summary import record_of
+from benchmarks.engines.task import PRECISIONS, Length, Task, check, smoke
+from benchmarks.models import MODELS
+from benchmarks.run import Run, option
+from shardgrad.train.config import mesh_shape
+from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.presets import suggestion
+
+_ALL = "all"
+
+
+@click.command()
+@option(
+    "--preset", "presets", multiple=True, metavar="|".join(MODELS), help="Model; repeatable.  [default: tiny]"
+)
+@option("--hf", multiple=True, help="A Hugging Face causal LM: a config.json, or a model type; repeatable.")
+@option(
+    "--precision",
+    "precisions",
+    multiple=True,
+    metavar="|".join(PRECISIONS),
+    help="Data type of forward and backward; repeatable.  [default: fp32]",
+)
+@option("--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]")
+@option("--mesh", help="2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all ranks]")
+@option(
+    "--engine",
+    "engines",
+    multiple=True,
+    metavar="NAME",
+    help=f"Engine, or {_ALL}; repeatable; --list-engines names them.  [default: {', '.join(DEFAULT)}]",
+)
+@option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
+@option("--batch-size", type=click.IntRange(1), default=8, help="Sequences per rank and micro-batch.")
+@option("--seq-len", type=click.IntRange(2), default=128, help="Tokens per sequence.")
+@option("--clip", type=click.FloatRange(0), default=0.0, help="Largest gradient norm; 0 does not clip.")
+@option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where ranks compute.")
+@option("--share-device", is_flag=True, help="Put all ranks on one GPU, to see that it works.")
+@option("--rounds", type=click.IntRange(2), default=40, help="Turns of each engine.")
+@option("--steps", type=click.IntRange(1), default=5, help="Steps in a turn.")
+@option("--warmup", type=click.IntRange(5), default=8, help="Steps before the first round.")
+@option("--limit-s", type=float, default=3600.0, help="Measure fewer rounds rather than for more seconds.")
+@option(
+    "--timeout",
+    "answer_s",
+    type=float,
+    default=120.0,
+    help="Seconds without an answer until ranks count as hung.",
+)
+@option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
+@option("--list-engines", is_flag=True, help="List the engines, and exit.")
+@click.pass_obj
+def main(
+    run: Run,
+    presets: Sequence[str],
+    hf: Sequence[str],
+    precisions: Sequence[str],
+    ranks: Sequence[int],
+    engines: Sequence[str],
+    device: str,
+    list_engines: bool,
+    rounds: int,
+    steps: int,
+    warmup: int,
+    limit_s: float,
+    answer_s: float,
+    **common: Any,
+) -> None:
+    """Measure training steps of several engines, interleaved round by round, each in processes of its own.
+
+    An engine that is not installed, cannot do the task, crashes or hangs is a row with the reason; the others
+    go on. The exit status is 1 if nothing was measured, or if an engine did not compute what fsdp2 computes.
+    """
+    if list_engines:
+        for name, engine in ENGINES.items():
+            click.echo(f"{name:18} {engine.words}")
+        return
+    length = Length(rounds, steps, warmup, limit_s, answer_s)
+    try:
+        names = _names(engines)
+        models: list[dict[str, Any]] = [{"preset": one} for one in presets] + [{"hf": one} for one in hf]
+        worlds = ranks or [prod(mesh_shape(common["mesh"])) if common["mesh"] else 2]
+        tasks = [
+            Task(**model, precision=precision, ranks=world, device=_device(device), **common)
+            for model, precision, world in product(models or [{}], precisions or ["fp32"], worlds)
+        ]
+    except TrainingError as error:
+        raise click.UsageError(str(error)) from error
+    records = [_measure(task, length, names, run) for task in tasks]
+    run.has_failed |= any(one["disagreed"] for one in records) or not any(one["summary"] for one in records)
+
+
+def _measure(task: Task, length: Length, names: Sequence[str], run: Run) -> dict[str, Any]:
+    from rich.console import Console
+
+    if run.smoke:
+        task, length = smoke(task, length)
+    environment = run.environment
+    with Console().status("starting") as status, tempfile.TemporaryDirectory() as unkept:
+        logs = run.out / "logs" if run.out is not None else Path(unkept)
+        logs.mkdir(parents=True, exist_ok=True)
+        try:
+            check(task)
+            outcome = compare(task, length, names, logs, lambda words: status.update(words))
+        except UsageError as refusal:
+            outcome = Outcome(left_out=dict.fromkeys(names, str(refusal)))
+    record = record_of(task, length, names, outcome, environment)
+    run.add(record)
+    return record
+
+
+def _names(engines: Sequence[str]) -> list[str]:
+    """The engines in the order of the catalogue, the base always among them."""
+    for name in engines:
+        if name != _ALL and name not in ENGINES:
+            raise UsageError(f"There is no engine {name!r}: {suggestion(name, list(ENGINES))}")
+    wanted = {*(engines or DEFAULT), BASE}
+    return [name for name in ENGINES if name in wanted or _ALL in wanted]
+
+
+def _device(wish: str) -> str:
+    if wish != "auto":
+        return wish
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"

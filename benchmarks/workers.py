@@ -1,0 +1,319 @@
+"""Worker processes: the ranks in which everything of more than one rank is measured.
+
+What goes wrong in them is told in a sentence, and stays there. The parent names what workers do
+(`module:name`) and does not pass it, so that it need not import it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import textwrap
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pkgutil import resolve_name
+from typing import Any
+
+_PRELOADED = "benchmarks.engines.torch_and_shardgrad"
+_GRACE_S = 2.0  # for a peer to tell the cause, where the first to speak only felt the consequence
+_CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
+
+# Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other hosts.
+_SHARED_DEVICE = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_MAX_CTAS": "4",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_MNNVL_ENABLE": "0",
+}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One process.
+
+    Attributes:
+        serves: `module:class`; made of this worker and `argument`, its methods are what the parent calls.
+        argument: for it.
+        rank: of this process.
+        ranks: of its group.
+        store: an empty folder where the ranks find each other.
+        timeout_s: after which a collective gives up.
+        device: `cpu` or `cuda`.
+        share_device: all ranks use one GPU.
+        keep_heap: the training program's heap setting is in force.
+        log: file for what the process prints; None leaves it on the terminal.
+    """
+
+    serves: str
+    argument: Any
+    rank: int
+    ranks: int
+    store: str
+    timeout_s: float
+    device: str = "cpu"
+    share_device: bool = False
+    keep_heap: bool = True
+    log: str | None = None
+
+    def join(self) -> Any:
+        """Makes this process a rank of its process group; returns its `torch.device`."""
+        import torch
+        import torch.distributed as dist
+
+        from shardgrad.train.heap import keep_freed_memory
+
+        # torch 2.13 gave collectives new names; engines that serve older ones know only the old.
+        warnings.filterwarnings(
+            "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
+        )
+        if self.keep_heap and self.device == "cpu" and not keep_freed_memory():
+            raise RuntimeError("the C library has no such heap setting: use --no-keep-heap")
+        torch.set_num_threads(1)
+        device, backend = torch.device("cpu"), "gloo"
+        if self.device == "cuda":
+            device = torch.device("cuda", 0 if self.share_device else self.rank)
+            torch.cuda.set_device(device)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(
+            backend,
+            init_method=f"file://{self.store}/store",
+            rank=self.rank,
+            world_size=self.ranks,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
+        return device
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An exception on a rank.
+
+    Attributes:
+        words: its kind and message, shortened.
+        traceback: all of it.
+        is_memory: memory ran out.
+    """
+
+    words: str
+    traceback: str = ""
+    is_memory: bool = False
+
+
+class WorkersFailed(Exception):
+    """A rank raised, died or said nothing for too long; the text is a sentence.
+
+    Attributes:
+        is_memory: memory ran out.
+        traceback: of the rank that raised; empty where none did.
+    """
+
+    def __init__(self, words: str, *, is_memory: bool = False, traceback: str = "") -> None:
+        super().__init__(words)
+        self.is_memory = is_memory
+        self.traceback = traceback
+
+
+class Workers:
+    """All ranks of one process group.
+
+    Args:
+        serves: see `Worker`.
+        argument: see `Worker`.
+        ranks: how many.
+        timeout_s: seconds that ranks may take over a call.
+        **settings: further fields of `Worker`.
+    """
+
+    def __init__(self, serves: str, argument: Any, ranks: int, timeout_s: float, **settings: Any) -> None:
+        self._timeout_s = timeout_s
+        self._store = tempfile.mkdtemp(prefix="shardgrad-benchmark-")
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        # A server imports torch and the engines once, touches no device, and is forked for every rank.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([_PRELOADED, serves.partition(":")[0]])
+        for rank in range(ranks):
+            worker = Worker(serves, argument, rank, ranks, self._store, timeout_s, **settings)
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_main, args=(worker, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def ready(self) -> None:
+        """Waits until every rank has made what it serves.
+
+        Raises:
+            WorkersFailed: one could not.
+        """
+        self._answers("start")
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Calls a method on every rank, and returns their answers in the order of ranks.
+
+        Raises:
+            WorkersFailed: a rank did not answer well; the workers are of no use any more.
+        """
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                pipe.send((method, arguments))
+            except OSError:
+                raise WorkersFailed(self._death(rank, method)) from None
+        return self._answers(method)
+
+    def close(self) -> None:
+        """Ends all processes at once; may be called again."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._pipes.clear()
+        self._processes.clear()
+        shutil.rmtree(self._store, ignore_errors=True)
+
+    def _answers(self, doing: str) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline_s = time.monotonic() + self._timeout_s
+        while len(answers) < len(self._pipes):
+            missing = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            ready = wait(list(missing), max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                ranks = ", ".join(map(str, missing.values()))
+                raise WorkersFailed(f"rank {ranks} did not answer within {self._timeout_s:g} s ({doing})")
+            for pipe in ready:
+                rank = missing[pipe]  # type: ignore[index]
+                answers[rank] = self._answer(rank, doing)
+            if any(isinstance(answer, _Failure) for answer in answers.values()):
+                raise self._cause(answers, doing)
+        return [answers[rank] for rank in range(len(self._pipes))]
+
+    def _answer(self, rank: int, doing: str) -> Any:
+        try:
+            return self._pipes[rank].recv()
+        except (EOFError, OSError):
+            return _Failure(self._death(rank, doing))
+
+    def _cause(self, answers: dict[int, Any], doing: str) -> WorkersFailed:
+        """The failure that explains the others: ranks that felt only the end of a peer come last."""
+        missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
+        for pipe in wait(missing, _GRACE_S):
+            rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            answers[rank] = self._answer(rank, doing)
+        failures = {rank: one for rank, one in answers.items() if isinstance(one, _Failure)}
+
+        def is_consequence(rank: int) -> bool:
+            return any(words in failures[rank].words.lower() for words in _CONSEQUENCES)
+
+        rank = min(failures, key=lambda rank: (is_consequence(rank), rank))
+        failure = failures[rank]
+        words = failure.words if not failure.traceback else f"rank {rank}: {failure.words}"
+        return WorkersFailed(words, is_memory=failure.is_memory, traceback=failure.traceback)
+
+    def _death(self, rank: int, doing: str) -> str:
+        process = self._processes[rank]
+        process.join(_GRACE_S)
+        code = process.exitcode
+        if code is not None and code < 0:
+            hint = ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
+            return f"rank {rank} was ended by {signal.Signals(-code).name}{hint} ({doing})"
+        return f"rank {rank} ended with status {code} without a word ({doing})"
+
+
+def _main(worker: Worker, pipe: Connection) -> None:
+    """What torchrun would have done for a rank, and then the answers to calls, until the pipe closes."""
+    if worker.log is not None:
+        with open(worker.log, "ab") as log:  # some engines print a lot, some from C++
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+    os.environ |= {"RANK": str(worker.rank), "WORLD_SIZE": str(worker.ranks)}
+    os.environ |= {"LOCAL_RANK": str(worker.rank), "LOCAL_WORLD_SIZE": str(worker.ranks)}
+    # Loopback only, so that the interface's counter sees every byte.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if worker.device == "cuda":
+        # Once taken down, CUPTI starts again in the middle of a graph's replay, and breaks it.
+        os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
+    if worker.share_device:
+        os.environ |= {**_SHARED_DEVICE, "NCCL_HOSTID": f"rank{worker.rank}"}
+    try:
+        served = resolve_name(worker.serves)(worker)
+        pipe.send(None)
+        while True:
+            method, arguments = pipe.recv()
+            pipe.send(getattr(served, method)(*arguments))
+    except EOFError:
+        os._exit(0)  # the parent has closed the pipe; graphs, watchdogs and peers may be in any state
+    except BaseException as error:
+        is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
+        words = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
+        pipe.send(_Failure(words, "".join(traceback.format_exception(error)), is_memory))
+        os._exit(1)  # not by unwinding: a peer may never come to the collective that a destructor waits for
+
+
+# -- functions on ranks --------------------------------------------------------------------------------------
+
+
+class Functions:
+    """What `on_ranks` has its workers serve: any function, in a process group of gloo."""
+
+    def __init__(self, worker: Worker) -> None:
+        worker.join()
+
+    def call(self, function: str, arguments: tuple[Any, ...]) -> Any:
+        """Calls `module:name`."""
+        return resolve_name(function)(*arguments)
+
+
+def on_ranks(
+    function: str, ranks: int, *arguments: Any, keep_heap: bool = True, timeout_s: float = 3600.0
+) -> list[Any]:
+    """Calls a function on every rank of new processes; returns what each returned, in order.
+
+    Args:
+        function: `module:name`.
+        ranks: how many.
+        *arguments: for it.
+        keep_heap: see `Worker`.
+        timeout_s: how long it may take.
+
+    Raises:
+        WorkersFailed: at the first failure; the other ranks are ended.
+    """
+    workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s, keep_heap=keep_heap)
+    try:
+        workers.ready()
+        return workers.call("call", function, arguments)
+    except WorkersFailed as failure:
+        raise WorkersFailed(failure.traceback or str(failure)) from None
+    finally:
+        workers.close()
+
+
+@contextmanager
+def one_rank(device: str = "cpu", *, keep_heap: bool = False) -> Iterator[None]:
+    """Makes this process a process group of one rank in the block; on a CPU, with one thread."""
+    import torch
+    import torch.distributed as dist
+
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory() as store:
+        Worker("", None, 0, 1, store, 3600.0, device, keep_heap=keep_heap).join()
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+            torch.set_num_threads(threads)

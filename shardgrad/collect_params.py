@@ -1,0 +1,171 @@
+"""From modules to groups: what a call of `fully_shard` takes, refuses, and does, in that order.
+
+Everything is checked before anything is changed, so a call that raises leaves the module as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor
+
+from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
+from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
+from shardgrad.errors import (
+    AlreadyShardedError,
+    ContainerError,
+    OptionError,
+    ParameterClaimedError,
+)
+from shardgrad.sharding.mesh import DataParallelMesh
+from shardgrad.sharding.shardable import require_one_device, require_shardable
+
+__all__ = ["Collected", "collect", "validate_modules"]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Which unit took a parameter, and as what."""
+
+    unit: Unit
+    managed: FSDPParam
+
+
+@dataclass
+class Collected:
+    """What a new unit will own.
+
+    Attributes:
+        params: original parameter -> (name, owners), in traversal order.
+        buffers: to be moved to the mesh's device.
+        guests: parameters left for a common ancestor.
+        inherited: claims of inner units that move to this one because it contains every user.
+        managed_modules: modules whose own parameters were looked at.
+    """
+
+    params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
+    buffers: list[tuple[nn.Module, str]] = field(default_factory=list)
+    guests: list[Guest] = field(default_factory=list)
+    inherited: list[Claim] = field(default_factory=list)
+    managed_modules: list[nn.Module] = field(default_factory=list)
+
+
+def validate_modules(modules: Sequence[nn.Module]) -> None:
+    """Refuses modules that cannot be a unit.
+
+    Raises:
+        ContainerError: a container without forward.
+        AlreadyShardedError: `fully_shard` has been applied before.
+        OptionError: not modules at all, or an empty list.
+    """
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise OptionError(
+            "fully_shard expects a module or a non-empty list of modules",
+            expected="torch.nn.Module, or a list of them",
+            got=", ".join(type(module).__name__ for module in modules) or "an empty list",
+            fix="fully_shard(model)",
+        )
+    for module in modules:
+        is_container = isinstance(module, nn.ModuleList | nn.ModuleDict)
+        if is_container and type(module).forward is nn.Module.forward:
+            raise ContainerError(
+                f"fully_shard does not support containers that do not implement forward: {module}",
+                expected="a module that is called",
+                got=f"{type(module).__name__} with {len(list(module.children()))} children",
+                fix="for child in container: fully_shard(child)   # or fully_shard(list(container))",
+            )
+        if unit_of(module) is not None:
+            raise AlreadyShardedError(
+                "Each distinct composable distributed API can only be applied to a module once.",
+                expected="a module that is not a unit yet",
+                got=f"{type(module).__name__}, which already is one",
+                fix="remove the second fully_shard call",
+            )
+
+
+def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh) -> Collected:
+    """Finds and checks what a unit over `modules` will own. Changes nothing.
+
+    Raises:
+        UnsupportedParameterError, ParameterClaimedError, DeviceError: see `errors.py`.
+    """
+    # In traversal order, the same on every rank: a set's order differs between processes.
+    inner_units = dict.fromkeys(unit for module in modules for unit in units_under(module))
+    found = Collected()
+    seen: set[nn.Module] = set()
+    plain: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
+    for root in modules:
+        for prefix, module in _managed_modules(root, "", seen):
+            found.managed_modules.append(module)
+            for attribute, param in module._parameters.items():
+                if param is None or param in ignored:
+                    continue
+                name = f"{prefix}.{attribute}" if prefix else attribute
+                _refuse_claimed(name, param)
+                require_shardable(name, param)
+                plain.setdefault(param, (name, []))[1].append((module, attribute))
+            found.buffers.extend((module, name) for name, b in module._buffers.items() if b is not None)
+    for param, (name, owners) in plain.items():
+        _assign(found, param, name, owners, inner_units, modules)
+    _take_guests(found, inner_units)
+    require_one_device({param: name for param, (name, _) in found.params.items()}, mesh)
+    return found
+
+
+def _managed_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
+    """Yields a module and everything below it that belongs to no inner unit and to no DDP replica."""
+    if module in seen or "replicate" in (_get_registry(module) or {}):
+        return
+    seen.add(module)
+    yield prefix, module
+    for name, child in module.named_children():
+        if unit_of(child) is None:
+            yield from _managed_modules(child, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def _assign(
+    found: Collected,
+    param: nn.Parameter,
+    name: str,
+    owners: list[Owner],
+    inner_units: Collection[Unit],
+    modules: Sequence[nn.Module],
+) -> None:
+    """Decides who owns a parameter that may be claimed by another unit."""
+    claim: Claim | None = param.__dict__.get(CLAIM)
+    if claim is None:
+        found.params[param] = (name, owners)
+    elif claim.unit in inner_units:
+        found.inherited.append(claim)
+        found.params[param] = (name, [*claim.managed.owners, *owners])
+    else:
+        unit_name = "+".join(type(module).__name__ for module in modules)
+        found.guests.append(Guest(name, param, owners, claim.managed.name, unit_name))
+
+
+def _take_guests(found: Collected, inner_units: Collection[Unit]) -> None:
+    """Takes over what two inner units share: the new unit contains both."""
+    for unit in inner_units:
+        for guest in unit.guests:
+            claim: Claim = guest.param.__dict__[CLAIM]
+            if claim.unit not in inner_units:
+                found.guests.append(guest)
+            elif guest.param in found.params:
+                found.params[guest.param][1].extend(guest.owners)
+            else:
+                found.inherited.append(claim)
+                found.params[guest.param] = (guest.name, [*claim.managed.owners, *guest.owners])
+
+
+def _refuse_claimed(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, DTensor) and is_sharded_by_us(param):
+        raise ParameterClaimedError(
+            f"parameter {name} is already sharded by another unit",
+            expected="a parameter that no unit owns yet",
+            got=f"DTensor of shape {tuple(param.shape)} with {param.placements}",
+            where=f"parameter {name}",
+            fix="apply fully_shard bottom-up: inner modules first, the root last",
+        )

@@ -1,0 +1,64 @@
+"""The models that are measured, and the arithmetic of rates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.engines.summary import flops_per_step, peak_of
+from benchmarks.models import MODELS, Experts, MixtureConfig, build_model, facts_of
+from shardgrad.train.presets import TransformerConfig
+
+
+def numel_of(config: TransformerConfig, *, experts: int) -> int:
+    """Numbers in the parameters, by arithmetic."""
+    attention = 2 * config.width * (config.width + config.kv_heads * config.head_width)
+    feed_forward = 3 * config.width * config.hidden * experts
+    block = attention + feed_forward + 2 * config.width
+    embeddings = config.vocab_size * config.width * (1 if config.tied else 2)
+    return config.layers * block + config.width + embeddings
+
+
+@pytest.mark.parametrize("preset", MODELS)
+def test_parameters_are_counted_as_the_model_has_them(preset: str) -> None:
+    config, facts = MODELS[preset], facts_of(preset)
+    experts = config.experts if isinstance(config, MixtureConfig) else 1
+    assert facts.numel == numel_of(config, experts=experts)
+    assert facts.active_numel == numel_of(config, experts=1)
+
+
+def test_each_token_visits_the_expert_of_its_place() -> None:
+    config = MixtureConfig(width=8, layers=1, heads=2, kv_heads=2, hidden=16, experts=4)
+    experts = Experts(config)
+    inputs = torch.randn(2, 6, 8)
+    outputs = experts(inputs).reshape(12, 8)
+    for place, token in enumerate(inputs.reshape(12, 8)):
+        gate, up, down = (weight[place % 4] for weight in (experts.gate, experts.up, experts.down))
+        expected = (torch.nn.functional.silu(token @ gate) * (token @ up)) @ down
+        torch.testing.assert_close(outputs[place], expected)
+
+
+def test_initial_values_depend_neither_on_parts_nor_on_what_wraps_them() -> None:
+    wrapped: list[torch.nn.Module] = []
+    one = build_model("wide-moe", torch.device("cpu"))
+    other = build_model("wide-moe", torch.device("cpu"), wrap=wrapped.append)
+    assert [*other.layers, other] == wrapped
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_flops_are_those_of_the_palm_paper() -> None:
+    # Its own example, table 21: PaLM 540B, 118 layers of 48 heads of 256, 2,048 tokens.
+    model = {"active_numel": 540_350_000_000, "attention_numel": 118 * 48 * 256}
+    per_token = flops_per_step(model, tokens=1, seq_len=2048)
+    assert per_token == pytest.approx(6 * 540.35e9 + 12 * 118 * 48 * 256 * 2048)
+    # 238.3 thousand tokens/s on 6,144 chips of 275 TFLOP/s: 46.2 % with attention.
+    assert per_token * 238.3e3 / (6144 * 275e12) == pytest.approx(0.462, abs=0.002)
+
+
+def test_the_peak_is_published_or_measured() -> None:
+    assert peak_of({"device_name": "NVIDIA H200"}, "bf16")[0] == 989e12
+    assert peak_of({"device_name": "NVIDIA H100 PCIe"}, "bf16")[0] == 756e12
+    assert peak_of({"device_name": "NVIDIA H100 PCIe"}, "fp32")[0] == 51e12
+    assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[0] == 5e9
+    assert peak_of({"matmul_flops_per_s": 5e9}, "fp32")[1].startswith("measured")

@@ -1,0 +1,247 @@
+"""Every benchmark runs, and leaves the record that benchmarks/README.md promises."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.__main__ import BENCHMARKS
+from tests.support.programs import run
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 100  # several times what a smoke run takes
+
+
+def smoke(benchmark: str, out: Path, *options: str) -> dict[str, Any]:
+    """Runs a benchmark and returns its one record."""
+    (record,) = smoke_all(benchmark, out, *options)
+    return record
+
+
+def smoke_all(benchmark: str, out: Path, *options: str) -> list[dict[str, Any]]:
+    """Runs a benchmark and returns its records."""
+    done = run("benchmarks", benchmark, "--smoke", "--out", out, *options, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    lines = (out / f"{benchmark}.jsonl").read_text(encoding="utf-8").splitlines()
+    records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+    for record in records:
+        assert set(record) == {"benchmark", "environment", "config", "samples", "summary"}
+        assert record["benchmark"] == benchmark
+        assert record["config"]["smoke"] is True
+        assert {"git", "torch", "python", "cpu", "cores", "ops_backend"} <= set(record["environment"])
+    return records
+
+
+def assert_spread(spread: dict[str, Any]) -> None:
+    low, high = spread["quartiles"]
+    assert low <= spread["median"] <= high
+
+
+def test_host_overhead(tmp_path: Path) -> None:
+    record = smoke("host_overhead", tmp_path)
+    for kind, by_count in record["summary"].items():
+        for count in record["config"]["units"]:
+            for name in ("fsdp2", "shardgrad"):
+                of = by_count[f"{count} units"][name]
+                assert_spread(of["cpu_per_unit_s"])
+                assert_spread(of["ratio_to_fsdp2"])
+                samples = record["samples"][kind][f"{count} units"][name]["cpu_s"]
+                assert len(samples) == record["config"]["rounds"]
+        assert set(by_count["growth"]) == {"fsdp2", "shardgrad"}
+
+
+def test_collectives(tmp_path: Path) -> None:
+    record = smoke("collectives", tmp_path)
+    for operation in ("all_gather", "reduce_scatter"):
+        assert list(record["summary"][operation]) == [
+            str(nbytes) for nbytes in record["config"]["shard_nbytes"]
+        ]
+        for by_transport in record["summary"][operation].values():
+            for field in ("wall_s", "cpu_s", "loopback_nbytes"):
+                assert_spread(by_transport["gloo"][field])
+                assert_spread(by_transport["exchange"][field])
+            assert_spread(by_transport["exchange"]["ratio_to_gloo"])
+            assert_spread(by_transport["exchange"]["cpu_ratio_to_gloo"])
+
+
+def test_zero_copy(tmp_path: Path) -> None:
+    record = smoke("zero_copy", tmp_path)
+    assert list(record["summary"]) == [str(nbytes) for nbytes in record["config"]["shard_nbytes"]]
+    for by_way in record["summary"].values():
+        for way in ("packed", "zero copy"):
+            assert_spread(by_way[way]["wall_s"])
+            assert_spread(by_way[way]["ratio_to_packed"])
+
+
+def test_kernels(tmp_path: Path) -> None:
+    record = smoke("kernels", tmp_path, "--ops", "movement")
+    names = {"copy", "reference"}
+    if record["environment"]["ops_backend"] == "compiled":
+        names.add("compiled")
+    assert {case.split()[0] for case in record["summary"]} == {"pack", "unpack", "sum"}
+    for by_name in record["summary"].values():
+        assert set(by_name) == names
+        for of in by_name.values():
+            assert_spread(of["bytes_per_s"])
+            assert_spread(of["ratio_to_copy"])
+
+
+def test_construction(tmp_path: Path) -> None:
+    record = smoke("construction", tmp_path)
+    for name in ("fsdp2", "shardgrad"):
+        assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"]
+        assert_spread(record["summary"][name]["wall_s"])
+    assert_spread(record["summary"]["shardgrad"]["ratio_to_fsdp2"])
+
+
+def test_nothing_is_written_to_the_kept_records_unasked(tmp_path: Path, monkeypatch: Any) -> None:
+    from benchmarks.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    assert main.make_context("benchmarks", ["construction", "--smoke"]).params["out"] is None
+    for args in ([], ["construction", "--layers=3"]):
+        context = main.make_context("benchmarks", [*args])
+        main.callback.__wrapped__(context, **context.params)  # type: ignore[union-attr]
+        assert context.obj.out.parent == Path("runs")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("args", "names", "options"),
+    [
+        ([], ["training_step"], {"smoke": False, "out": None}),
+        (["kernels", "calls"], ["kernels", "calls"], {"smoke": False, "out": None}),
+        (["calls", "--out", "x", "--list"], ["calls", "--list"], {"smoke": False, "out": Path("x")}),
+        (["all", "--smoke"], [*BENCHMARKS], {"smoke": True, "out": None}),
+        (["training_step", "--engine", "all"], ["training_step", "--engine", "all"], {}),
+    ],
+)
+def test_smoke_and_out_may_stand_anywhere(args: list[str], names: list[str], options: Any) -> None:
+    from benchmarks.__main__ import main
+
+    context = main.make_context("benchmarks", args)
+    assert [*context._protected_args, *context.args] == names
+    assert options.items() <= context.params.items()
+
+
+def test_several_benchmarks_run_one_after_the_other(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks", "calls", "construction", "--smoke", f"--out={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "calls.jsonl",
+        "construction.jsonl",
+        "report.html",
+        "charts-2.png",
+    }
+
+
+def test_calls_counts_both_engines_the_same_way(tmp_path: Path) -> None:
+    summary = smoke("calls", tmp_path)["summary"]
+    for phase in ("forward", "backward"):
+        for name in ("fsdp2", "shardgrad"):
+            of = summary[phase][name]
+            assert 1 < of["files"] <= of["changes_of_file"] < of["calls"]
+    # FSDP2 of torch 2.13 on Python 3.11.
+    if (torch.__version__.split("+")[0], sys.version_info[:2]) == ("2.13.0", (3, 11)):
+        assert summary["backward"]["fsdp2"] == {"files": 5, "changes_of_file": 76, "calls": 213}
+
+
+def test_optimizers(tmp_path: Path) -> None:
+    bases = {"one_unit": "fsdp2", "many_units": "fsdp2", "large": "flat", "clip": "fsdp2"}
+    records = smoke_all("optimizers", tmp_path)
+    assert [record["config"]["case"] for record in records] == list(bases)
+    for record in records:
+        of = record["summary"]["shardgrad"]
+        for field in ("wall_s", f"ratio_to_{bases[record['config']['case']]}", "bytes_per_s"):
+            assert_spread(of[field])
+
+
+def test_loss_curves(tmp_path: Path) -> None:
+    record = smoke("loss_curves", tmp_path)
+    of = record["summary"]
+    assert of["shardgrad, torch.optim"]["largest_relative_difference"] == 0
+    assert of["shardgrad, shardgrad.optim"]["largest_relative_difference"] < 1e-5
+
+
+def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
+    """Runs the script for GPUs; returns its status, and how each part went."""
+    done = subprocess.run(
+        ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(out)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    summary = (out / "summary.txt").read_text(encoding="utf-8")
+    parts = [line.split("  ", 1) for line in summary.splitlines()[-5:]]
+    return done.returncode, {name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts}
+
+
+def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_that(tmp_path: Path) -> None:
+    python, out = tmp_path / "python", tmp_path / "out"
+    fails = 'case "$*" in *is_available*) echo cpu 0 cpu;; *"-m pytest "*) exit 1;; esac\n'
+    python.write_text(f"#!/bin/sh\n{fails}")
+    python.chmod(0o755)
+    rest = ("steps-tiny", "kernels", "optimizers", "graphed_replay")
+    assert run_script(python, out) == (1, {"tests": "failed", **dict.fromkeys(rest, "ok")})
+    python.write_text(f"#!/bin/sh\n{fails.replace('exit 1', 'exit 0')}")
+    assert run_script(python, out) == (0, {"tests": "ok", **dict.fromkeys(rest, "done before")})
+
+
+def test_plan(tmp_path: Path) -> None:
+    smoke("plan", tmp_path)
+
+
+def test_every_benchmark_is_run_here() -> None:
+    here = Path(__file__).read_text(encoding="utf-8")
+    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == {"training_step"}
+
+
+def test_graphed_replay(tmp_path: Path) -> None:
+    record = smoke("graphed_replay", tmp_path)
+    assert set(record["summary"]) == {"function", "graphed"}
+    for of in record["summary"].values():
+        assert_spread(of["host_s"])
+        assert_spread(of["ratio_to_function"])
+    assert_spread(record["summary"]["graphed"]["overhead_s"])
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    record = smoke("checkpoints", tmp_path)
+    for name in ("save", "save_async", "load", "load unverified"):
+        assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"]
+        raw = "raw_read" if name.startswith("load") else "raw_write"
+        assert_spread(record["summary"][name][f"ratio_to_{raw.replace('_', ' ')}"])
+
+
+def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
+    assert sum(sum(found.values()) for found in record["summary"].values()) >= 100
+
+
+def test_soak(tmp_path: Path) -> None:
+    record = smoke("soak", tmp_path, "--mode", "eager")
+    (of,) = record["summary"].values()
+    assert {"resident_nbytes", "tensors", "objects", "descriptors", "threads", "is_flat"} <= set(of)
+    assert of["descriptors"] == of["threads"] == of["tensors"] == 0
+
+
+def test_flight_recorder(tmp_path: Path) -> None:
+    summary = smoke("flight_recorder", tmp_path)["summary"]
+    assert_spread(summary["without"]["cpu_s"])
+    for mode in ("recorder", "default"):
+        assert_spread(summary[mode]["ratio_to_without"])
+    assert 0 < summary["default"]["parts_of_step"] < 0.1

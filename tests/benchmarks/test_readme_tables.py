@@ -1,0 +1,71 @@
+"""The tables of benchmarks/README.md are made of records, and of nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.readme import BEGIN, END, README, newest, replaced, results, small_table, tables
+from benchmarks.records import RESULTS
+from tests.benchmarks.test_report import make_record
+
+
+def with_time(time: str, **environment: Any) -> dict[str, Any]:
+    record = make_record(spans=1)
+    return record | {
+        "environment": record["environment"] | {"time": time, "ops_backend": "compiled"} | environment
+    }
+
+
+def written(folder: Path, records: list[dict[str, Any]], name: str = "bench") -> Path:
+    """Writes records where results lie; returns the folder of results."""
+    results = folder / "benchmarks" / "results"
+    (results / "a").mkdir(parents=True, exist_ok=True)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (results / "a" / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    return results
+
+
+def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
+    noisy = with_time("5")
+    noisy["noise"] = noisy["noise"] | {"is_quiet": False}
+    changed = with_time("6", git_is_clean=False)
+    found = newest(
+        results(written(tmp_path, [with_time("2", cores=4), with_time("3"), with_time("1"), noisy, changed]))
+    )
+    assert [record["environment"]["time"] for _, record in found] == ["3", "2"]
+    text = "\n".join(tables(found))
+    # The engines' times are 10, 20 and 80 ms; memory is alike.
+    assert (
+        "| tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 cores, a processor | 11.95 | 2.00 (2.00 .. 2.00) |"
+    ) in text
+    assert "| 0.25 | 1.00 | [record](results/a/bench.jsonl) |" in text
+    assert replaced(f"before\n{BEGIN}\nold\n{END}\nafter", text) == f"before\n{BEGIN}\n{text}\n{END}\nafter"
+    with pytest.raises(ValueError, match="lacks the marks"):
+        replaced("no marks", text)
+
+
+def test_the_small_table_has_ratios_and_links_from_the_root(tmp_path: Path) -> None:
+    ratio = {"median": 0.5, "quartiles": [0.4, 0.6]}
+    environment = with_time("1")["environment"]
+    overhead = {
+        "benchmark": "host_overhead",
+        "environment": environment,
+        "config": {"smoke": False},
+        "summary": {"2": {"10 units": {"shardgrad": {"ratio_to_fsdp2": ratio}}, "growth": {"shardgrad": {}}}},
+    }
+    folder = written(tmp_path, [with_time("1"), overhead])
+    lines = list(small_table(newest(results(folder))))
+    link = "[record](benchmarks/results/a/bench.jsonl)"
+    assert lines[2:] == [
+        f"| step, tiny, fp32, 2 ranks, 8 x 128 tokens each | 2.00 | 3.00 | 1.00 | {link} |",
+        f"| host CPU time of units of 2 parameters | 0.50 |  |  | {link} |",
+    ]
+
+
+def test_the_tables_are_up_to_date() -> None:
+    text = README.read_text(encoding="utf-8")
+    assert replaced(text, "\n".join(tables(newest(results(RESULTS))))) == text

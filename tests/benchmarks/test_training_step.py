@@ -1,0 +1,159 @@
+"""Training steps of several engines on two ranks of this machine: what is measured, written and said."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import programs
+
+TIMEOUT_S = 280  # many times what a smoke run takes: others may be using the machine
+pytestmark = pytest.mark.timeout(300)
+
+NAMES = ["fsdp2", "shardgrad", "shardgrad-graphed", "ddp", "unsharded", "compute", "collectives"]
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    return programs.run("benchmarks", *options, timeout=TIMEOUT_S)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """A smoke run's folder, its record, and what it printed."""
+    folder = tmp_path_factory.mktemp("bench")
+    engines = [f"--engine={name}" for name in (*NAMES, "deepspeed-1")]
+    options = ["--smoke", "--device=cpu", "--accumulate=2", "--clip=1", f"--out={folder}"]
+    done = run("training_step", *options, *engines)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (line,) = (folder / "training_step.jsonl").read_text(encoding="utf-8").splitlines()
+    return folder, json.loads(line), done.stdout
+
+
+def test_every_engine_has_its_numbers(measured: tuple[Path, dict[str, Any], str]) -> None:
+    _, record, _ = measured
+    assert list(record["summary"]) == NAMES
+    for name, of in record["summary"].items():
+        low, high = of["wall_s"]["quartiles"]
+        assert 0 < low <= of["wall_s"]["median"] <= high
+        assert of["ratio_to_base"]["median"] > 0
+        assert of["peak_rss_nbytes"] > of["peak_rss_beyond_imports_nbytes"] > 0
+        assert of["tokens_per_s"] > 0
+        assert of["mfu"] > 0
+        assert len(record["samples"][name]["wall_s"]) == record["config"]["rounds"] == 2
+        assert record["timelines"][name]["spans"]
+    assert record["summary"]["fsdp2"]["ratio_to_base"]["median"] == 1
+    assert {"git", "torch", "cpu", "cores", "versions", "ops_backend"} <= set(record["environment"])
+
+
+def test_collectives_are_counted_as_the_units_have_them(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    collectives = {name: of["collectives"] for name, of in record["summary"].items()}
+    # Two blocks and the root: three reductions at the end, whatever is accumulated before.
+    for name in ("fsdp2", "shardgrad", "shardgrad-graphed", "collectives"):
+        assert collectives[name]["reduce-scatter"]["count"] == 3
+    assert collectives["compute"] == collectives["unsharded"] == {}
+    nbytes = 4 * record["environment"]["model"]["numel"]
+    assert collectives["ddp"]["all-reduce"]["nbytes"] == pytest.approx(nbytes + 4, rel=0.02)
+    for name in ("fsdp2", "shardgrad"):
+        assert collectives[name]["reduce-scatter"]["nbytes"] == pytest.approx(nbytes / 2, rel=0.05)
+
+
+def test_the_engine_constructs_no_dtensor_in_a_steady_step(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    assert record["summary"]["shardgrad"]["dtensors"] == 0
+    assert record["summary"]["fsdp2"]["dtensors"] > 0
+
+
+def test_one_process_agrees_with_all_ranks_together(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
+    _, record, _ = measured
+    assert record["disagreed"] == []
+    assert record["summary"]["unsharded"]["loss_difference"] < 1e-5
+
+
+def test_an_engine_that_is_not_installed_is_a_row(measured: tuple[Path, dict[str, Any], str]) -> None:
+    from importlib.util import find_spec
+
+    if find_spec("deepspeed") is not None:
+        pytest.skip("deepspeed is installed")
+    _, record, printed = measured
+    assert record["left_out"] == {"deepspeed-1": "not installed: pip install deepspeed"}
+    assert "deepspeed-1: not installed" in printed
+    assert "A smoke run: the numbers mean nothing." in printed
+
+
+def test_a_model_of_hugging_face_is_measured(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    config = tmp_path / "config.json"
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config.write_text(json.dumps({"model_type": "llama", **shape, **heads}), encoding="utf-8")
+    engines = [f"--engine={name}" for name in ("shardgrad", "ddp", "compute", "collectives")]
+    done = run("training_step", "--smoke", "--device=cpu", f"--hf={config}", f"--out={tmp_path}", *engines)
+    assert done.returncode == 0, done.stderr + done.stdout
+    record = json.loads((tmp_path / "training_step.jsonl").read_text(encoding="utf-8"))
+    assert set(record["summary"]) == {"fsdp2", "shardgrad", "ddp", "compute", "collectives"}
+    assert record["disagreed"] == []
+    assert record["summary"]["shardgrad"]["loss_difference"] == 0
+    # Embedding and head, and in each block four projections, three of the feed-forward and two norms.
+    block = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32
+    assert record["environment"]["model"]["numel"] == 2 * 256 * 32 + 2 * block + 32
+
+
+def test_records_can_be_shown_again(measured: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    folder, _, _ = measured
+    done = run("report", f"--record={folder / 'training_step.jsonl'}", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == (folder / "report.html").read_text(
+        encoding="utf-8"
+    )
+
+
+def test_an_impossible_mesh_is_a_row_for_every_engine_and_a_typing_error_starts_nothing(
+    tmp_path: Path,
+) -> None:
+    done = run("training_step", "--smoke", "--device=cpu", "--ranks=3", "--mesh=2x2", f"--out={tmp_path}")
+    assert done.returncode == 1
+    assert "fsdp2: --mesh 2x2 has room for 4 ranks, not 3" in done.stdout
+    done = run("training_step", "--engine=fsdp3", f"--out={tmp_path / 'none'}")
+    assert done.returncode == 2
+    assert "did you mean 'fsdp2'" in done.stderr
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.long
+def test_of_all_engines_each_has_numbers_or_a_reason(tmp_path: Path) -> None:
+    from importlib.util import find_spec
+
+    from benchmarks.engines.catalogue import ENGINES
+
+    done = run("training_step", "--smoke", "--device=cpu", "--engine=all", f"--out={tmp_path}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    record = json.loads((tmp_path / "training_step.jsonl").read_text(encoding="utf-8"))
+    assert {*record["summary"], *record["left_out"]} == set(ENGINES)
+    assert record["disagreed"] == []
+    for name, reason in record["left_out"].items():
+        entry = ENGINES[name]
+        if entry.package is not None and find_spec(entry.package) is None:
+            assert reason == f"not installed: {entry.install}"
+        elif entry.package is None:
+            assert reason == "needs a CUDA device", "torch brings all others along"
+        assert f"{name}: {reason[:40]}" in done.stdout
+
+
+def test_pictures_and_traces_lie_with_the_record(measured: tuple[Path, dict[str, Any], str]) -> None:
+    folder, record, _ = measured
+    for name in ("charts-1.png", "timeline-1.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    for name in record["summary"]:
+        trace = json.loads((folder / "logs" / f"{name}.trace.json").read_text(encoding="utf-8"))
+        assert any(event["name"] == "benchmarks step" for event in trace["traceEvents"])
