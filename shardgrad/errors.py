@@ -40,6 +40,7 @@ __all__ = [
     "StepOutputError",
     "TiedParameterError",
     "UnitBypassedError",
+    "UnownedParameterError",
     "UnsupportedError",
     "UnsupportedParameterError",
     "unsupported",
@@ -149,6 +150,10 @@ class ForeignParameterError(ShardgradError, RuntimeError):
 
 class UnitBypassedError(ShardgradError, RuntimeError):
     """Sharded parameters were used outside their unit's forward."""
+
+
+class UnownedParameterError(ShardgradError, RuntimeError):
+    """A trainable parameter that no unit owns: every rank would train it apart."""
 
 
 class ForwardMethodError(ShardgradError, ValueError):

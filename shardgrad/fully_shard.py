@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.engine.all_gather import AllGatherInput
@@ -129,6 +130,8 @@ def fully_shard(
         )
         groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
+    note_ignored(collected.managed_modules, ignored)
+    unit.require_complete = UnownedParams(unit).refuse
     _commit(unit, collected, grouped)
     return module
 

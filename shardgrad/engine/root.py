@@ -99,6 +99,8 @@ class RootContext:
             self.recover()
         if self._forward_root is not None and not opens_again:
             return args, kwargs
+        if torch.is_grad_enabled():
+            unit.require_complete()
         self._forward_root = unit
         self._position = 0
         if not self._order_frozen:

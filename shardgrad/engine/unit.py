@@ -173,6 +173,7 @@ class Unit:
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
         guests: parameters that it uses and another unit owns.
+        require_complete: called before an outermost forward with gradients; may refuse it.
         hooks: those on each of the modules' forwards, the one before it and the one after.
         pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
             watches may put another function in its place, around it.
@@ -201,6 +202,7 @@ class Unit:
         self.partner: CommContext | None = None
         self.context: Root | None = None
         self.guests: list[Guest] = []
+        self.require_complete: Callable[[], None] = lambda: None
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)

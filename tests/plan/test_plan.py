@@ -393,7 +393,7 @@ def test_the_command_prints_a_plan_for_programs() -> None:
         (["--cards", "0"], "--cards is 0: give a positive"),
         (["--compute-s", "nan"], "--compute-s is nan: give a positive"),
         (["--compute-s", "inf"], "--compute-s is inf: give at most"),
-        (["--mfu", "nan"], "--mfu is nan: give a share"),
+        (["--mfu", "nan"], "--mfu is nan: give a fraction"),
         (["--ranks", "0"], "--ranks is 0: give a positive"),
         (["--ranks", "9" * 400], "give at most"),
         (["--batch-size", str(2**62)], "--batch-size is 4611686018427387904: give at most"),

@@ -1,0 +1,179 @@
+"""Adapters, heads and scales attached after `fully_shard`: refused by name, or right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+from shardgrad import fully_shard
+from shardgrad.errors import UnownedParameterError
+from tests.support.parity import SHARDGRAD, Engine, Tensors, close_to_unsharded
+from tests.support.ranks import Ranks
+
+WIDTH = 6
+
+
+class Block(nn.Module):
+    """A frozen base, and an adapter if there is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        y = y + self.lora(x) if hasattr(self, "lora") else y
+        return y * self.scale if hasattr(self, "scale") else y
+
+
+class Adapted(nn.Module):
+    """What adapter libraries put in a layer's place."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.lora = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.lora(x)
+
+
+def blocks(engine: Engine, **options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    for block in model:
+        engine.fully_shard(block, **options)
+    engine.fully_shard(model, **options)
+    return model
+
+
+def loss_of(engine: Engine, model: nn.Module, step: int = 0) -> Tensor:
+    return model(engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())).square().mean()
+
+
+def an_adapter(model: nn.Sequential) -> None:
+    model[1].lora = nn.Linear(WIDTH, WIDTH, bias=False)
+
+
+def an_adapter_around_a_layer(model: nn.Sequential) -> None:
+    model[1].base = Adapted(model[1].base)
+
+
+def a_head(model: nn.Sequential) -> None:
+    model.append(nn.Linear(WIDTH, 2))
+
+
+def a_scale(model: nn.Sequential) -> None:
+    model[1].scale = nn.Parameter(torch.ones(WIDTH))
+
+
+ATTACHED: dict[Callable[[nn.Sequential], None], tuple[str, str]] = {
+    an_adapter: ("1.lora.weight", "shardgrad.fully_shard(model.get_submodule('1.lora'))"),
+    an_adapter_around_a_layer: (
+        "1.base.lora.weight",
+        "shardgrad.fully_shard(model.get_submodule('1.base.lora'))",
+    ),
+    a_head: ("2.weight, 2.bias", "shardgrad.fully_shard(model.get_submodule('2'))"),
+    a_scale: ("1.scale", "attach it before fully_shard is called"),
+}
+
+
+def is_refused(attach: Callable[[nn.Sequential], None], trained_before: bool, whole: bool) -> None:
+    model = blocks(SHARDGRAD, reshard_after_forward=not whole)
+    if trained_before:
+        for step in range(2):
+            loss_of(SHARDGRAD, model, step).backward()
+    attach(model)
+    for _ in range(2):  # also the second time
+        with pytest.raises(UnownedParameterError) as caught:
+            loss_of(SHARDGRAD, model)
+        for part in (*ATTACHED[attach], "expected:", "got:", "where:", "try:", "rank "):
+            assert part in str(caught.value), str(caught.value)
+    with torch.no_grad():
+        model(torch.ones(2, WIDTH))  # nothing is trained there
+
+
+def unfrozen_is_refused() -> None:
+    model = blocks(SHARDGRAD)
+    an_adapter(model)
+    model[1].lora.requires_grad_(False)
+    for step in range(2):
+        loss_of(SHARDGRAD, model, step).backward()
+    model[1].lora.requires_grad_(True)
+    with pytest.raises(UnownedParameterError, match=r"1\.lora\.weight"):
+        loss_of(SHARDGRAD, model)
+
+
+def trained_after_the_line_was_added(engine: Engine, trained_before: bool) -> Tensors:
+    model = blocks(engine)
+    if trained_before:
+        loss_of(engine, model).backward()
+        model.zero_grad()
+    for attach in (an_adapter, a_head):
+        torch.manual_seed(1)
+        attach(model)
+    if not engine.whole_batch:
+        with pytest.raises(UnownedParameterError):
+            loss_of(engine, model)
+    for added in (model[1].lora, model[2]):
+        engine.fully_shard(added)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optim.zero_grad()
+        loss_of(engine, model, step).backward()
+        optim.step()
+    return engine.snapshot(model)
+
+
+def looked_after_by_the_program() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    an_adapter(model)
+    fully_shard(model, ignored_params=set(model[1].lora.parameters()))
+    model[0].lora = replicate(nn.Linear(WIDTH, WIDTH))
+    model.append(DistributedDataParallel(nn.Linear(WIDTH, WIDTH)))
+    model[1].lora.load_state_dict({"weight": torch.ones(WIDTH, WIDTH)}, assign=True)
+    loss_of(SHARDGRAD, model).backward()
+    assert model[1].lora.weight.grad is not None
+
+
+def a_part_called_by_itself() -> None:
+    model = blocks(SHARDGRAD)
+    an_adapter(model)
+    model[0](torch.ones(2, WIDTH)).sum().backward()  # the other part has the adapter
+    with pytest.raises(UnownedParameterError, match=r"lora\.weight"):
+        model[1](torch.ones(2, WIDTH))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["resharded", "whole"])
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_steps"])
+@pytest.mark.parametrize("attach", ATTACHED)
+def test_a_parameter_attached_after_fully_shard_is_refused_with_the_line_to_add(
+    two_ranks: Ranks, attach: Callable[[nn.Sequential], None], trained_before: bool, whole: bool
+) -> None:
+    two_ranks.run(is_refused, attach, trained_before, whole)
+
+
+def test_an_adapter_that_was_frozen_is_refused_when_it_begins_to_train(two_ranks: Ranks) -> None:
+    two_ranks.run(unfrozen_is_refused)
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
+def test_an_adapter_and_a_head_train_like_the_unsharded_model_once_the_line_is_added(
+    two_ranks: Ranks, trained_before: bool
+) -> None:
+    two_ranks.run(close_to_unsharded, trained_after_the_line_was_added, trained_before)
+
+
+def test_ignored_parameters_and_replicas_of_ddp_are_left_to_the_program(two_ranks: Ranks) -> None:
+    two_ranks.run(looked_after_by_the_program)
+
+
+def test_only_what_is_under_the_called_part_is_looked_at(two_ranks: Ranks) -> None:
+    two_ranks.run(a_part_called_by_itself)
