@@ -244,7 +244,7 @@ class RootContext:
         """
         self._forward_root = None
         self.keep_unsharded = False
-        self.scheduler.enroll(None)
+        self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
             for unit in self.units:
                 unit.abandon_forward()

@@ -18,7 +18,6 @@ import torch
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import TRANSITIONS, GradGroup, GradState, Waiting
 from shardgrad.engine.reduction import Reduction
-from shardgrad.errors import ParticipationError
 
 __all__ = ["ReductionScheduler"]
 
@@ -50,6 +49,8 @@ class ReductionScheduler:
         comm_ctx: as given.
         backward_running: between the first gradient of a backward and its end.
         is_last_backward: False for a micro-batch that others follow.
+        enrolment: asked when a backward begins for the groups to reduce, entered or not; None for those that
+            entered. See [Note: Participation].
     """
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
@@ -61,8 +62,7 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
-        self._enrolled: list[GradGroup] | None = None
-        self._enrolment_used = False
+        self.enrolment: Callable[[], list[GradGroup]] | None = None
 
     def enter(self, grads: GradGroup) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
@@ -82,19 +82,6 @@ class ReductionScheduler:
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 
-    def enroll(self, groups: Iterable[GradGroup] | None) -> None:
-        """Makes the next backward, and no further one, reduce exactly these groups, entered or not.
-
-        None ends the enrolment. See [Note: Participation].
-        """
-        self._enrolled = None if groups is None else list(groups)
-        self._enrolment_used = False
-
-    @property
-    def has_enrolled(self) -> bool:
-        """True if an enrolled backward is still to come."""
-        return bool(self._enrolled) and not self._enrolment_used
-
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions; does nothing if it has begun already.
 
@@ -109,16 +96,8 @@ class ReductionScheduler:
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
-        if self._enrolled is not None:
-            if self._enrolment_used:
-                raise ParticipationError(
-                    "a second backward inside one participate()",
-                    expected="at most one forward and one backward",
-                    got="another backward, which the other ranks would not join",
-                    fix="one `with shardgrad.participate(model):` for each micro-batch",
-                )
-            self._enrolment_used = True
-            self._queue = [grads for grads in self._enrolled if grads.params]
+        if self.enrolment is not None:
+            self._queue = self.enrolment()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
                     _move(grads, GradState.READY)
@@ -223,7 +202,7 @@ class ReductionScheduler:
             reduction.abandon()
         self._earlier = []
         self._entered.clear()
-        self._enrolled = None
+        self.enrolment = None
         self.abandon_backward(groups)
         for grads in groups:
             grads.forget()
