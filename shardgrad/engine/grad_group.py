@@ -359,7 +359,10 @@ class GradGroup:
             return
         if scheduler is None:
             raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
-        self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        # Of `create_graph=True` it has a graph, which ends where gradients are reduced.
+        self.collector.take(
+            unsharded, grad.detach() if grad.requires_grad else grad, scheduler.comm_ctx.streams
+        )
         scheduler.arrived(self)
 
     def accumulate(self, comm_ctx: CommContext) -> None:

@@ -218,6 +218,7 @@ class RootContext:
         Streams: the stream that called backward waits for every reduction.
         """
         with span("root_post_backward_callback", self.root.name), torch.no_grad():
+            self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()
             self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)

@@ -20,6 +20,9 @@ from shardgrad.errors import ParticipationError
 
 __all__ = ["ReductionScheduler"]
 
+# Whether the backward that runs on this thread was called with `retain_graph=True`.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
 
 class ReductionScheduler:
     """Decides the order of reductions under one root. See [Note: Order of reductions].
@@ -32,6 +35,8 @@ class ReductionScheduler:
         comm_ctx: as given.
         backward_running: between the first gradient of a backward and its end.
         is_last_backward: False for a micro-batch that others follow.
+        reads_again: True from a backward that makes a graph (`create_graph=True`), which reads parameters
+            again, to the end of one that keeps none: nothing is resharded in between.
     """
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
@@ -39,6 +44,8 @@ class ReductionScheduler:
         self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True
+        self.reads_again = False
+        self._keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
@@ -64,6 +71,10 @@ class ReductionScheduler:
             grads.move_to(GradState.COLLECTING)
             self._queue.append(grads)
 
+    def finish_reading(self) -> None:
+        """At the end of a backward: forgets a graph that it has not kept."""
+        self.reads_again, self._keeps_graph = self._keeps_graph, False
+
     def enroll(self, groups: Iterable[GradGroup] | None) -> None:
         """Makes the next backward, and no further one, reduce exactly these groups, entered or not.
 
@@ -87,6 +98,9 @@ class ReductionScheduler:
             return
         self.backward_running = True
         if in_autograd:
+            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be kept.
+            self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+            self.reads_again |= self._keeps_graph
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
@@ -184,7 +198,7 @@ class ReductionScheduler:
             Names of the units with gradients that are lost.
         """
         self._queue.clear()
-        self.backward_running = False
+        self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
         lost += [grads for grads in groups if grads.abandon_backward()]
