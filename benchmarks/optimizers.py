@@ -132,7 +132,7 @@ def _clip(smoke: bool) -> tuple[Steps, int]:
             optimizer.step()
             for unit in units_under(model):
                 for grads in unit.grad_groups:
-                    grads.require_shard().owed = None  # as the next reduction does
+                    grads.require_shard().pending_scale = None  # as the next reduction does
 
         def theirs() -> None:
             torch.nn.utils.clip_grad_norm_(params, 1.0)

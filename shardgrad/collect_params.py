@@ -5,7 +5,7 @@ Everything is checked before anything is changed, so a call that raises leaves t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -92,7 +92,8 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
     Raises:
         UnsupportedParameterError, ParameterClaimedError, DeviceError: see `errors.py`.
     """
-    inner_units = {unit for module in modules for unit in units_under(module)}
+    # In traversal order, the same on every rank: a set's order differs between processes.
+    inner_units = dict.fromkeys(unit for module in modules for unit in units_under(module))
     found = Collected()
     seen: set[nn.Module] = set()
     plain: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
@@ -130,7 +131,7 @@ def _assign(
     param: nn.Parameter,
     name: str,
     owners: list[Owner],
-    inner_units: set[Unit],
+    inner_units: Collection[Unit],
     modules: Sequence[nn.Module],
 ) -> None:
     """Decides who owns a parameter that may be claimed by another unit."""
@@ -145,9 +146,9 @@ def _assign(
         found.guests.append(Guest(name, param, owners, claim.managed.name, unit_name))
 
 
-def _take_guests(found: Collected, inner_units: set[Unit]) -> None:
+def _take_guests(found: Collected, inner_units: Collection[Unit]) -> None:
     """Takes over what two inner units share: the new unit contains both."""
-    for unit in sorted(inner_units, key=lambda u: u.name):
+    for unit in inner_units:
         for guest in unit.guests:
             claim: Claim = guest.param.__dict__[CLAIM]
             if claim.unit not in inner_units:

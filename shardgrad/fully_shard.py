@@ -20,12 +20,12 @@ from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
-from shardgrad.engine.reduction import ReplicaAllReduce
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit, unit_of
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
+from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension

@@ -20,10 +20,13 @@ from shardgrad.extras import require
 __all__ = [
     "DataFile",
     "blocks_of",
+    "content_of",
+    "make_folder",
     "memory_of",
     "open_plain",
     "read_into",
     "read_range",
+    "replace_synced",
     "sync",
     "write_synced",
 ]
@@ -115,6 +118,26 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(stream.fileno())
 
 
+def replace_synced(path: Path, text: str) -> None:
+    """Replaces a text file: at every instant the old one or the new one is there; the new one when this
+    returns.
+    """
+    fresh = path.with_name(path.name + ".new")
+    fresh.unlink(missing_ok=True)
+    write_synced(fresh, text)
+    fresh.replace(path)
+    sync(path.parent)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, and those it lies in, that survive a power failure from then on."""
+    if path.is_dir():
+        return
+    make_folder(path.parent)
+    path.mkdir(exist_ok=True)
+    sync(path.parent)
+
+
 def sync(path: Path) -> None:
     """Syncs a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -146,6 +169,26 @@ def open_plain(path: Path, nbytes: int | None = None) -> int:
         got = f"{found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "no regular file"
         raise _unreadable(path, expected, got)
     return descriptor
+
+
+def content_of(path: Path, most: int) -> bytes:
+    """Returns what is in a regular file.
+
+    Args:
+        path: of the file.
+        most: bytes it may have; a larger one is refused before any of it is read.
+
+    Raises:
+        CheckpointError: it is larger, not there, something else, or cannot be read.
+    """
+    descriptor = open_plain(path)
+    try:
+        nbytes = os.fstat(descriptor).st_size
+        if nbytes > most:
+            raise _unreadable(path, f"at most {most} bytes", f"{nbytes} bytes")
+        return bytes(read_range(descriptor, 0, nbytes, path))
+    finally:
+        os.close(descriptor)
 
 
 def read_range(descriptor: int, begin: int, nbytes: int, path: Path) -> bytearray:

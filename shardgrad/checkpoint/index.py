@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,23 @@ from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value
 from shardgrad.errors import CheckpointError
 
-__all__ = ["BLOCK_NBYTES", "DTYPES", "MOST_DIMENSIONS", "Entry", "Index", "Piece"]
+__all__ = [
+    "BLOCK_NBYTES",
+    "DTYPES",
+    "LARGEST",
+    "MOST_DIMENSIONS",
+    "MOST_NBYTES",
+    "Entry",
+    "Index",
+    "Piece",
+    "overlap",
+]
 
 BLOCK_NBYTES = 4 * 2**20
 _FORMAT, _VERSION = "shardgrad-checkpoint", 1
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
-_LARGEST = 2**62  # limit of numbers of bytes and elements
+LARGEST = 2**62  # limit of numbers of bytes and elements
+MOST_NBYTES = 2**30  # limit of a list of contents; ours has about a hundred bytes per piece
 MOST_DIMENSIONS = 64  # the limit of torch
 
 # By the name in the file. Other dtypes (quantized, complex32) are not supported.
@@ -146,6 +157,7 @@ class Index:
         tensors = {
             name: _entry(name, entry, files) for name, entry in _table(head["tensors"], "tensors").items()
         }
+        _refuse_overlaps(tensors)
         both = tensors.keys() & values.keys()
         if both:
             raise _malformed(min(both), "a tensor or a value", "both")
@@ -196,6 +208,25 @@ def _pieces(
         yield Piece(file, start, box, sums)
 
 
+def overlap(ranges: Iterable[tuple[str, int, int]]) -> str | None:
+    """Returns a file of which two ranges, given as name, first byte and size, share bytes; None if there is
+    none.
+    """
+    ends: dict[str, int] = {}
+    for file, start, nbytes in sorted(ranges):
+        if start < ends.get(file, 0):
+            return file
+        ends[file] = start + nbytes
+    return None
+
+
+def _refuse_overlaps(tensors: Mapping[str, Entry]) -> None:
+    """Refuses pieces that share bytes: what is loaded would be larger than the files, without any limit."""
+    file = overlap((p.file, p.start, e.nbytes(p.box)) for e in tensors.values() for p in e.pieces)
+    if file is not None:
+        raise _malformed(file, "bytes that belong to one piece each", "pieces that share bytes")
+
+
 def _table(raw: Any, where: str, keys: set[str] | None = None) -> dict[str, Any]:
     if not isinstance(raw, dict) or (keys is not None and set(raw) != keys):
         got = _keys(raw) if isinstance(raw, dict) else type(raw).__name__
@@ -214,7 +245,7 @@ def _row(raw: Any, where: str, length: int | None = None) -> list[Any]:
 
 
 def _count(raw: Any, where: str) -> int:
-    if type(raw) is not int or not 0 <= raw < _LARGEST:
+    if type(raw) is not int or not 0 <= raw < LARGEST:
         raise _malformed(where, "a number from 0 to 2**62", printable(raw))
     return raw
 

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from shardgrad.checkpoint.files import sync, write_synced
+from shardgrad.checkpoint.lock import FileLock, require_free
 from shardgrad.checkpoint.source import COMPLETE, INDEX, is_complete, marker_of
 from shardgrad.checkpoint.text import printable
 from shardgrad.errors import CheckpointSaveError
 
-__all__ = ["REPLACED", "Publication", "discard", "recover"]
+__all__ = ["LOCK", "REPLACED", "Publication", "discard", "recover"]
 
 _ASIDE = ".tmp"
 _under_way: set[Path] = set()  # temporary folders in use by this process; others are left over
+LOCK = ".lock"  # suffix of the lock of a checkpoint that is saved; the name of the lock of a series
 REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
 
 
@@ -36,13 +39,14 @@ class Publication:
         self._final = Path(os.path.abspath(final))
         self.aside = self._final.with_name(self._final.name + _ASIDE)
         self._has_begun = False
+        self._lock: FileLock | None = None
 
     def begin(self) -> None:
         """Creates the temporary folder.
 
         Raises:
-            CheckpointSaveError: the final path exists and is not a checkpoint, or a save of this process into
-                it is running.
+            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is running, or
+                another process writes the folder that it is in.
             OSError: the folder cannot be created.
         """
         final = self._final
@@ -60,8 +64,14 @@ class Publication:
                 got="a folder with other files" if final.is_dir() else "a file",
                 fix="choose another name, or remove what is there",
             )
-        shutil.rmtree(self.aside, ignore_errors=True)
-        self.aside.mkdir(parents=True)
+        require_free(final.parent / LOCK, final.parent)
+        self._lock = FileLock.take(final.with_name(final.name + LOCK), final)
+        try:
+            shutil.rmtree(self.aside, ignore_errors=True)
+            self.aside.mkdir()
+        except BaseException:
+            self._lock.release()
+            raise
         self._has_begun = True
         _under_way.add(self.aside)
 
@@ -72,9 +82,8 @@ class Publication:
             OSError: the old folder, if there was one, still has the final name.
         """
         write_synced(self.aside / INDEX, index)
-        sync(self.aside)
         write_synced(self.aside / COMPLETE, marker_of(index.encode()))
-        self.rename()
+        self._take_name()
 
     def rename(self) -> None:
         """Renames the folder to its final name.
@@ -84,6 +93,9 @@ class Publication:
         """
         for path in self.aside.iterdir():
             sync(path)
+        self._take_name()
+
+    def _take_name(self) -> None:
         sync(self.aside)
         replaced = self._final.with_name(self._final.name + REPLACED)
         is_replacement = self._final.exists()
@@ -96,19 +108,21 @@ class Publication:
             if is_replacement:
                 replaced.rename(self._final)
             raise
-        self._end()
-        sync(self._final.parent)
+        sync(self._final.parent)  # before anything of the old one is removed
         shutil.rmtree(replaced, ignore_errors=True)
+        self._end()
 
     def abandon(self) -> None:
         """Removes the temporary folder; no effect before `begin` and after `rename`."""
         if self._has_begun:
-            self._end()
             shutil.rmtree(self.aside, ignore_errors=True)
+            self._end()
 
     def _end(self) -> None:
         self._has_begun = False
         _under_way.discard(self.aside)
+        if self._lock is not None:
+            self._lock.release()
 
 
 def recover(folder: Path) -> None:
@@ -121,6 +135,10 @@ def recover(folder: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
     for leftover in folder.glob("*" + _ASIDE):
         shutil.rmtree(leftover, ignore_errors=True)
+    for leftover in folder.glob("?*" + LOCK):
+        with suppress(CheckpointSaveError):  # a save into that name is under way
+            require_free(leftover, leftover)
+            leftover.unlink(missing_ok=True)
 
 
 def discard(checkpoint: Path) -> None:
@@ -128,4 +146,5 @@ def discard(checkpoint: Path) -> None:
     aside = checkpoint.with_name(checkpoint.name + _ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)
+    sync(aside.parent)  # before anything is removed of what had the name
     shutil.rmtree(aside, ignore_errors=True)

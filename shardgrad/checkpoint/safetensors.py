@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from shardgrad.checkpoint.files import write_synced
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.publish import Publication
+from shardgrad.checkpoint.text import printable
 from shardgrad.extras import require
 
 __all__ = ["FILE_NBYTES", "export_safetensors", "write_safetensors"]
@@ -41,16 +42,18 @@ def export_safetensors(
 
     Raises:
         PartnerUnavailableError: safetensors is not installed.
-        CheckpointSaveError: the first rank could not write; on every rank.
+        CheckpointSaveError: the first rank could not write, or a rank has no memory for a tensor; on every
+            rank.
 
     Host memory: one file on the first rank, one tensor on the others.
     """
+    peers = Peers(group)
     write_safetensors(
         {name: tensor.nbytes for name, tensor in state.items()},
-        lambda name: _whole(state[name]),
+        lambda name: _whole(name, state[name], peers),
         Path(folder),
         file_nbytes=file_nbytes,
-        peers=Peers(group),
+        peers=peers,
     )
 
 
@@ -81,8 +84,9 @@ def write_safetensors(
             content = {}
             for member in members:
                 tensor = read(member)
-                if peers.leads:
-                    content[member] = tensor.detach().to("cpu", copy=True).contiguous()
+                copied = peers.together("copy", partial(_copied, tensor) if peers.leads else _nothing)
+                if copied is not None:
+                    content[member] = copied
             path = publication.aside / name
             # For each file all ranks continue or fail: a rank that stopped alone would leave others in a
             # gather.
@@ -123,8 +127,22 @@ def _named(files: Sequence[list[str]]) -> dict[str, list[str]]:
     return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(name: str, tensor: torch.Tensor, peers: Peers) -> torch.Tensor:
+    """Returns a tensor whole; a rank without room for it says so before others wait for it in the gather."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    peers.together(f"room for {printable(name)}", partial(_reserve, tensor))
+    return tensor.full_tensor()
+
+
+def _reserve(tensor: DTensor) -> None:
+    """Reserves what gathering a tensor takes, twice its size, and leaves it to the allocator."""
+    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)]
+    del buffers
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _nothing() -> None:

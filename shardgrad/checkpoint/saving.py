@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.checkpoint.boxes import tile
 from shardgrad.checkpoint.files import DataFile, blocks_of
-from shardgrad.checkpoint.index import Entry, Index, Piece
+from shardgrad.checkpoint.index import MOST_NBYTES, Entry, Index, Piece
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.plan import Part, my_part
 from shardgrad.checkpoint.publish import Publication
@@ -193,7 +193,16 @@ class _Write:
         index = _merge(parts)
         for name, nbytes in index.files.items():
             _require_file(self._publication.aside / name, nbytes)
-        self._publication.finish(index.to_json())
+        text = index.to_json()
+        if len(text.encode()) > MOST_NBYTES:
+            raise CheckpointSaveError(
+                "the checkpoint's index would be larger than a reader takes",
+                expected=f"at most {MOST_NBYTES} bytes",
+                got=f"{len(text)} characters for {len(index.tensors)} tensors",
+                where=printable(self._publication.aside),
+                fix="several checkpoints, of a part of the state each",
+            )
+        self._publication.finish(text)
         if self._then is not None:
             self._then()
 

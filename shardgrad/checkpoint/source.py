@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 
 from shardgrad.checkpoint.boxes import Box, row_runs
-from shardgrad.checkpoint.files import memory_of, open_plain, read_into, read_range
-from shardgrad.checkpoint.index import BLOCK_NBYTES, Entry, Index, Piece
+from shardgrad.checkpoint.files import content_of, memory_of, open_plain, read_into
+from shardgrad.checkpoint.index import BLOCK_NBYTES, MOST_NBYTES, Entry, Index, Piece
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value
 from shardgrad.errors import CheckpointError
@@ -24,6 +24,7 @@ from shardgrad.errors import CheckpointError
 __all__ = ["COMPLETE", "INDEX", "NativeSource", "Source", "is_complete", "marker_of"]
 
 INDEX, COMPLETE = "index.json", "complete"
+MARKER_NBYTES = 65  # a SHA-256 in hexadecimal and a newline
 _MOST_OPEN = 100  # a checkpoint of many ranks has more files than a process may open
 
 
@@ -72,9 +73,22 @@ class Source(ABC):
         """
 
     def read(self, name: str) -> torch.Tensor:
-        """Returns an entire tensor on the host."""
+        """Returns an entire tensor on the host.
+
+        Raises:
+            CheckpointError: there is not enough memory. The tensor is as large as its bytes in the files.
+        """
         entry = self.tensors[name]
-        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        try:
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        except (RuntimeError, MemoryError) as error:
+            raise CheckpointError(
+                f"there is no room for {printable(name)} of the checkpoint",
+                expected=f"{entry.nbytes(Box.whole(entry.shape))} bytes of memory",
+                got=printable(error),
+                where=printable(self.folder),
+                fix="a machine with more memory, or several ranks that load a part each",
+            ) from error
         self.fill(name, Box.whole(entry.shape), tensor)
         return tensor
 
@@ -186,7 +200,8 @@ def is_complete(folder: Path) -> bool:
 
 
 def _read_index(folder: Path) -> tuple[str, Index]:
-    marker, text = (_content(folder / name) for name in (COMPLETE, INDEX))
+    marker = content_of(folder / COMPLETE, MARKER_NBYTES)
+    text = content_of(folder / INDEX, MOST_NBYTES)
     if marker.decode("ascii", "replace") != marker_of(text):
         raise CheckpointError(
             "the checkpoint's index is not the one that was completed",
@@ -196,14 +211,6 @@ def _read_index(folder: Path) -> tuple[str, Index]:
             fix="an older checkpoint; `shardgrad checkpoint verify` tells which are undamaged",
         )
     return marker_of(text).strip(), Index.from_json(text)
-
-
-def _content(path: Path) -> bytes:
-    descriptor = open_plain(path)
-    try:
-        return bytes(read_range(descriptor, 0, os.fstat(descriptor).st_size, path))
-    finally:
-        os.close(descriptor)
 
 
 def _corrupt(name: str, path: Path, start: int, nbytes: int) -> CheckpointError:

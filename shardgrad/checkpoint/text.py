@@ -16,7 +16,11 @@ def escaped(text: object) -> str:
 
 def printable(text: object) -> str:
     """Returns escaped text, truncated to 200 characters."""
-    shown = escaped(text)
+    try:
+        whole = str(text)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists nested too deeply
+        return f"{type(text).__name__} that is too long to show"
+    shown = escaped(whole[: _LONGEST + 1])
     return shown if len(shown) <= _LONGEST else shown[: _LONGEST - 3] + "..."
 
 

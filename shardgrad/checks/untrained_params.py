@@ -21,9 +21,9 @@ from torch.optim.optimizer import Optimizer
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.param_group import group_of
-from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
+from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["FirstStepCheck", "UntrainedParameterWarning", "concerns_unit"]
 
@@ -56,7 +56,7 @@ class _Sample:
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
     """Returns a gradient's local tensor, without applying a pending scale."""
     if isinstance(grad, ScaledGradient):
-        return grad.unpaid()
+        return grad.unscaled()
     return grad.to_local().detach() if isinstance(grad, DTensor) else grad.detach()
 
 

@@ -190,6 +190,7 @@ def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:
     fields = {field.name for field in dataclasses.fields(Request)}
     asked = {name: value for name, value in options.items() if name in fields}
     asked["override"] = dict(key_and_value(text) for text in options["override"])
-    asked["ranks"] = options["ranks"] or math.prod(mesh_shape(options["mesh"]) or (8,))
+    if options["ranks"] is None:
+        asked["ranks"] = math.prod(mesh_shape(options["mesh"]) or (8,))
     request = Request(**asked, on_host=machine.device.is_synchronous)
     return request, machine, Calibration(options["mfu"], options["compute_s"])

@@ -104,6 +104,6 @@ def key_and_value(text: str) -> tuple[str, Scalar]:
         raise UsageError(f"--override {text} is not KEY=VALUE: write, for example, --override layers=2.")
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         parsed = value
     return key, parsed if isinstance(parsed, bool | int | float) else value

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding.mesh import DataParallelMesh
@@ -151,7 +151,10 @@ class AllGather:
         self.is_zero_copy = bool(zero_copy)
         comm_ctx, transport = source.comm_ctx, source.transport
         stream = comm_ctx.streams.gather
-        with span("all_gather", name), comm_ctx.streams.on(stream):
+        with (
+            span("all_gather", name) if profiler._is_profiler_enabled else NO_SPAN,
+            comm_ctx.streams.on(stream),
+        ):
             comm_ctx.parameters_ready.wait(stream)
             if source.ready is not None:
                 source.ready.wait(stream)

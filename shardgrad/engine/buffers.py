@@ -109,10 +109,7 @@ class Slot:
     def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
         """Hands out the next `count` pieces of `numel` elements; in every use the same objects.
 
-        Args:
-            dtype: of the elements.
-            count: pieces.
-            numel: elements of each; a multiple of 128 bytes, so that what is taken next is aligned as well.
+        Pieces are multiples of 128 bytes, so that what is taken next is aligned as well.
         """
         key = (dtype, count, numel, self._taken)
         chunks = self._views.get(key)
@@ -305,8 +302,3 @@ class RecurringBuffer:
             used.record(current)
             used.wait(self._allocation_stream)
         storage.resize_(0)
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """The one there is; of 0 bytes while it is gone."""
-        return self.tensor.untyped_storage()

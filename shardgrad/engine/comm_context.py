@@ -33,6 +33,7 @@ class CommContext:
         parameters_ready: where the parameters were last written; all-gathers start after it.
         gather_ring: staging for all-gathers; grows to the prefetch depth in use.
         reduce_ring: staging for reductions; two in flight, the third completes the first.
+        rings: these, and those whose memory a program provides.
     """
 
     def __init__(
@@ -50,11 +51,12 @@ class CommContext:
             self._transports: dict[dist.ProcessGroup, Transport] = {}
             self._own_transports: dict[Hashable, Transport] = {}
             self._special_rings: dict[Hashable, SlotRing] = {}
+            self.rings = [self.reduce_ring, self.gather_ring]
         else:
             self.streams = like.streams
             self.gather_ring, self.reduce_ring = like.gather_ring, like.reduce_ring
             self._transports, self._own_transports = like._transports, like._own_transports
-            self._special_rings = like._special_rings
+            self._special_rings, self.rings = like._special_rings, like.rings
         self.parameters_ready = self.streams.event()
         self._choose_transport = transports or partial(transport_for, device=device)
 
@@ -87,12 +89,8 @@ class CommContext:
             self._special_rings[key] = SlotRing(
                 self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate
             )
+            self.rings.append(self._special_rings[key])
         return self._special_rings[key]
-
-    def rewind(self) -> None:
-        """Starts the turns of all rings over; see `SlotRing.rewind`."""
-        for ring in (self.reduce_ring, self.gather_ring, *self._special_rings.values()):
-            ring.rewind()
 
 
 class Route(NamedTuple):

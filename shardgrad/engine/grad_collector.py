@@ -1,4 +1,4 @@
-"""Gradients on their way from autograd to a slot.
+"""Gradients on their way from autograd's hook into a slot: they are collected, then packed (FSDP2's copy-in).
 
 [Note: Producer streams]
 Autograd runs a parameter's hook on the stream its AccumulateGrad node was created on, which is whatever
@@ -11,19 +11,33 @@ A unit frees its unsharded parameters when the gradients of its inputs are there
 missing in them: a branch whose input was detached sends its gradients to the parameters only. If that branch
 runs on another stream, it may still read what is freed. So before memory is freed, the stream that frees it
 waits for all producers.
+
+[Note: Touched flags]
+Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
+else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
+parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
+optimizer with weight decay would notice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
+from operator import is_not
 
 import torch
 
+from shardgrad import ops
+from shardgrad.engine.buffers import Slot
+from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.errors import GradientError
+from shardgrad.sharding.layout import Piece, ShardLayout
+from shardgrad.sharding.strided_pack import pack_strided
 
-__all__ = ["GradCollector"]
+__all__ = ["GradCollector", "GradPacker"]
 
 
 class GradCollector:
@@ -32,7 +46,8 @@ class GradCollector:
     Attributes:
         gradients: per trainable parameter, what has arrived.
         count: parameters whose gradient has arrived.
-        pack_stream: the stream the parameters were last unsharded for, on which gradients are packed.
+        pack_stream: where gradients are packed: the stream that the parameters were unsharded for when the
+            first of them arrived. Changed only while none is here.
     """
 
     def __init__(self) -> None:
@@ -53,15 +68,6 @@ class GradCollector:
         self.gradients = [None] * len(params)
         self.forget()
 
-    def unsharded_for(self, stream: Stream) -> None:
-        """Says that the parameters were unsharded for `stream`.
-
-        It becomes the pack stream, unless gradients are here: those that arrived on the former one have left
-        no event.
-        """
-        if self.count == 0:
-            self.pack_stream = stream
-
     @property
     def streams(self) -> tuple[Stream, ...]:
         """All that gradients have arrived on since the last pack, the pack stream first."""
@@ -79,6 +85,8 @@ class GradCollector:
             GradientError: it is sparse.
         """
         unsharded.grad = None
+        if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
+            grad = grad.detach()
         index = self._index[id(unsharded)]
         if not self._params[index].sharded.requires_grad:
             return False  # frozen since the forward
@@ -153,3 +161,148 @@ class GradCollector:
         self._foreign.clear()
         self._summed.clear()
         self.count = 0
+
+
+class GradPacker:
+    """Packs the gradients of one group.
+
+    Args:
+        group: gives dtypes and mesh.
+        params: the trainable ones, in order.
+        layout: their places in a chunk, with a tail.
+        second: what follows the reduce-scatter, since it may want the chunks in another order.
+
+    Attributes:
+        params, layout: as given.
+        dtype: in which gradients are packed.
+        tails: what has been packed behind the parameters so far, by touched flags.
+    """
+
+    def __init__(
+        self, group: ParamGroup, params: Sequence[FSDPParam], layout: ShardLayout, second: SecondStep | None
+    ) -> None:
+        self._mesh = group.mesh
+        self.dtype = group.reduce_dtype
+        self.params = list(params)
+        self._holds_dtensors = group.holds_dtensors
+        self._second = second
+        self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
+        self.layout = layout
+        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}
+
+    def pack(
+        self,
+        collector: GradCollector,
+        slot: Slot,
+        target: torch.Tensor,
+        *,
+        streams: Streams,
+        divisor: float,
+        accumulate: bool,
+        zero_copy: bool = False,
+    ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
+        """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
+
+        Args:
+            collector: holds the gradients.
+            slot: that the chunks are in.
+            target: the chunks, 1-D.
+            streams: of the root.
+            divisor: what gradients are divided by; 1 if `zero_copy`.
+            accumulate: add to what the chunks hold.
+            zero_copy: leave zero-copy parameters out, and return their gradients.
+
+        Returns:
+            Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
+            reduce dtype, zeros where none has arrived, to be read until the slot is released.
+
+        Streams: the pack stream, after the slot is free and after every producer.
+        """
+        stream, layout = collector.pack_stream, self.layout
+        flags = tuple(map(is_not, collector.gradients, repeat(None)))
+        slot.start_writing(stream)
+        collector.wait_for_producers()
+        with streams.on(stream), torch.no_grad():
+            grads = self._contiguous(collector.gradients)
+            sent_alone = []
+            if zero_copy:
+                sent_alone = [self._flat(grads[i], layout.pieces[i]) for i in layout.zero_copy]
+                grads = [grads[i] for i in layout.others]
+                slot.lend(sent_alone, collector.streams)
+                layout = layout.packed
+            self._fill(grads, self._tail(flags), target, layout, divisor, accumulate=accumulate)
+        slot.finish_writing(stream)
+        collector.let_go(streams)
+        return flags, sent_alone
+
+    def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
+        """Copies what another packer has packed to the places that it has here.
+
+        Args:
+            chunks: any number of them, packed by `old`, 1-D.
+            into: as many, for this one; parameters that `old` does not know become zero.
+            old: packs other parameters of the same group.
+
+        Streams: on the current one.
+        """
+        theirs, ours = chunks.view(-1, old.layout.chunk_numel), into.view(-1, self.layout.chunk_numel)
+        ours.zero_()
+        index = {id(p): i for i, p in enumerate(self.params)}
+        for i, p in enumerate(old.params):
+            place = index.get(id(p))
+            if place is None:
+                continue
+            piece, there = self.layout.pieces[place], old.layout.pieces[i]
+            ours.narrow(1, piece.shard_offset, piece.span).copy_(
+                theirs.narrow(1, there.shard_offset, there.span)
+            )
+            flag = theirs.narrow(1, old.layout.tail_offset + i, 1)
+            ours.narrow(1, self.layout.tail_offset + place, 1).copy_(flag)
+
+    def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where none is."""
+        found = []
+        for i, grad in enumerate(grads):
+            if grad is None:
+                found.append(self._nothing)
+                continue
+            if self._holds_dtensors:
+                grad = self.params[i].sharding.local_gradient(grad)
+            found.append(grad.contiguous())
+        return found
+
+    def _flat(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Returns a gradient as it is sent by itself."""
+        if not grad.numel():
+            return grad.new_zeros(piece.numel, dtype=self.dtype)
+        return grad.to(self.dtype).view(-1)
+
+    def _fill(
+        self,
+        grads: list[torch.Tensor],
+        tail: torch.Tensor,
+        target: torch.Tensor,
+        layout: ShardLayout,
+        divisor: float,
+        *,
+        accumulate: bool,
+    ) -> None:
+        table, chunk_numel = layout.table_with_tail, layout.chunk_numel
+        rows = grads
+        if layout.strided:
+            pack_strided(grads, target, layout, divisor=divisor, accumulate=accumulate)
+            rows = [grads[i] for i in layout.straight]
+        rows = [*rows, tail]
+        if self._second is not None:
+            rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
+        ops.pack(rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
+
+    def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
+        """Returns what is packed behind the parameters, once for each rank's chunk, in float32."""
+        tail = self.tails.get(flags)
+        if tail is None:
+            chunk = torch.zeros(self.layout.tail_numel, dtype=torch.float32)
+            chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
+            tail = chunk.repeat(self._mesh.shard_size).to(self._mesh.device)
+            self.tails[flags] = tail
+        return tail

@@ -14,25 +14,21 @@ from operator import attrgetter, or_
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_collector import GradCollector
-from shardgrad.engine.grad_packer import GradPacker
+from shardgrad.engine.grad_collector import GradCollector, GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import (
-    AllReduceHook,
-    PartialSum,
-    Reduction,
-)
-from shardgrad.engine.streams import Stream, Streams
-from shardgrad.engine.torch_glue import span
+from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
+from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+__all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 _OVERFLOWING = (torch.float16,)
@@ -57,7 +53,8 @@ class GradState(Enum):
     REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
 
 
-_LEGAL = {
+# What may follow each state; `ReductionScheduler` makes all transitions.
+TRANSITIONS = {
     GradState.IDLE: set(GradState) - {GradState.IDLE},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
     GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
@@ -82,8 +79,12 @@ class Scheduler(Protocol):
     def comm_ctx(self) -> CommContext:
         """Streams, rings and transports of the root."""
 
+    @property
+    def backward_running(self) -> bool:
+        """True between the first gradient of a backward and its end."""
+
     def arrived(self, grads: GradGroup) -> None:
-        """Takes note that a gradient came in."""
+        """Takes note of the first gradient of a backward, and of the last one of a group."""
 
     def join(self) -> None:
         """Completes every reduction in flight."""
@@ -107,9 +108,28 @@ class _Packed(NamedTuple):
     staging: torch.Tensor | None
 
 
+class _Route(NamedTuple):
+    """How a group's gradients travel, as long as nothing is changed about that.
+
+    Attributes:
+        made_for: the root's context, the group's collectives and `divide_factor`.
+        transport, ring: of the reduce-scatter, and of its slots.
+        before, after: what gradients are divided by before the reduction, and after it.
+        done: recorded at the end of each reduction, all of which end on the reduce stream.
+    """
+
+    made_for: tuple[object, ...]
+    transport: Transport
+    ring: SlotRing
+    before: float
+    after: float
+    done: StreamEvent
+
+
 _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _WAITING = attrgetter("waiting", "_partial.is_live")
 
 
@@ -125,7 +145,8 @@ class GradGroup:
         requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
         divide_factor: what the sum over ranks is divided by; None for their number.
         params: those with a place among the gradients, in order; see `refresh_trainable`.
-        state: how far a backward has come; changed by `move_to`.
+        state: how far a backward has come; the scheduler changes it.
+        unsharded: the unsharded parameters of `params`, once they exist.
         waiting: what completed backwards have left for a later reduction.
         collector: where autograd's gradients are until they are packed.
         scheduler: of the root; None before that is known.
@@ -147,10 +168,13 @@ class GradGroup:
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
+        self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
+        self.unsharded: list[nn.Parameter] = []  # those of `params`, once they exist
+        self._both: list[nn.Parameter] = []  # all of the group's, sharded and then unsharded
         self._zero_copy_tags: list[MessageTag] = []
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
@@ -168,11 +192,10 @@ class GradGroup:
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
-        sharded = tuple([p.sharded.requires_grad for p in params])
-        unsharded = tuple([p.unsharded.requires_grad for p in params if p.unsharded is not None])
-        is_unchanged = is_same and sharded == self._trainable and unsharded in (sharded, ())
-        if is_unchanged and not (self._holds_places and self._is_open):
-            return
+        if is_same and not (self._holds_places and self._is_open):
+            now = tuple(map(_REQUIRES_GRAD, self._both))
+            if now == self._trainable or now == self._trainable * 2:
+                return
         known = self._trainable if is_same else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
@@ -208,6 +231,7 @@ class GradGroup:
         self._touched = [was_touched.get(id(p), False) for p in placed]
         self.params = placed
         self._packer = new
+        self._route = None
         self._generation = group.generation
         self._shard = None
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
@@ -249,7 +273,7 @@ class GradGroup:
 
     @property
     def packer(self) -> GradPacker:
-        """What packs the trainable parameters' gradients, and knows their layout."""
+        """What packs the trainable parameters' gradients."""
         if self._packer is None:
             raise RuntimeError(f"unit {self.group.name} was never unsharded")
         return self._packer
@@ -258,13 +282,18 @@ class GradGroup:
         """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
         if self._hooked is not self.group.params[0].unsharded:
             self._hook()
-        self.collector.unsharded_for(stream)
+        # Gradients that are here already, and came on the former pack stream, have left no event.
+        if self.collector.count == 0:
+            self.collector.pack_stream = stream
 
     def _hook(self) -> None:
         """Has the gradients of the trainable parameters collected."""
         if self.collector.count == 0:
             self.collector.expect(self.params)
         self._hooked = self.group.params[0].unsharded
+        self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
+        self._both = [p.sharded for p in self.group.params]
+        self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
         for p in self.params:
             if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
@@ -296,18 +325,6 @@ class GradGroup:
         return shard
 
     # -- states -----------------------------------------------------------------------------------------
-
-    def move_to(self, state: GradState) -> None:
-        """Goes on to a state; see [Note: States of a group's gradients].
-
-        Raises:
-            RuntimeError: there is no such transition.
-        """
-        if state not in _LEGAL[self.state]:
-            raise RuntimeError(
-                f"gradients of unit {self.group.name} cannot go from {self.state.name} to {state.name}"
-            )
-        self.state = state
 
     @property
     def switches(self) -> tuple[Any, ...]:
@@ -359,14 +376,24 @@ class GradGroup:
             return
         if scheduler is None:
             raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
-        # Of `create_graph=True` it has a graph, which ends where gradients are reduced.
-        self.collector.take(
-            unsharded, grad.detach() if grad.requires_grad else grad, scheduler.comm_ctx.streams
-        )
-        scheduler.arrived(self)
+        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running:
+            scheduler.arrived(self)
+
+    def _collect_written(self, streams: Streams) -> None:
+        """Takes the gradients that the program itself has put on unsharded parameters.
+
+        Zero-bubble schedules do that with what `autograd.grad` returns, for which no hook runs.
+
+        Streams: they are taken to be written on the current one.
+        """
+        for unsharded in self.unsharded:
+            if unsharded.grad is not None:
+                self.collector.take(unsharded, unsharded.grad, streams)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
+        self._collect_written(comm_ctx.streams)
         if self.waiting is Waiting.NOTHING:
             self.waiting = Waiting.TURN
         if self.collector.count == 0:
@@ -381,7 +408,7 @@ class GradGroup:
             slot,
             chunks.whole,
             comm_ctx.streams,
-            self._divisors[0],
+            self._route_under(comm_ctx).before,
             accumulate=self.waiting is Waiting.SUM,
         )
         self.waiting = Waiting.SUM
@@ -417,9 +444,17 @@ class GradGroup:
 
     # -- reducing ---------------------------------------------------------------------------------------
 
-    @property
+    def _route_under(self, comm_ctx: CommContext) -> _Route:
+        """Returns how the gradients travel, worked out again where something about that was changed."""
+        made_for = comm_ctx, self.group.collectives, self.divide_factor
+        if self._route is None or self._route.made_for != made_for:
+            transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
+            before, after = self._divisors()
+            self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
+        return self._route
+
     def _divisors(self) -> tuple[float, float]:
-        """What gradients are divided by before the reduction, and after it.
+        """Returns what gradients are divided by before the reduction, and after it.
 
         Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
         powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
@@ -439,8 +474,9 @@ class GradGroup:
         the collective runs on the reduce stream, after every writer of the slot.
         """
         group, streams = self.group, comm_ctx.streams
-        before, after = self._divisors
-        transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
+        self._collect_written(streams)
+        route = self._route_under(comm_ctx)
+        transport, before = route.transport, route.before
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
@@ -453,9 +489,12 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(transport, ring, comm_ctx, before, shard)
+        packed = pack(route, comm_ctx, shard)
         stream = streams.reduce
-        with span("post_backward_reduce", group.name), streams.on(stream):
+        with (
+            span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
+            streams.on(stream),
+        ):
             for slot in packed.slots:
                 slot.start_reading(stream)
             works = []
@@ -463,19 +502,20 @@ class GradGroup:
                 work = transport.reduce_scatter(send, receive, tag)
                 works.append((begin, send.parts[0].numel(), work))
             reduction = Reduction(
-                works,
-                packed.slots,
-                packed.own,
-                shard,
-                packed.staging,
-                tuple(self._touched),
-                after,
+                works=works,
+                slots=packed.slots,
+                own=packed.own,
+                shard=shard,
+                staging=packed.staging,
+                touched=tuple(self._touched),
+                divisor=route.after,
                 partial=self._partial,
                 second=self._second,
                 room=packed.room,
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
+                done=route.done,
             )
             for slot in packed.slots:
                 slot.holder = reduction
@@ -494,14 +534,12 @@ class GradGroup:
 
     def _pack_message(
         self,
-        transport: Transport,
-        ring: SlotRing,
+        route: _Route,
         comm_ctx: CommContext,
-        divisor: float,
         shard: GradShard | None,
     ) -> _Packed:
         """Packs everything into one message."""
-        group, streams = self.group, comm_ctx.streams
+        group, streams, transport = self.group, comm_ctx.streams, route.transport
         chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
         # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
         numel = chunk_numel * group.mesh.shard_size // ranks
@@ -513,7 +551,7 @@ class GradGroup:
         nbytes = ((0 if is_summed else ranks) + transport.receive_chunks) * numel * dtype.itemsize
         nbytes += room_chunks * chunk_numel * dtype.itemsize
         nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
-        slot = ring.acquire(nbytes)
+        slot = route.ring.acquire(nbytes)
         slots = [slot]
         if is_summed and self._sum is not None:  # sent from where it is
             slot.start_writing(streams.reduce)
@@ -522,7 +560,7 @@ class GradGroup:
             slots.append(self._sum)
         else:
             send = slot.take(dtype, ranks, numel)
-            self._pack(slot, send.whole, streams, divisor)
+            self._pack(slot, send.whole, streams, route.before)
         receive = slot.take(dtype, transport.receive_chunks, numel)
         room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
@@ -531,22 +569,22 @@ class GradGroup:
 
     def _pack_zero_copy(
         self,
-        transport: Transport,
-        ring: SlotRing,
+        route: _Route,
         comm_ctx: CommContext,
-        divisor: float,
         shard: GradShard | None,
     ) -> _Packed:
         """Packs what is not zero-copy; the gradients of the other parameters are sent from where they are.
 
         The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
         """
-        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, transport.receive_chunks
-        packed_numel, ranks = layout.packed.chunk_numel, transport.size
-        slot = ring.acquire((ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize)
+        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
+        packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
+        slot = route.ring.acquire(
+            (ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize
+        )
         packed = slot.take(dtype, ranks, packed_numel)
         own = slot.take(dtype, 1, layout.chunk_numel).whole
-        gradients = self._pack(slot, packed.whole, comm_ctx.streams, divisor, zero_copy=True)
+        gradients = self._pack(slot, packed.whole, comm_ctx.streams, route.before, zero_copy=True)
 
         def room(begin: int, numel: int) -> Chunks:
             if received:
@@ -575,8 +613,6 @@ class GradGroup:
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
             self._touched = [False] * len(self._touched)
-        if state is not GradState.IDLE:
-            self.move_to(GradState.IDLE)
         return is_mixed
 
 

@@ -3,7 +3,7 @@
 [Note: Gradient binding]
 Each parameter's gradient is one DTensor, made once, over one address, for the life of the model. `None`
 keeps its meaning: a parameter whose gradient is None when a reduction lands is overwritten, any other is
-added to; nothing is allocated in either case. A gradient that is somebody else's tensor (assigned by hand,
+added to; nothing is allocated in either case. A gradient that is another tensor (assigned by hand,
 or accumulated by autograd through a DTensor operation) is copied into the shard and the binding restored.
 A parameter that got no gradient on any rank stays None.
 
@@ -21,19 +21,15 @@ none, every parameter counts as having one, and the flags on the device decide a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from itertools import chain, repeat
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad import ops
-from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.engine.streams import StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
@@ -41,28 +37,12 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.param_sharding import groups_cut_over
+from shardgrad.sharding.scaled_gradient import ScaledGradient
 
-__all__ = ["Binding", "GradFacts", "GradShard"]
+__all__ = ["GradShard", "HostState"]
 
-_FLAGGED = attrgetter("_flagged")
-_PENDING = attrgetter("owed", "nonfinite")
-
-
-@dataclass(frozen=True)
-class Binding:
-    """What the host holds about a gradient shard; the values are in device memory.
-
-    Attributes:
-        gradients: what is bound to each parameter.
-        owed, nonfinite: as in `GradShard`.
-        flagged: what the flags say, as far as the host knows.
-    """
-
-    gradients: tuple[torch.Tensor | None, ...]
-    owed: torch.Tensor | None
-    nonfinite: torch.Tensor | None
-    flagged: tuple[bool, ...]
+# Per parameter, the gradient that is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
+HostState = tuple[tuple[torch.Tensor | None, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
 
 
 class GradShard:
@@ -81,11 +61,15 @@ class GradShard:
         values: the part of `flat` that holds gradients; zero between them.
         flags: the part of `flat` with one element per parameter. See [Note: Live flags].
         mesh: as given.
-        owed: device scalar (float32) that every gradient is still to be multiplied by, or None.
-            See [Note: Owed factor] in `pending_scale.py`.
+        needs_staging: True if the shard is not on the mesh's device, where a reduction then needs room.
+        pending_scale: device scalar (float32) that every gradient is still to be multiplied by, or None.
+            See [Note: Pending scale] in `sharding/scaled_gradient.py`.
+        params, attribute: the parameters, and the name of what their gradients are bound to.
+        flagged: per parameter, what its flag says, as far as the host has made sure of it.
+        own_ids: `id` of everything that may be bound to a parameter without being taken over.
         touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
         nonfinite: device scalar (float32), above zero if a norm or a loss scaler found an infinity or a NaN
-            in the gradients it looked at, these among them; None if nobody has looked.
+            in the gradients it looked at, these among them; None if none has looked.
     """
 
     def __init__(
@@ -97,35 +81,33 @@ class GradShard:
         policy: GradientPolicy,
         home: ShardMemory,
     ) -> None:
-        self._params = list(params)
+        self.params = list(params)
         self._layout = layout
-        self._attribute = policy.attribute
+        self.attribute = policy.attribute
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
+        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.flat = home.zeros(layout.chunk_numel, dtype)
         self.values = self.flat.narrow(0, 0, layout.tail_offset)
         self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
         self.touched: tuple[bool, ...] = ()
-        self.owed: torch.Tensor | None = None
+        self.pending_scale: torch.Tensor | None = None
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        self._faces = [
+        self._grads = [
             dtensor_like(in_own_storage(view), cast(DTensor, param))
-            for param, view in zip(self._params, self._views, strict=True)
+            for param, view in zip(self.params, self._views, strict=True)
         ]
-        self._owing = [ScaledGradient(face, self.pay) for face in self._faces]
-        self._tables: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}
-        self._spreads: dict[tuple[int, ...], dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]] = {}
-        self._index = {id(param): i for i, param in enumerate(self._params)}
-        # What the flags in device memory say, as far as the host has made sure of it.
-        self._flagged = [False] * len(self._params)
+        self._scaled = [ScaledGradient(grad, self.apply_scale) for grad in self._grads]
+        self._index = {id(param): i for i, param in enumerate(self.params)}
+        self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self._own = {id(None), *map(id, self._faces), *map(id, self._owing)}
-        for param in self._params:
+        self.own_ids = {id(None), *map(id, self._grads), *map(id, self._scaled)}
+        for param in self.params:
             if policy.decoupled:
-                setattr(param, self._attribute, getattr(param, self._attribute, None))
+                setattr(param, self.attribute, getattr(param, self.attribute, None))
             elif param.dtype != dtype:
                 param.grad_dtype = dtype
 
@@ -142,11 +124,11 @@ class GradShard:
         """
         self.wait_on_host()
         self.nonfinite = None
-        if not any(map(is_not, map(self._read, self._params), repeat(None))):
-            self.owed = None
+        if not any(map(is_not, map(self._read, self.params), repeat(None))):
+            self.pending_scale = None
             return False
-        self.pay()
-        for i, live in enumerate(self.settle(range(len(self._params)))):
+        self.apply_scale()
+        for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self._views[i].zero_()
         return True
@@ -161,7 +143,7 @@ class GradShard:
         """Writes a reduction's average, or adds it where there are gradients already.
 
         Args:
-            write: computes the sum; called with `out` (1-D, like `flat`), `divisor` and `accumulate`.
+            write: see `PendingSum.write`.
             divisor: what the sum is divided by.
             staging: memory like `flat` on the mesh's device, if `needs_staging`.
             streams: of the root.
@@ -175,25 +157,10 @@ class GradShard:
         if accumulate:
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
-        self._bring(staging, streams)
-
-    def _bring(self, landing: torch.Tensor, streams: Streams) -> None:
-        """Copies gradients from the device to the host, where they live.
-
-        Args:
-            landing: like `flat`, on the mesh's device.
-            streams: of that device.
-
-        Streams: on the current one; the copy goes on after the return, until `wait_on_host`.
-        """
-        self.flat.copy_(landing, non_blocking=self._home.pinned)
+        # To the host, where the shard lives; the copy goes on after the return, until `wait_on_host`.
+        self.flat.copy_(staging, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
-
-    @property
-    def needs_staging(self) -> bool:
-        """True if the shard is not on the mesh's device, where a reduction then needs room."""
-        return self._home.is_offloaded
 
     def wait_on_host(self) -> None:
         """Makes the host wait for gradients on their way to it, if any are."""
@@ -209,13 +176,13 @@ class GradShard:
                 capture. See [Note: None under a graph].
         """
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
-        self._flagged = list(anywhere)
+        self.flagged = list(anywhere)
         self.touched = tuple(touched)
-        for param, face, live in zip(self._params, self._faces, anywhere, strict=True):
+        for param, own, live in zip(self.params, self._grads, anywhere, strict=True):
             if not live:
                 continue
-            if getattr(param, self._attribute, None) is not face:
-                setattr(param, self._attribute, face)
+            if getattr(param, self.attribute, None) is not own:
+                setattr(param, self.attribute, own)
             # torch keeps these hooks for autograd's own accumulation, which the sharded parameter never
             # sees; FSDP2 runs them after its reduction too.
             hooks = param._post_accumulate_grad_hooks
@@ -234,8 +201,8 @@ class GradShard:
 
     def unbind(self) -> None:
         """Forgets the gradients: each parameter's becomes None."""
-        for param in self._params:
-            setattr(param, self._attribute, None)
+        for param in self.params:
+            setattr(param, self.attribute, None)
 
     # -- for those who read the shard -------------------------------------------------------------------
 
@@ -254,45 +221,19 @@ class GradShard:
         """Returns a parameter's part of `flat`, in the local shape."""
         return self._views[place]
 
+    def grad(self, place: int) -> DTensor:
+        """Returns a parameter's gradient, bound or not."""
+        return self._grads[place]
+
     @property
     def count(self) -> int:
         """Number of parameters with a place."""
-        return len(self._params)
-
-    def table(self, places: tuple[int, ...]) -> tuple[torch.Tensor, int]:
-        """Returns the table, on the device, with which a norm reads these gradients; see `ops.segment_rows`.
-
-        Capture: safe after the first call for these places.
-        """
-        table = self._tables.get(places)
-        if table is None:
-            pieces = [
-                (0, self.piece(place).shard_offset, 0, self._views[place].numel(), 0, place)
-                for place in places
-            ]
-            rows, tiles = ops.segment_rows(pieces)
-            limits = {"grad_numel": self.values.numel(), "touched_numel": self.flags.numel()}
-            ops.check_rows(rows, tiles, **limits)
-            table = self._tables[places] = rows.to(self.flat.device), tiles
-        return table
-
-    def spread(self, places: tuple[int, ...]) -> dict[tuple[dist.ProcessGroup, ...], tuple[int, ...]]:
-        """Returns these places by the groups of ranks over which their gradients are cut.
-
-        All are cut over the mesh's shard group; those of tensor-parallel parameters over others as well.
-        """
-        found = self._spreads.get(places)
-        if found is None:
-            together: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-            for place in places:
-                together.setdefault(groups_cut_over(self._faces[place]), []).append(place)
-            found = self._spreads[places] = {groups: tuple(own) for groups, own in together.items()}
-        return found
+        return len(self.params)
 
     def settle(self, places: Sequence[int]) -> list[bool]:
         """Makes flags and values agree with what the program has bound to the parameters.
 
-        The flag of a gradient that is None now is cleared; somebody else's tensor is copied into the shard.
+        The flag of a gradient that is None now is cleared; any other tensor is copied into the shard.
 
         Returns:
             Per place, whether the parameter has a gradient.
@@ -304,61 +245,73 @@ class GradShard:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
         # In a steady step every gradient is bound as it was: one pass in C over however many there are.
-        bound = self._faces if self.owed is None else self._owing
-        if len(places) == self.count and all(map(is_, map(self._read, self._params), bound)):
+        bound = self._grads if self.pending_scale is None else self._scaled
+        if len(places) == self.count and all(map(is_, map(self._read, self.params), bound)):
             return [True] * self.count
         live = []
         for i in places:
-            grad = getattr(self._params[i], self._attribute, None)
+            grad = getattr(self.params[i], self.attribute, None)
             if grad is None:
-                if self._flagged[i]:
+                if self.flagged[i]:
                     self.flags[i].zero_()
-                    self._flagged[i] = False
-            elif grad is not self._faces[i] and grad is not self._owing[i]:
+                    self.flagged[i] = False
+            elif grad is not self._grads[i] and grad is not self._scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
-        face = self._faces[index]
-        if not isinstance(grad, DTensor) or grad.placements != face.placements or grad.shape != face.shape:
+        own = self._grads[index]
+        if not isinstance(grad, DTensor) or grad.placements != own.placements or grad.shape != own.shape:
             raise ForeignParameterError(
                 "a gradient was replaced by a tensor that is not sharded like its parameter",
-                expected=f"None, or a DTensor of shape {tuple(face.shape)} with {face.placements}",
+                expected=f"None, or a DTensor of shape {tuple(own.shape)} with {own.placements}",
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
                 fix="assign None, or change the gradient in place",
             )
-        self.pay()  # a new gradient does not share the debt of the others
+        self.apply_scale()  # a new gradient does not share the pending scale of the others
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
             self.flags[index].fill_(1)
-        self._flagged[index] = True
-        setattr(self._params[index], self._attribute, face)
+        self.flagged[index] = True
+        setattr(self.params[index], self.attribute, own)
 
     # -- for graphs -------------------------------------------------------------------------------------
 
-    def binding(self) -> Binding:
-        """Returns what `rebind` takes."""
-        gradients = tuple(map(self._read, self._params))
-        return Binding(gradients, self.owed, self.nonfinite, tuple(self._flagged))
+    def host_state(self) -> HostState:
+        """Returns what the host knows of the gradients; their values are in device memory."""
+        gradients = tuple(map(self._read, self.params))
+        return gradients, self.pending_scale, self.nonfinite, tuple(self.flagged)
 
-    def rebind(self, binding: Binding) -> None:
-        """Makes the host hold what it held when `binding` was made; device memory is not touched."""
-        self.owed, self.nonfinite = binding.owed, binding.nonfinite
-        self._flagged = list(binding.flagged)
-        if not all(map(is_, map(self._read, self._params), binding.gradients)):
-            for param, grad in zip(self._params, binding.gradients, strict=True):
-                setattr(param, self._attribute, grad)
+    def restore(self, state: HostState) -> None:
+        """Makes the host know what it knew when `state` was read; device memory is not touched."""
+        gradients, self.pending_scale, self.nonfinite, flagged = state
+        self.flagged = list(flagged)
+        if not all(map(is_, map(self._read, self.params), gradients)):
+            for param, grad in zip(self.params, gradients, strict=True):
+                setattr(param, self.attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
-        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does."""
-        for i, live in zip(places, self.settle(places), strict=True):
-            if live:
-                self._views[i].zero_()
+        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does.
 
-    def owe(self, factor: torch.Tensor) -> None:
-        """Multiplies all gradients by `factor`, later. See [Note: Owed factor] in `pending_scale.py`.
+        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN
+        is not zero.
+        """
+        live = self.settle(range(self.count))
+        chosen = [place for place in places if live[place]]
+        if len(chosen) < sum(live):
+            self.apply_scale()  # the others are still to be multiplied
+        else:
+            self.nonfinite = None
+            if self.pending_scale is not None:
+                self.pending_scale = None
+                self._rebind(self._scaled, self._grads)
+        for place in chosen:
+            self._views[place].zero_()
+
+    def scale_later(self, factor: torch.Tensor) -> None:
+        """Multiplies all gradients by `factor`, when they are next used; see `pending_scale`.
 
         Args:
             factor: float32 device scalar; kept, so it must not be changed afterwards.
@@ -366,62 +319,22 @@ class GradShard:
         Streams: a second factor is multiplied with the first on the current stream.
         Capture: safe.
         """
-        self.owed = factor if self.owed is None else self.owed * factor
-        self._rebind(self._faces, self._owing)
+        self.pending_scale = factor if self.pending_scale is None else self.pending_scale * factor
+        self._rebind(self._grads, self._scaled)
 
-    def pay(self) -> None:
-        """Multiplies the gradients by what is owed, if anything is.
+    def apply_scale(self) -> None:
+        """Multiplies the gradients by the pending scale, if there is one.
 
-        Streams: in place, on the current stream, which must come after whoever wrote the gradients.
+        Streams: in place, on the current stream, which must come after the one that wrote them.
         Capture: safe.
         """
-        owed, self.owed = self.owed, None
-        if owed is not None:
+        scale, self.pending_scale = self.pending_scale, None
+        if scale is not None:
             with torch.no_grad():
-                self.values.mul_(owed)
-            self._rebind(self._owing, self._faces)
+                self.values.mul_(scale)
+            self._rebind(self._scaled, self._grads)
 
     def _rebind(self, old: Sequence[DTensor], new: Sequence[DTensor]) -> None:
-        for param, before, after in zip(self._params, old, new, strict=True):
-            if getattr(param, self._attribute, None) is before:
-                setattr(param, self._attribute, after)
-
-
-class GradFacts:
-    """What the host knows of the gradients of several shards, read at every replay, so without a loop.
-
-    Args:
-        shards: of one model.
-    """
-
-    def __init__(self, shards: Sequence[GradShard]) -> None:
-        self._shards = list(shards)
-        self._params: dict[str, list[nn.Parameter]] = {}
-        for shard in self._shards:
-            self._params.setdefault(shard._attribute, []).extend(shard._params)
-        self._own = set[int]().union(*(shard._own for shard in self._shards))
-        self._gradients: list[torch.Tensor | None] = []
-        self._bound: tuple[int, ...] = ()
-
-    def read(self) -> Hashable:
-        """Returns what the host decides by: which gradients are bound, owed, and known to be there.
-
-        Somebody else's tensor is taken over first.
-        """
-        gradients = self._read_gradients()
-        if len(gradients) != len(self._gradients) or not all(map(is_, gradients, self._gradients)):
-            if not self._own.issuperset(map(id, gradients)):
-                for shard in self._shards:
-                    shard.settle(range(shard.count))
-                gradients = self._read_gradients()
-            self._gradients, self._bound = gradients, tuple(map(id, gradients))
-        pending = tuple(map(is_not, self.pending(), repeat(None)))
-        return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
-
-    def pending(self) -> list[torch.Tensor | None]:
-        """Returns `owed` and `nonfinite` of each shard; `read` tells only whether they are there."""
-        return list(chain.from_iterable(map(_PENDING, self._shards)))
-
-    def _read_gradients(self) -> list[torch.Tensor | None]:
-        read = (map(attrgetter(name), params) for name, params in self._params.items())
-        return list(chain.from_iterable(read))
+        for param, before, after in zip(self.params, old, new, strict=True):
+            if getattr(param, self.attribute, None) is before:
+                setattr(param, self.attribute, after)

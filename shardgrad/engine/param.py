@@ -20,12 +20,14 @@ __all__ = [
     "FSDPParam",
     "Owner",
     "Registration",
+    "fsdp_param_of",
     "is_extension",
     "is_replaced",
     "is_sharded_by_us",
     "is_unsharded_param",
     "local_of",
     "managed_by",
+    "mark_post_forward",
     "mark_sharded",
     "mark_unsharded",
 ]
@@ -39,6 +41,8 @@ _UNSHARDED = "_shardgrad_unsharded"
 # By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
 # weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
 _managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
+# The same for what modules show between forward and backward.
+_shown: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 
 Owner = tuple[nn.Module, str]
 
@@ -134,15 +138,31 @@ def mark_sharded(p: FSDPParam) -> None:
     _managed[id(p.sharded)] = p
 
 
-def mark_unsharded(param: nn.Parameter) -> None:
-    """Notes on an unsharded parameter that it is one."""
+def mark_unsharded(param: nn.Parameter, p: FSDPParam) -> None:
+    """Notes on an unsharded parameter that it is one, and files it under `fsdp_param_of`."""
     param.__dict__[_UNSHARDED] = True
+    _shown[id(param)] = p
+
+
+def mark_post_forward(p: FSDPParam) -> None:
+    """Files a parameter over fewer ranks under `fsdp_param_of`."""
+    _shown[id(p.post_forward)] = p
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:
     """Returns what manages a parameter; None if it is not one of ours, or was replaced by another."""
     managed = _managed.get(id(param))
     return managed if managed is not None and managed.sharded is param else None
+
+
+def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
+    """Returns what manages a parameter, in whichever state modules show it; None if it is not one of ours."""
+    managed = managed_by(param)
+    if managed is None:
+        shown = _shown.get(id(param))
+        if shown is not None and (shown.unsharded is param or shown.post_forward is param):
+            managed = shown
+    return managed
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:

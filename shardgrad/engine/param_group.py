@@ -31,8 +31,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Streams
-from shardgrad.engine.torch_glue import span
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import GradientPolicy
@@ -339,7 +339,7 @@ class ParamGroup:
         yield "parameters", self.shard.untyped_storage()
         if self._unsharded is not None:
             for buffer in self._unsharded.buffers:
-                yield "unsharded parameters", buffer.storage
+                yield "unsharded parameters", buffer.tensor.untyped_storage()
         for source in self._inputs:
             yield from source.memory()
 
@@ -414,10 +414,9 @@ class ParamGroup:
                     module._parameters[attribute] = p.unsharded
 
     def _copy_out(self, gather: AllGather) -> None:
-        """Copies the unsharded parameters out of the chunks of all ranks."""
         self._all_gather = None
         stream = gather.streams.current()
-        with span("all_gather_copy_out", self.name):
+        with span("all_gather_copy_out", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:

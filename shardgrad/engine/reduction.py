@@ -12,16 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CommContext, SecondStep
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.streams import Stream, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReplicaAllReduce", "SecondStep"]
+__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "SecondStep"]
 
 
 class PendingSum:
@@ -46,10 +45,7 @@ class PendingSum:
     def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
         """Computes the sum; see `ops.sum_chunks`, which takes the same arguments.
 
-        Args:
-            out: the whole chunk. It may be among the summands, each range in its place.
-            divisor: what the sum is divided by.
-            accumulate: add to what `out` holds.
+        `out` is the whole chunk; it may be among the summands, each range in its place.
 
         Streams: on the current one. Capture: safe.
         """
@@ -83,32 +79,6 @@ class PartialSum:
         self.is_live = True
 
 
-class ReplicaAllReduce:
-    """HSDP's second step: an all-reduce over the replicas."""
-
-    def __init__(self, replicas: dist.ProcessGroup) -> None:
-        self._replicas = replicas
-
-    def room(self, comm_ctx: CommContext) -> int:
-        """See `SecondStep`: it works in place."""
-        return 0
-
-    def arrange(
-        self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
-    ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """See `SecondStep`: the order stays."""
-        return rows, table, chunk_numel
-
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
-        """See `SecondStep`."""
-        what = tag.what.replace("reduce-scatter", "all-reduce")
-        return comm_ctx.transport(self._replicas).all_reduce(summed, what=what)
-
-    def result(self, summed: torch.Tensor) -> torch.Tensor:
-        """See `SecondStep`: all of it."""
-        return summed
-
-
 @dataclass(frozen=True)
 class AllReduceHook:
     """A program's hook on reduced gradients.
@@ -124,10 +94,11 @@ class AllReduceHook:
     is_before_division: bool
 
 
+@dataclass(eq=False, kw_only=True)
 class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it.
 
-    Args:
+    Attributes:
         works: of the reduce-scatter's messages, each behind the first element and the number of elements
             that it brings of a chunk.
         slots: what is in flight lies in; released at the end.
@@ -136,48 +107,30 @@ class Reduction:
         staging: room for the average, if the shard does not live on the mesh's device; else None.
         touched: per trainable parameter, whether this rank had a gradient.
         divisor: what the sum is divided by at the end.
-        partial: of the group.
-        second: the second step, or None.
-        room: what it receives goes there.
-        tag: of the group's reductions.
-        hook: the program's, or None.
+        partial, second, room, tag, hook: the group's partial sum, its second step and what that receives
+            into, the tag of its reductions, the program's hook.
         comm_ctx: of the root.
+        done: of the group; recorded at the end.
+        is_complete: True once it has ended.
     """
 
-    def __init__(
-        self,
-        works: Sequence[tuple[int, int, Work]],
-        slots: Sequence[Slot],
-        own: torch.Tensor,
-        shard: GradShard | None,
-        staging: torch.Tensor | None,
-        touched: tuple[bool, ...],
-        divisor: float,
-        *,
-        partial: PartialSum,
-        second: SecondStep | None,
-        room: Chunks,
-        tag: MessageTag,
-        hook: AllReduceHook | None,
-        comm_ctx: CommContext,
-    ) -> None:
-        self._works: Sequence[tuple[int, int, Work]] = works
-        self._slots = slots
-        self._own = own
-        self._shard = shard
-        self._staging = staging
-        self._touched = touched
-        self._divisor = divisor
-        self._partial = partial
-        self._second = second
-        self._room = room
-        self._tag = tag
-        self._hook = hook
-        self._context = comm_ctx
-        self._done = comm_ctx.streams.event()
-        self._pending: PendingSum | None = None
-        self._has_started_second = False
-        self.is_complete = False
+    works: Sequence[tuple[int, int, Work]]
+    slots: Sequence[Slot]
+    own: torch.Tensor
+    shard: GradShard | None
+    staging: torch.Tensor | None
+    touched: tuple[bool, ...]
+    divisor: float
+    partial: PartialSum
+    second: SecondStep | None
+    room: Chunks
+    tag: MessageTag
+    hook: AllReduceHook | None
+    comm_ctx: CommContext
+    done: StreamEvent
+    is_complete: bool = False
+    _has_started_second: bool = False
+    _pending: PendingSum | None = None
 
     def start_second_step(self) -> None:
         """Ends the reduce-scatter and starts the second step, if there is one.
@@ -187,42 +140,42 @@ class Reduction:
         if self._has_started_second:
             return
         self._has_started_second = True
-        pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self._works])
-        if self._second is None:
+        pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
+        if self.second is None:
             self._pending = pending
             return
-        if self._partial.live is not None:
-            pending = pending.plus(self._partial.live)
-        if self._shard is None:
-            self._partial.keep(pending, like=self._own)
-            self._works = []
+        if self.partial.live is not None:
+            pending = pending.plus(self.partial.live)
+        if self.shard is None:
+            self.partial.keep(pending, like=self.own)
+            self.works = []
             return
-        pending.write(self._own)
-        self._partial.is_live = False
-        result = self._second.result(self._own)
-        work = self._second.launch(self._own, self._room, self._tag, self._context)
-        self._works = [(0, result.numel(), work)]
+        pending.write(self.own)
+        self.partial.is_live = False
+        result = self.second.result(self.own)
+        work = self.second.launch(self.own, self.room, self.tag, self.comm_ctx)
+        self.works = [(0, result.numel(), work)]
 
     def complete(self) -> None:
         """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
         if self.is_complete:
             return
-        streams = self._context.streams
+        streams = self.comm_ctx.streams
         with torch.no_grad():
             self.start_second_step()
-            if self._shard is not None:
-                self._write(self._shard, streams)
+            if self.shard is not None:
+                self._write(self.shard, streams)
         self._end(streams)
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
         """Writes the average into the gradient shard and binds it."""
-        pending, divisor = self._pending, self._divisor
+        pending, divisor = self._pending, self.divisor
         if pending is None:
-            pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self._works])
-        if self._hook is not None:
-            pending, divisor = self._through_hook(self._hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(pending.write, divisor, self._staging, streams)
-        shard.bind(self._touched)
+            pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
+        if self.hook is not None:
+            pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
+        shard.reduce_into(pending.write, divisor, self.staging, streams)
+        shard.bind(self.touched)
 
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
@@ -232,24 +185,24 @@ class Reduction:
         Returns:
             The sum to go on with, and what it is still to be divided by.
         """
-        out = self._own if self._second is None else self._second.result(self._own)
-        pending.write(out, divisor=1.0 if hook.is_before_division else self._divisor)
+        out = self.own if self.second is None else self.second.result(self.own)
+        pending.write(out, divisor=1.0 if hook.is_before_division else self.divisor)
         current = streams.current()
         place = hook.stream or current
-        self._done.record(current)
-        self._done.wait(place)
+        self.done.record(current)
+        self.done.wait(place)
         with streams.on(place):
             hook.call(out.narrow(0, 0, numel))
-        self._done.record(place)
-        self._done.wait(current)
-        return PendingSum([(0, out.numel(), [out])]), self._divisor if hook.is_before_division else 1.0
+        self.done.record(place)
+        self.done.wait(current)
+        return PendingSum([(0, out.numel(), [out])]), self.divisor if hook.is_before_division else 1.0
 
     def join(self, stream: Stream) -> None:
         """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
         self.complete()
-        self._done.wait(stream)
-        if self._staging is not None and self._shard is not None:
-            self._shard.wait_on_host()
+        self.done.wait(stream)
+        if self.staging is not None and self.shard is not None:
+            self.shard.wait_on_host()
 
     def abandon(self) -> bool:
         """Takes back a reduction of a backward that failed.
@@ -262,20 +215,20 @@ class Reduction:
         """
         is_written = self.is_complete or self._has_started_second
         if is_written:
-            self._partial.is_live = False
+            self.partial.is_live = False
         if self.is_complete:
-            if self._shard is not None:
-                self._shard.unbind()
+            if self.shard is not None:
+                self.shard.unbind()
             return is_written
         try:
-            for _, _, work in self._works:
+            for _, _, work in self.works:
                 work.wait()
         finally:
-            self._end(self._context.streams)
+            self._end(self.comm_ctx.streams)
         return is_written
 
     def _end(self, streams: Streams) -> None:
         self.is_complete = True
-        for slot in self._slots:
+        for slot in self.slots:
             slot.release(streams.reduce)
-        self._done.record(streams.reduce)
+        self.done.record(streams.reduce)

@@ -25,7 +25,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.torch_glue import span
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
 
@@ -110,7 +110,7 @@ class RootContext:
         self.parameters_written(None if any(replaced) else event)
         device = self.comm_ctx.device
         if device.type != "cpu":
-            with span("inputs_to_device", unit.name):
+            with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, False)
                 args, kwargs = moved_args[0], moved_kwargs[0]
         return args, kwargs
@@ -144,7 +144,11 @@ class RootContext:
 
         The root's first forward is recorded and followed afterwards. A forward that departs from it gets no
         prefetch from there on and does not change the record, so evaluation cannot spoil training's order.
+        Under `participate`, ranks may run different units: such a forward is neither recorded nor followed,
+        since ranks that prefetch different units would pair up the wrong all-gathers.
         """
+        if self.keep_unsharded:
+            return None
         if not self._order_frozen:
             self._order.append(unit)
             return None
@@ -168,7 +172,8 @@ class RootContext:
         if self._forward_root is not unit or unit.runs_in_itself:
             return
         self._forward_root = None
-        self._order_frozen = self._order_frozen or unit is self.root
+        if unit is self.root and not self.keep_unsharded:
+            self._order_frozen = True
         for each in self.units:
             each.finish_forward(self)
         self._wait_until_read()
@@ -217,7 +222,10 @@ class RootContext:
 
         Streams: the stream that called backward waits for every reduction.
         """
-        with span("root_post_backward_callback", self.root.name), torch.no_grad():
+        with (
+            span("root_post_backward_callback", self.root.name) if profiler._is_profiler_enabled else NO_SPAN,
+            torch.no_grad(),
+        ):
             self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()

@@ -10,11 +10,13 @@ predecessors, one that got nothing sends zeros. Sizes are fixed by the layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup, GradState, Waiting
+from shardgrad.engine.grad_group import TRANSITIONS, GradGroup, GradState, Waiting
 from shardgrad.engine.reduction import Reduction
 from shardgrad.errors import ParticipationError
 
@@ -22,6 +24,22 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+_GRAD = attrgetter("grad")
+
+
+def _move(grads: GradGroup, state: GradState) -> None:
+    """Goes on to a state of a group's gradients.
+
+    Raises:
+        RuntimeError: there is no such transition in `TRANSITIONS`.
+    """
+    if state not in TRANSITIONS[grads.state]:
+        raise RuntimeError(
+            f"gradients of unit {grads.group.name} cannot go from {grads.state.name} to {state.name}"
+        )
+    grads.state = state
 
 
 class ReductionScheduler:
@@ -58,7 +76,7 @@ class ReductionScheduler:
         if self.backward_running:
             self.expect(grads)
         elif grads.state is GradState.IDLE:
-            grads.move_to(GradState.ENTERED)
+            _move(grads, GradState.ENTERED)
             self._entered.append(grads)
 
     def expect(self, grads: GradGroup) -> None:
@@ -68,7 +86,7 @@ class ReductionScheduler:
         graph comes without a forward.
         """
         if grads.state is GradState.IDLE:
-            grads.move_to(GradState.COLLECTING)
+            _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 
     def finish_reading(self) -> None:
@@ -104,7 +122,7 @@ class ReductionScheduler:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
-            grads.move_to(GradState.COLLECTING)
+            _move(grads, GradState.COLLECTING)
         if self._enrolled is not None:
             if self._enrolment_used:
                 raise ParticipationError(
@@ -117,10 +135,10 @@ class ReductionScheduler:
             self._queue = [grads for grads in self._enrolled if grads.params]
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
-                    grads.move_to(GradState.READY)
+                    _move(grads, GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
-        """A gradient came in; reduces what has become possible."""
+        """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
         if grads.collector.count == len(grads.params):
@@ -129,7 +147,7 @@ class ReductionScheduler:
     def close(self, grads: GradGroup) -> None:
         """Says that no more gradients are expected for this group; reduces what has become possible."""
         if grads.state is GradState.COLLECTING:
-            grads.move_to(GradState.READY)
+            _move(grads, GradState.READY)
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
@@ -144,10 +162,10 @@ class ReductionScheduler:
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
             self._launched.append((grads, grads.launch(self.comm_ctx)))
-            grads.move_to(GradState.REDUCED)
+            _move(grads, GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
-            grads.move_to(GradState.SUMMED)
+            _move(grads, GradState.SUMMED)
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces all that is left, then makes the current stream wait for the gradients.
@@ -160,11 +178,15 @@ class ReductionScheduler:
             self._reduce(self._queue.pop())
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # and sums that earlier backwards have left.
-            if grads.collector.count or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads)):
+            # that the program has written, and sums that earlier backwards have left.
+            if (
+                grads.collector.count
+                or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
+                or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads))
+            ):
                 self._reduce(grads)
             if grads.state is not GradState.IDLE:
-                grads.move_to(GradState.IDLE)
+                _move(grads, GradState.IDLE)
         self.backward_running = False
         self._earlier += [reduction for _, reduction in self._launched]
         self._launched = []
@@ -179,7 +201,8 @@ class ReductionScheduler:
         for reduction in self._earlier:
             reduction.join(stream)
         self._earlier = []
-        self.comm_ctx.rewind()
+        for ring in self.comm_ctx.rings:
+            ring.rewind()
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
@@ -201,7 +224,11 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
-        lost += [grads for grads in groups if grads.abandon_backward()]
+        for grads in groups:
+            if grads.abandon_backward():
+                lost.append(grads)
+            if grads.state is not GradState.IDLE:
+                _move(grads, GradState.IDLE)
         return list(dict.fromkeys(grads.group.name for grads in lost))
 
     def abort(self, groups: Iterable[GradGroup]) -> None:

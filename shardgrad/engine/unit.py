@@ -17,32 +17,40 @@ unsharded parameters, they are reduced.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    get_eval_frame_callback,
+    set_code_exec_strategy,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.utils import _apply_to_tensors
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_group import GradGroup, GradState
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
 from shardgrad.engine.scheduler import ReductionScheduler
-from shardgrad.engine.torch_glue import outside_graphs, span
+from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ATTRIBUTE = "_shardgrad_unit"
@@ -51,6 +59,31 @@ _CALL = nn.Module._call_impl.__code__
 
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain Python.
+
+    `torch.compiler.disable` would do, but importing Dynamo costs a program that compiles nothing over a
+    second and some 100 MB, and going through it costs each hook more than the hook's own decisions. So it is
+    only asked for where Dynamo is watching the calling thread.
+    """
+    disabled: Callable[_P, _R] | None = None
+
+    @functools.wraps(hook)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        nonlocal disabled
+        if get_eval_frame_callback() is None:
+            return hook(*args, **kwargs)
+        if disabled is None:
+            disabled = torch.compiler.disable(hook, recursive=True)
+        return disabled(*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # for a graph that would inline it
+    # And where a compiled module runs it as a separate frame: what it calls decides for itself.
+    code = call.__code__  # type: ignore[attr-defined]
+    set_code_exec_strategy(code, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT))
+    return call
 
 
 class Root(Protocol):
@@ -288,7 +321,7 @@ class Unit:
         self._refresh_trainable(context)
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
-            with span("cast_forward_inputs", self.name):
+            with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
         if torch.is_grad_enabled():
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
@@ -374,7 +407,7 @@ class Unit:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
         self._refresh_trainable(context)
-        if not recomputing:
+        if not recomputing and self._running:  # empty if a registered method has called forward
             self._running.pop()
         if not recomputing and module not in self._running:
             self._waiting_modules.discard(module)
@@ -384,7 +417,7 @@ class Unit:
         if torch.is_grad_enabled():
             call = _Call(0 if recomputing else context.ran_forward(self))
             for tensor in _tensors_with_grad(output):
-                tensor.register_hook(partial(self.pre_backward, call))
+                tensor.register_hook(functools.partial(self.pre_backward, call))
         if not recomputing:
             context.leave_forward(self)
         dtype = self.mp_policy.output_dtype
@@ -413,13 +446,15 @@ class Unit:
         recorder.unit = self.name
         if context.keep_unsharded:
             context.gather_through(None)
-        context.scheduler.begin_backward(in_autograd=True)
+        scheduler = context.scheduler
+        if not scheduler.backward_running:
+            scheduler.begin_backward(in_autograd=True)
         for grads in self.grad_groups:
-            if grads.params:
-                context.scheduler.expect(grads)
+            if grads.params and grads.state is GradState.IDLE:
+                scheduler.expect(grads)
         if not self.unshard_in_backward:
             return
-        with span("pre_backward", self.name):
+        with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             self.unshard(context)
             if not call.begun:
                 call.begun = True
@@ -439,7 +474,7 @@ class Unit:
             raise RuntimeError(f"post-backward of {self.name} before forward")
         if counted and self._outstanding:
             self._outstanding -= 1
-        with span("post_backward", self.name):
+        with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
             keep = again or context.keep_unsharded or context.scheduler.reads_again

@@ -117,7 +117,7 @@ class UnshardedParams(UnshardedMemory):
                 # `.data` gives the view another version counter.
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
-                mark_unsharded(p.unsharded)
+                mark_unsharded(p.unsharded, p)
             self.zero_copy = tuple(
                 self._gather_of(params[i].name, layout.pieces[i], shard) for i in layout.zero_copy
             )

@@ -12,7 +12,7 @@ from torch import nn
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import RecurringBuffer
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.param import FSDPParam, mark_post_forward
 from shardgrad.engine.param_group import GroupSpec, ParamGroup, ParamState
 from shardgrad.engine.transports import MessageTag
 from shardgrad.sharding.layout import ShardLayout
@@ -76,6 +76,7 @@ class PostForwardInput(AllGatherInput):
                 sharding = sharding_of(p.require_unsharded(), p.name, self._mesh, p.sharding.dim)
                 local = sharding.sharded_dtensor(view)
                 p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
+                mark_post_forward(p)
             p.register(p.post_forward)
 
     def free(self) -> None:
@@ -84,7 +85,7 @@ class PostForwardInput(AllGatherInput):
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """See `AllGatherInput`."""
-        yield "post-forward shards", self._buffer.storage
+        yield "post-forward shards", self._buffer.tensor.untyped_storage()
 
 
 class PostForwardGroup(ParamGroup):

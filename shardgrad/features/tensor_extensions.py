@@ -315,5 +315,5 @@ class ExtensionGroup(ParamGroup):
         packed = torch.as_strided(tensor, shape, stride, storage_offset=0)
         unsharded = p.sharding.unsharded_tensor(packed)
         p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
-        mark_unsharded(p.unsharded)
+        mark_unsharded(p.unsharded, p)
         return tuple(allocated)

@@ -5,14 +5,15 @@ The only file of `graphs/` that knows parameter groups, gradient shards and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from operator import attrgetter, is_
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardgrad.engine.grad_shard import GradFacts
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import adopt
@@ -35,6 +36,8 @@ _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
 _GRAD_SWITCHES = attrgetter("switches")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
+_FLAGGED = attrgetter("flagged")
+_PENDING = attrgetter("pending_scale", "nonfinite")
 _ADDRESS = torch.Tensor.data_ptr
 
 
@@ -71,7 +74,7 @@ class ModuleState(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         shards = map(_GRAD_SHARD, self._grad_groups)
-        self._gradients = GradFacts([shard for shard in shards if shard is not None])
+        self._gradients = _GradFacts([shard for shard in shards if shard is not None])
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns the objects that `_collect` started from; units get their root in the first forward."""
@@ -142,7 +145,7 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         for grads in self._grad_groups:
             if grads.shard is not None:
-                grads.shard.pay()
+                grads.shard.apply_scale()
 
     def after_eager_region(self) -> None:
         """See `Capturable`."""
@@ -153,15 +156,15 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
         shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
-        bindings = [(shard, shard.binding()) for shard in shards]
+        states = [(shard, shard.host_state()) for shard in shards]
         switches = self._switches()
 
         def restore() -> None:
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad
-            for shard, binding in bindings:
-                shard.rebind(binding)
+            for shard, state in states:
+                shard.restore(state)
             if self._switches() != switches:
                 self._set_switches(switches)
 
@@ -201,8 +204,8 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None:
                 yield f"gradient shard of {group.name}", shard.flat
-                if shard.owed is not None:
-                    yield f"pending scale of the gradients of {group.name}", shard.owed
+                if shard.pending_scale is not None:
+                    yield f"pending scale of the gradients of {group.name}", shard.pending_scale
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {group.name}", buffer
 
@@ -228,6 +231,46 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
                 where=where,
                 fix="call the step without graphed_step",
             )
+
+
+class _GradFacts:
+    """What the host knows of the gradients of several shards, read at every replay, so without a loop.
+
+    Args:
+        shards: of one model.
+    """
+
+    def __init__(self, shards: Sequence[GradShard]) -> None:
+        self._shards = list(shards)
+        self._params: dict[str, list[nn.Parameter]] = {}
+        for shard in self._shards:
+            self._params.setdefault(shard.attribute, []).extend(shard.params)
+        self._own_ids = set[int]().union(*(shard.own_ids for shard in self._shards))
+        self._gradients: list[torch.Tensor | None] = []
+        self._bound: tuple[int, ...] = ()
+
+    def read(self) -> Hashable:
+        """Returns what the host decides by: which gradients are bound, scaled, and known to be there.
+
+        Tensors that the program has assigned are taken over first.
+        """
+        gradients = self._read_gradients()
+        if len(gradients) != len(self._gradients) or not all(map(is_, gradients, self._gradients)):
+            if not self._own_ids.issuperset(map(id, gradients)):
+                for shard in self._shards:
+                    shard.settle(range(shard.count))
+                gradients = self._read_gradients()
+            self._gradients, self._bound = gradients, tuple(map(id, gradients))
+        pending = tuple(map(is_not, self.pending(), repeat(None)))
+        return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+
+    def pending(self) -> list[torch.Tensor | None]:
+        """Returns `pending_scale` and `nonfinite` of each shard; `read` tells only if they are there."""
+        return list(chain.from_iterable(map(_PENDING, self._shards)))
+
+    def _read_gradients(self) -> list[torch.Tensor | None]:
+        read = (map(attrgetter(name), params) for name, params in self._params.items())
+        return list(chain.from_iterable(read))
 
 
 class FlatOptimizerState(Capturable):

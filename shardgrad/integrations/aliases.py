@@ -2,7 +2,7 @@
 
 [Note: Aliases]
 A kernel of an external optimizer takes addresses. A DTensor has none, a gradient with a pending scale
-([Note: Owed factor] in `engine/pending_scale.py`) must be scaled before its address is used, and some
+([Note: Pending scale] in `sharding/scaled_gradient.py`) must be scaled before its address is used, and some
 releases of the kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
 parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
 gradient shard, set before each step. The alias of a parameter without elements on this rank is not passed.
@@ -219,6 +219,6 @@ def _views(
     known = [place for place in places if place is not None]
     live: Mapping[int, bool] = dict(zip(known, shard.settle(known), strict=True))
     # The kernel gets an address and its read cannot be intercepted, so a pending scale is applied here.
-    shard.pay()
+    shard.apply_scale()
     views = [shard.view(place) if place is not None and live[place] else None for place in places]
     return views, shard.nonfinite

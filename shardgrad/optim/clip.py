@@ -25,8 +25,8 @@ def clip_grad_norm_(
 
     The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is not
     written: the optimizers of `shardgrad.optim` multiply by it in their kernels, and any other reader of
-    `param.grad` gets the clipped values (`engine/pending_scale.py`). If only part of a unit's gradients is
-    clipped, those are multiplied at once. If a gradient is not finite, the optimizers of
+    `param.grad` gets the clipped values (`sharding/scaled_gradient.py`). If only part of a unit's gradients
+    is clipped, those are multiplied at once. If a gradient is not finite, the optimizers of
     `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an optimizer over a
     model without units needs `check_finite=True`.)
 

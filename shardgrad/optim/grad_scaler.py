@@ -31,7 +31,8 @@ class GradScaler:
 
     Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and clipping,
     `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on the device, and
-    gradients are not written: the inverse of the scale is their pending scale (`engine/pending_scale.py`).
+    gradients are not written: the inverse of the scale is their pending scale
+    (`sharding/scaled_gradient.py`).
 
     Args:
         init_scale: the first scale.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.transports import reaches
 from shardgrad.errors import GradientError, OptionError
 from shardgrad.optim.selection import Gradients, select
@@ -83,9 +85,8 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
     scratch: dict[torch.device, torch.Tensor] = {}
     for selection in gradients.selections:
         shard = selection.shard
-        for groups, places in shard.spread(selection.places).items():
-            rows, tiles = shard.table(places)
-            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.owed, scratch)
+        for groups, rows, tiles in _tables_of(shard, selection.places):
+            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.pending_scale, scratch)
             parts.append((value, groups))
     for grad in gradients.plain:
         groups = ()
@@ -104,6 +105,37 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
         table, tiles = _table_of_one(flat.numel(), flat.device)
         parts.append((_local_norm(flat, one, table, tiles, norm_type, None, scratch), groups))
     return parts
+
+
+# By shard and places; kept, so that a capture finds the tables on the device.
+_Table = tuple[tuple[dist.ProcessGroup, ...], torch.Tensor, int]
+_tables: WeakKeyDictionary[GradShard, dict[tuple[int, ...], list[_Table]]] = WeakKeyDictionary()
+
+
+def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
+    """Returns the tables with which a norm reads these gradients, by the ranks that they are cut over.
+
+    All are cut over the mesh's shard group; those of tensor-parallel parameters over others as well.
+
+    Capture: safe after the first call for these places.
+    """
+    known = _tables.setdefault(shard, {})
+    if places not in known:
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for place in places:
+            by_groups.setdefault(groups_cut_over(shard.grad(place)), []).append(place)
+        known[places] = [(groups, *_table(shard, together)) for groups, together in by_groups.items()]
+    return known[places]
+
+
+def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
+    """Returns one table, on the device; see `ops.segment_rows`."""
+    pieces = [
+        (0, shard.piece(place).shard_offset, 0, shard.view(place).numel(), 0, place) for place in places
+    ]
+    rows, tiles = ops.segment_rows(pieces)
+    ops.check_rows(rows, tiles, grad_numel=shard.values.numel(), touched_numel=shard.flags.numel())
+    return rows.to(shard.flat.device), tiles
 
 
 @lru_cache(maxsize=1024)

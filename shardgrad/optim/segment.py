@@ -290,7 +290,13 @@ class ShardedSegment(Segment):
         if not any(shard.settle(table.places)):
             return None
         return Launch(
-            self._group.shard, shard.flat, shard.flags, table.rows, table.tiles, shard.owed, shard.nonfinite
+            self._group.shard,
+            shard.flat,
+            shard.flags,
+            table.rows,
+            table.tiles,
+            shard.pending_scale,
+            shard.nonfinite,
         )
 
     def _require_same_params(self) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, managed_by
+from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
@@ -47,16 +47,16 @@ class Gradients:
         """Multiplies all of them: complete shards later, when they are read, the others at once.
 
         Args:
-            factor: float32 device scalar; kept. See `engine/pending_scale.py`.
+            factor: float32 device scalar; kept. See `sharding/scaled_gradient.py`.
 
         Streams: the current stream. Capture: safe.
         """
         at_once = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in self.plain]
         for selection in self.selections:
             if selection.is_complete:
-                selection.shard.owe(factor)
+                selection.shard.scale_later(factor)
             else:
-                selection.shard.pay()
+                selection.shard.apply_scale()
                 at_once += [selection.shard.view(place) for place in selection.places]
         if at_once:
             torch._foreach_mul_(at_once, factor)
@@ -83,12 +83,12 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
     """
-    by_group: dict[ParamGroup, list[FSDPParam]] = {}
+    by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
     for param in dict.fromkeys(params):
-        managed = managed_by(param)
+        managed = fsdp_param_of(param)  # after an evaluation, modules may still show unsharded parameters
         if managed is not None:
-            by_group.setdefault(group_of(managed), []).append(managed)
+            by_group.setdefault(group_of(managed), {})[managed] = None
         elif (grad := plain_gradient(param)) is not None:
             plain.append(grad)
     selections = []

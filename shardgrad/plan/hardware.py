@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shardgrad.plan.request import MOST_RANKS, require_range
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import suggestion
 
@@ -261,8 +262,11 @@ def machine_of(
         is_graphed: the host launches one graph instead of every operation.
 
     Raises:
-        UsageError: there is no such device, link or network.
+        UsageError: there is no such device, link or network, or a number is not positive and finite.
     """
+    require_range("--node", devices_per_node, MOST_RANKS)
+    require_range("--cards", cards_per_node, MOST_RANKS)
+    require_range("--memory-gib", memory_gib, 2.0**30)
     chosen = _look_up(device, DEVICES, "--device")
     if memory_gib is not None:
         chosen = dataclasses.replace(chosen, memory_nbytes=int(memory_gib * GIB))

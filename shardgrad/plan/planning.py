@@ -10,7 +10,7 @@ from shardgrad.plan.hardware import DEVICES, Machine
 from shardgrad.plan.memory import MemoryCurve, memory_of
 from shardgrad.plan.recording import Transfer
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
-from shardgrad.plan.request import Request
+from shardgrad.plan.request import Request, require_range
 from shardgrad.plan.timeline import Timeline, play
 
 __all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of"]
@@ -27,6 +27,9 @@ class Calibration:
 
     mfu: float | None = None
     compute_s: float | None = None
+
+    def __post_init__(self) -> None:
+        require_range("--compute-s", self.compute_s, 1e9)
 
 
 @dataclass(frozen=True)

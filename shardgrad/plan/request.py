@@ -11,8 +11,11 @@ from shardgrad.train.config import mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import Scalar
 
-__all__ = ["PRECISIONS", "Request"]
+__all__ = ["MOST_RANKS", "PRECISIONS", "Request", "require_range"]
 
+MOST_RANKS = 2**24
+# Beyond these, torch could not count the elements of an activation.
+_MOST = {"ranks": MOST_RANKS, "batch_size": 2**16, "seq_len": 2**22, "accumulate": 2**20}
 PRECISIONS = ("fp32", "bf16-mixed", "bf16")
 _DTYPES = ("fp32", "bf16")
 
@@ -66,10 +69,8 @@ class Request:
     blocks: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "batch_size", "seq_len", "accumulate"):
-            if getattr(self, name) < 1:
-                flag = name.replace("_", "-")
-                raise UsageError(f"--{flag} is {getattr(self, name)}: give a positive number.")
+        for name, most in _MOST.items():
+            require_range("--" + name.replace("_", "-"), getattr(self, name), most)
         shape = mesh_shape(self.mesh)
         if shape and math.prod(shape) != self.ranks:
             raise UsageError(
@@ -114,6 +115,16 @@ class Request:
     def but(self, **changes: object) -> Request:
         """Returns the same request with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def require_range(flag: str, value: float | None, most: float) -> None:
+    """Refuses a number that is not positive, is not finite, or is larger than `most`; None is the default."""
+    if value is None:
+        return
+    if not value > 0:  # nan included
+        raise UsageError(f"{flag} is {value}: give a positive number.")
+    if value > most:
+        raise UsageError(f"{flag} is {value}: give at most {most}.")
 
 
 def _check(flag: str, value: str | None, allowed: tuple[str | None, ...]) -> None:

@@ -13,7 +13,7 @@ piece starts on a multiple of `alignment` elements, so that every pointer handed
 is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
-`engine/grad_packer.py`), and ends in room for the message's tag ([Note: Message tags] in
+`engine/grad_collector.py`), and ends in room for the message's tag ([Note: Message tags] in
 `engine/transports.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,

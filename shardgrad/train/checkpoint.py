@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,14 +21,17 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardgrad.checkpoint import Saving, Series, load, save, save_async
+from shardgrad.checkpoint import Saving, Series, load, open_checkpoint, save, save_async
+from shardgrad.checkpoint.boxes import Box
+from shardgrad.checkpoint.peers import Peers
 from shardgrad.errors import CheckpointError, CheckpointSaveError
-from shardgrad.train.failure import TrainingError, UsageError
+from shardgrad.train.failure import CheckpointUnusable, TrainingError, UsageError
 from shardgrad.train.parallel import World
 from shardgrad.train.sharding import LanguageModel
 
 # Each rank has its own generator. On another number of ranks, entries are missing or unused.
 _OPTIONAL = ("rng_*",)
+_QUICKLY_READ_NBYTES = 2 * 2**30  # a checkpoint that is read to give advice
 
 
 @dataclass
@@ -75,6 +79,24 @@ class Checkpoints:
         """Returns the checkpoint that `latest` names, else the newest complete one."""
         return self._series.latest()
 
+    def acquire(self, world: World) -> None:
+        """Locks the folder, so that only this run writes into it. A collective.
+
+        Raises:
+            UsageError: another process writes there; on every rank.
+        """
+        try:
+            Peers(world.control).together("lock", self._series.acquire if world.leads else _nothing)
+        except CheckpointSaveError as error:
+            if error.__cause__ is not None and not isinstance(error.__cause__, CheckpointSaveError):
+                raise error.__cause__ from None
+            raise UsageError(f"{error.what} ({error.got}): {error.fix}.") from error
+
+    def release(self) -> None:
+        """Unlocks the folder, unless a background save still runs."""
+        if self._saving is None or self._saving.done():
+            self._series.release()
+
     def save(self, state: TrainState, world: World) -> Path:
         """Saves the state, or starts to save it in the background. A collective.
 
@@ -121,11 +143,31 @@ class Checkpoints:
         try:
             loaded = load(_gather_state(state, world), path, optional=_OPTIONAL, group=world.control)
         except CheckpointError as error:
-            raise TrainingError(
-                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): write the name of an "
-                f"older checkpoint into {self._folder / 'latest'}."
+            # Other ranks do not wait for the first one to read; it is the one that is told to the user.
+            advice = self._advice(path, error) if world.leads else self._any_older
+            raise CheckpointUnusable(
+                f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {advice}."
             ) from error
         _scatter_state(loaded, state, world)
+
+    def _advice(self, path: Path, error: CheckpointError) -> str:
+        """What to do instead of loading a checkpoint: nothing that would load a damaged one."""
+        older = [other for other in self._series.complete() if other.name < path.name]
+        if any(_nbytes(one) > _QUICKLY_READ_NBYTES for one in (path, *older)):
+            return self._any_older
+        if is_whole(path):
+            return error.fix or "correct the settings"
+        whole = next((other for other in reversed(older) if is_whole(other)), None)
+        if whole is None:
+            return "no older checkpoint is whole, so start the run again, with another --run-dir"
+        return f"write {whole.name}, which is whole, into {self._folder / 'latest'}, and resume again"
+
+    @property
+    def _any_older(self) -> str:
+        return (
+            f"write the name of an older checkpoint, which `shardgrad checkpoint verify` finds whole, into "
+            f"{self._folder / 'latest'}, and resume again"
+        )
 
     def discard_unfinished(self) -> None:
         """Removes or completes what an interrupted save left behind; rank 0 calls it before training."""
@@ -136,6 +178,25 @@ class Checkpoints:
         if self._group is None and world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
+
+
+def _nbytes(path: Path) -> int:
+    return sum(entry.stat().st_size for entry in os.scandir(path))
+
+
+def is_whole(path: Path) -> bool:
+    """Whether every byte of a checkpoint is what was written. Reads all of it."""
+    try:
+        with open_checkpoint(path) as source:
+            for name, entry in source.tensors.items():
+                source.check(name, Box.whole(entry.shape))
+    except (CheckpointError, OSError):
+        return False
+    return True
+
+
+def _nothing() -> None:
+    """What the other ranks do while the first one works."""
 
 
 @contextmanager

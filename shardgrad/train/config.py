@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.presets import PRESETS, Scalar, suggestion, transformer_config
+from shardgrad.train.presets import PRESETS, Scalar, as_float, suggestion, transformer_config
 
 # A resumed run cannot change these: its checkpoint has the tensors of this model.
 MODEL_FIELDS = ("preset", "hf", "override")
+_LARGEST = 2**63 - 1  # of any integer, as torch counts
+_FILE_NBYTES = 2**20  # of a file of settings
+_MESH_DIGITS = 9
 
 
 def _setting(
@@ -96,10 +99,10 @@ class TrainConfig:
         "devices that have graphs.",
         choices=("auto", "on", "off"),
     )
-    timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1)
+    timeout: float = _setting(120.0, "Timeout of collectives, in seconds.", least=1, most=1e8)
 
     steps: int = _setting(400, "Number of optimizer steps.", least=1)
-    batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1)
+    batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
     accumulate: int = _setting(1, "Micro-batches per step, whose gradients are accumulated.", least=1)
     sync_every_microbatch: bool = _setting(
         False,
@@ -194,9 +197,12 @@ def mesh_shape(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
     parts = text.lower().split("x")
-    if len(parts) > 2 or not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
+    # The length first: Python refuses to convert thousands of digits.
+    if len(parts) > 2 or not all(
+        len(part) <= _MESH_DIGITS and part.isascii() and part.isdigit() and int(part) > 0 for part in parts
+    ):
         raise UsageError(
-            f"--mesh {text} is not a mesh: write 4 for four shards or 2x2 for two replicas of two."
+            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of two."
         )
     return tuple(int(part) for part in parts)
 
@@ -214,7 +220,13 @@ def read_settings(path: Path) -> dict[str, Any]:
         UsageError: the file cannot be read or parsed, or has an unknown name.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as stream:
+            content = stream.read(_FILE_NBYTES + 1)
+        if len(content) > _FILE_NBYTES:
+            raise UsageError(
+                f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
+            )
+        text = content.decode("utf-8")
         raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
@@ -280,9 +292,13 @@ def _checked_kind(name: str, value: Any, kind: Any) -> Any:
     expected = next(one for one in allowed if one is not type(None))
     expected = typing.get_origin(expected) or expected
     if expected is float and type(value) is int:
-        return float(value)
+        value = as_float(value, _flag(name))
     if type(value) is not expected:
-        raise UsageError(f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r}.")
+        raise UsageError(f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}.")
+    if expected is float and not math.isfinite(value):
+        raise UsageError(f"{_flag(name)} is {value}: give a finite number.")
+    if expected is int and abs(value) > _LARGEST:
+        raise UsageError(f"{_flag(name)} is a number of {value.bit_length()} bits: give one of at most 63.")
     return value
 
 

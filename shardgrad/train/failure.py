@@ -24,6 +24,10 @@ class UsageError(TrainingError):
     exit_status = 2
 
 
+class CheckpointUnusable(TrainingError):
+    """The checkpoint to go on from is damaged or does not fit; the text says what to do instead."""
+
+
 class Interrupted(TrainingError):
     """A user or a scheduler requested the run to stop. The state is saved."""
 

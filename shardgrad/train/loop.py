@@ -41,6 +41,28 @@ def train(config: TrainConfig, world: World, folder: Path, stop: StopRequest, *,
         Interrupted: `stop` was requested; the state is saved.
         TrainingError: the run cannot continue.
     """
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        keep=config.keep,
+        is_async=config.checkpoint_async,
+        timeout_s=config.timeout,
+    )
+    checkpoints.acquire(world)
+    try:
+        _train(config, world, folder, stop, checkpoints, resume=resume)
+    finally:
+        checkpoints.release()
+
+
+def _train(
+    config: TrainConfig,
+    world: World,
+    folder: Path,
+    stop: StopRequest,
+    checkpoints: Checkpoints,
+    *,
+    resume: bool,
+) -> None:
     corpus = load_corpus(
         config.data,
         limit_nbytes=config.data_limit_mib * 2**20,
@@ -53,12 +75,6 @@ def train(config: TrainConfig, world: World, folder: Path, stop: StopRequest, *,
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
     # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ between ranks.
     torch.manual_seed(config.seed + world.rank)
-    checkpoints = Checkpoints(
-        folder / "checkpoints",
-        keep=config.keep,
-        is_async=config.checkpoint_async,
-        timeout_s=config.timeout,
-    )
     if resume:
         checkpoints.load(state, world)
     if state.step >= config.steps:
@@ -117,8 +133,9 @@ class Run:
         if self._record is None:
             return
         self._checkpoints.discard_unfinished()
-        known = {event["digest"] for event in self._record.events() if event["event"] == "start"}
-        self._record.begin(
+        starts = [event for event in self._record.events() if event["event"] == "start"]
+        known = {str(event["digest"]) for event in starts if "digest" in event}
+        warning = self._record.begin(
             config,
             self._world,
             step=self._state.step,
@@ -129,6 +146,8 @@ class Run:
             f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
             f"{corpus.source}; run folder {self._folder}"
         )
+        if warning is not None:
+            self._display.note(warning)
         if self._state.step:
             self._display.note(f"Resumed after step {self._state.step}.")
         if known and corpus.digest not in known:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardgrad.train.failure import UsageError
 
 Scalar = bool | int | float | str
+# Beyond these, building the model would not end, or torch could not count its elements.
+_MOST = {"layers": 10_000, **dict.fromkeys(("width", "heads", "kv_heads", "hidden", "vocab_size"), 2**24)}
 BYTE_VALUES = 256
 
 
@@ -48,6 +51,9 @@ class TransformerConfig:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise UsageError(f"The model's {name} is {getattr(self, name)}: give a positive number.")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise UsageError(f"The model's {name} is {getattr(self, name)}: give at most {most}.")
         if self.vocab_size < BYTE_VALUES:
             raise UsageError(
                 f"The model's vocab_size is {self.vocab_size}: bytes need at least {BYTE_VALUES}."
@@ -103,14 +109,24 @@ def transformer_config(
             raise UsageError(f"The model has no field {name!r}: {suggestion(name, list(fields))}")
         kind = fields[name]
         if kind is float and type(value) is int:
-            value = float(value)
+            value = as_float(value, f"The model's {name}")
         if type(value) is not kind:
-            raise UsageError(f"The model's {name} needs {_KIND_WORDS[kind]}, not {value!r}.")
+            raise UsageError(f"The model's {name} needs {_KIND_WORDS[kind]}, not {value!r:.100}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"The model's {name} is {value}: give a finite number.")
         changes[name] = value
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]  # checked above, field by field
 
 
 _KIND_WORDS = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def as_float(number: int, what: str) -> float:
+    """The nearest float; a :class:`UsageError` that names `what` if there is none."""
+    try:
+        return float(number)
+    except OverflowError:
+        raise UsageError(f"{what} is a number of {number.bit_length()} bits: give a smaller one.") from None
 
 
 def suggestion(name: str, known: list[str]) -> str:

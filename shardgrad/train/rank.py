@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardgrad.train.config import TrainConfig
-from shardgrad.train.failure import PeerLost, TrainingError, UsageError, explain
+from shardgrad.train.failure import CheckpointUnusable, PeerLost, TrainingError, UsageError, explain
 from shardgrad.train.stop import StopRequest
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def resume_hint(folder: Path) -> str:
 
 def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdog | None) -> Report:
     failure = explain(error)
-    hint = "" if isinstance(failure, UsageError) else resume_hint(folder)
+    hint = "" if isinstance(failure, UsageError | CheckpointUnusable) else resume_hint(folder)
     if isinstance(error, TrainingError) or watchdog is None:
         cause = Cause.CONSEQUENCE if isinstance(failure, PeerLost) else Cause.SHARED
         return Report(rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardgrad.checkpoint.files import content_of, make_folder, replace_synced
+from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.parallel import World, available_cores
+
+_METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
 
 
 @dataclass(frozen=True)
@@ -58,21 +64,36 @@ class RunRecord:
         self._folder = folder
         self._metrics = folder / "metrics.jsonl"
 
-    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> None:
+    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> str | None:
         """Writes settings and environment, and removes the metrics of steps that will be repeated.
+
+        Metrics that cannot be read are kept under another name.
 
         Args:
             config: resolved settings.
             world: this rank.
             step: number of steps already done; 0 for a new run.
             facts: values about the corpus and the model, for the `start` event.
+
+        Returns:
+            A warning, if lines of the metrics could not be read.
         """
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _replace(self._folder / "config.json", config.to_json())
-        _replace(self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n")
-        kept = [event for event in self.events() if event.get("step", 0) <= step]
-        _replace(self._metrics, "".join(json.dumps(event) + "\n" for event in kept))
+        make_folder(self._folder)
+        replace_synced(self._folder / "config.json", config.to_json())
+        replace_synced(self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n")
+        events, unreadable = _read_events(self._metrics)
+        warning = self._set_aside(unreadable) if unreadable else None
+        kept = [event for event in events if event["step"] <= step]
+        replace_synced(self._metrics, "".join(json.dumps(event) + "\n" for event in kept))
         self.write("start", step=step, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **facts)
+        return warning
+
+    def _set_aside(self, unreadable: int) -> str:
+        names = (self._metrics.with_name(f"{self._metrics.name}.unreadable{end}") for end in _endings())
+        aside = next(path for path in names if not path.exists())
+        self._metrics.rename(aside)
+        lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
+        return f"Warning: {lines} of {self._metrics.name} could not be read; the file as it was is {aside}."
 
     def write(self, event: str, **values: Any) -> None:
         """Appends an event to `metrics.jsonl`."""
@@ -84,16 +105,8 @@ class RunRecord:
         self.write("step", **dataclasses.asdict(metrics))
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns all events; a line truncated by a crash or a full disk is left out."""
-        if not self._metrics.exists():
-            return []
-        events = []
-        for line in self._metrics.read_text(encoding="utf-8").splitlines():
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue
-        return events
+        """Returns the readable events; each has an `event` and a `step`, and its `loss` is a number."""
+        return _read_events(self._metrics)[0]
 
     def draw(self, *, unigram_entropy: float) -> Path | None:
         """Draws the loss curve and returns its file; None if matplotlib is not installed."""
@@ -115,11 +128,32 @@ class RunRecord:
         return path
 
 
-def _replace(path: Path, text: str) -> None:
-    """Replaces a file atomically: after an interruption it has the old text or the new text."""
-    fresh = path.with_name(path.name + ".new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(path)
+def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """The events in a file, and how many lines are none; a last line cut short by a crash does not count."""
+    if not os.path.lexists(path):
+        return [], 0
+    try:
+        *lines, last = content_of(path, _METRICS_NBYTES).split(b"\n")
+    except CheckpointError:  # no regular file, or a size that no run's metrics have
+        return [], 1
+    events = [_event(line) for line in lines if line.strip()]
+    found = [event for event in (*events, _event(last)) if event is not None]
+    return found, events.count(None)
+
+
+def _event(line: bytes) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+        is_whole = isinstance(event["event"], str) and type(event["step"]) is int
+        float(event.get("loss", 0.0)), float(event["step"])
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
+        return None
+    return event if is_whole else None
+
+
+def _endings() -> Iterator[str]:
+    yield ""
+    yield from (f"-{number}" for number in itertools.count(2))
 
 
 def _environment(world: World) -> dict[str, Any]:

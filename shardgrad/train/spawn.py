@@ -15,7 +15,7 @@ from types import FrameType
 
 from shardgrad.train.failure import Interrupted
 from shardgrad.train.rank import Cause, Job, Report, resume_hint, run_rank
-from shardgrad.train.stop import ECHO_S, STOP_SIGNALS
+from shardgrad.train.stop import ECHO_S, leave_terminal, stop_signals
 
 _GRACE_S = 10.0  # how long the other ranks may take to notice a failure and report it
 _WHY: dict[int, str] = {
@@ -35,12 +35,12 @@ def spawn(job: Job, ranks: int) -> Report:
         The report closest to the cause of a failure, or rank 0's on success.
     """
     with tempfile.TemporaryDirectory(prefix="shardgrad-") as meeting:
-        former = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        former = {number: signal.getsignal(number) for number in stop_signals()}
         # Children inherit the ignored Ctrl-C until they install their handler: no tracebacks during imports.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         children = [_start(job, rank, ranks, f"file://{meeting}/store") for rank in range(ranks)]
         watch = _Watch(job, children)
-        for number in STOP_SIGNALS:
+        for number in former:
             signal.signal(number, watch.on_signal)
         try:
             reports = watch.until_all_ended()
@@ -127,6 +127,7 @@ class _Watch:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """Forwards the first request to the ranks; kills them on a later one."""
+        leave_terminal(number)
         now_s = time.monotonic()
         if self._asked_s is None:
             self._asked_s = now_s

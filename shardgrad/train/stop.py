@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import time
 from types import FrameType
 
@@ -11,7 +12,24 @@ from shardgrad.train.failure import Interrupted
 
 # A terminal, torchrun and our launcher may each forward the same Ctrl-C.
 ECHO_S = 1.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def leave_terminal(number: int) -> None:
+    """After a terminal has hung up, write nowhere instead: each write to it would raise."""
+    if number != signal.SIGHUP:
+        return
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        if stat.S_ISCHR(os.fstat(descriptor).st_mode):
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that ask for a stop; not SIGHUP where it is ignored, as `nohup` has it."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return tuple(number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP))
 
 
 class StopRequest:
@@ -23,7 +41,7 @@ class StopRequest:
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""
-        for number in STOP_SIGNALS:
+        for number in stop_signals():
             signal.signal(number, self._on_signal)
         return self
 
@@ -33,6 +51,7 @@ class StopRequest:
         return self._first_s is not None or os.getppid() != self._parent
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        leave_terminal(number)
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s

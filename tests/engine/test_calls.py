@@ -440,7 +440,7 @@ def an_optimizer_over_whole_parameters() -> None:
     model(SHARDGRAD.tokens(0)[0])  # leaves the root whole
     optimizer = make_optimizer("adamw", model)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    with pytest.raises(OptimizerParameterError, match="whole parameters"):
+    with pytest.raises(OptimizerParameterError, match="unsharded parameters"):
         optimizer.step()
 
 

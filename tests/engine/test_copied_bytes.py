@@ -70,7 +70,10 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
     for kind in (GATHER_IN, GATHER_OUT, REDUCE_IN):
         print(f"  {kind:<22}{ours[kind]:>12,} here{theirs[kind]:>12,} FSDP2")
     assert theirs[GATHER_OUT] > 0 < theirs[REDUCE_IN]
-    assert ours[GATHER_IN] == 0  # the shard itself is what is sent
+    # The shard itself is what is sent: nothing is written but tags, three numbers at the end of a message's
+    # chunks, which are one for each of two all-gathers and two for a reduction.
+    tags = 3 * 4 * 4 * (len(sizes) - 1)
+    assert ours[GATHER_IN] <= tags
     assert ours[GATHER_OUT] <= theirs[GATHER_OUT]
     tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)  # flags and label, one line for each rank and unit
     assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]

@@ -267,6 +267,51 @@ def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
     return model
 
 
+# -- gradients that the program writes ----------------------------------------------------------------------
+
+
+def last_reduction(model: Any) -> None:
+    """Does what torch's pipeline stages do at the end of a step (`stage.perform_reduce_grad`)."""
+    if not isinstance(model, shardgrad.FSDPModule):
+        return
+    model.set_is_last_backward(True)
+    model.set_reshard_after_backward(True)
+    model.set_requires_gradient_sync(True)
+    state = model._get_fsdp_state()
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def puts_weight_gradients_by_hand(shard: Shard) -> nn.Module:
+    """As zero-bubble schedules do: gradients of inputs first, those of weights later."""
+    model = shard_each(shard, mlp())
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_is_last_backward(False)
+        model.set_reshard_after_backward(False)
+        model.set_requires_gradient_sync(False)
+    for number in range(3):
+        loss = model(batch(number)).square().mean()
+        params = [p for p in model.parameters() if p.requires_grad]
+        for param, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+            param.grad = gradient if param.grad is None else param.grad + gradient
+    last_reduction(model)
+    return model
+
+
+def adds_by_hand_to_what_a_backward_adds(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_reshard_after_backward(False)
+    loss = model(batch()).square().mean()
+    weight = model[3].weight
+    (gradient,) = torch.autograd.grad(loss, [weight])
+    weight.grad = gradient
+    model(batch(1)).square().mean().backward()
+    return model
+
+
 PROGRAMS = [
     evaluates_and_fails,
     fails_between_micro_batches_without_sync,
@@ -289,6 +334,13 @@ def test_a_program_has_the_gradients_of_plain_torch(
     two_ranks: Ranks, program: Program, reshard_after_forward: bool | None
 ) -> None:
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=reshard_after_forward)
+
+
+@pytest.mark.parametrize(
+    "program", [puts_weight_gradients_by_hand, adds_by_hand_to_what_a_backward_adds], ids=lambda p: p.__name__
+)
+def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(two_ranks: Ranks, program: Program) -> None:
+    two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize(

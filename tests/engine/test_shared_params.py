@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -121,6 +122,35 @@ def train_a_stack_of_shared_blocks(engine: Engine) -> Tensors:
 
 
 TIED_LIKE_FSDP2 = [train_tied_in_one_unit, train_tied_in_a_list, train_a_stack_of_shared_blocks]
+
+
+class TwiceTied(nn.Module):
+    """Two weights, each tied across units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(6, 6) for _ in range(4))
+        self.c.weight, self.d.weight = self.a.weight, self.b.weight
+
+
+def names_of_many_builds() -> list[list[str]]:
+    builds = []
+    for i in range(30):
+        # Objects lie at other addresses in each process and at each build.
+        litter = [bytearray(100 * (dist.get_rank() + 1) + j) for j in range(7 * dist.get_rank() + i)]
+        model = TwiceTied()
+        for unit in (model.a, model.b, model.c, model.d, model):
+            SHARDGRAD.fully_shard(unit)
+        builds.append([p.name for group in model._unit.groups for p in group.params])
+        del litter
+    return builds
+
+
+def test_two_weights_tied_across_units_have_one_order_in_every_process(two_ranks: Ranks) -> None:
+    ours, theirs = two_ranks.run(names_of_many_builds)
+    assert ours == theirs
+    assert all(names == ours[0] for names in ours)
 
 
 @pytest.mark.parametrize("program", TIED_LIKE_FSDP2)

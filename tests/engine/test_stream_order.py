@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import shardgrad.engine.grad_packer
+import shardgrad.engine.grad_collector
 import shardgrad.engine.reduction
 import shardgrad.engine.root
 import shardgrad.engine.scheduler
@@ -49,7 +49,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
         ops.sum_chunks(chunks, out, **kwargs)
 
     recording_ops = SimpleNamespace(pack=pack, unpack=unpack, sum_chunks=sum_chunks)
-    monkeypatch.setattr(shardgrad.engine.grad_packer, "ops", recording_ops)
+    monkeypatch.setattr(shardgrad.engine.grad_collector, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.engine.reduction, "ops", recording_ops)
     monkeypatch.setattr(shardgrad.engine.unsharded, "ops", recording_ops)
 

@@ -18,6 +18,31 @@ from tests.support.ranks import Ranks
 TIMEOUT_S = 3.0
 
 
+class Experts(nn.Module):
+    """A router and two units, of which forward runs the one it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router = nn.Linear(6, 6)
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        y: Tensor = self.experts[which](self.router(x))
+        return y
+
+
+def run_different_units_first_and_then_the_same() -> None:
+    whole, model = Experts(), Experts()
+    for unit in (model.router, *model.experts, model):
+        SHARDGRAD.fully_shard(unit)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    with shardgrad.participate(model):
+        model(x, dist.get_rank()).sum().backward()
+    for which in (1, 0, 1):
+        assert torch.equal(model(x, which), whole(x, which))
+
+
 class Choice(nn.Module):
     """Three parameters of one shape in one unit; forward uses the one it is told."""
 
@@ -205,6 +230,10 @@ def impatient_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2, collective_timeout_s=TIMEOUT_S)
     yield ranks
     ranks.stop()
+
+
+def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(two_ranks: Ranks) -> None:
+    two_ranks.run(run_different_units_first_and_then_the_same)
 
 
 def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(two_ranks: Ranks) -> None:

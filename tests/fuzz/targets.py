@@ -7,10 +7,14 @@ right result, or (for the command line) an exit status fails.
 from __future__ import annotations
 
 import copy
+import io
 import json
+import os
+import pickle
 import shutil
 import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -24,12 +28,18 @@ from click.testing import CliRunner
 from hypothesis import strategies as st
 
 from shardgrad import checkpoint
+from shardgrad.checkpoint import lock
 from shardgrad.checkpoint.index import Index
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.cli import main
 from shardgrad.errors import CheckpointError, ShardgradError
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import TrainingError
+from shardgrad.train.launch import is_restarted, torchrun_world_size
+from shardgrad.train.parallel import World
+from shardgrad.train.record import RunRecord
+
+WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
 
 
 @dataclass(frozen=True)
@@ -214,6 +224,204 @@ def feed_pointer(text: bytes) -> str:
     return "none"
 
 
+# -- pickles, by their grammar: programs that may share, nest, change and name anything ---
+
+STRINGS = st.one_of(
+    st.sampled_from(["ha", "torch", "Size", "os", "system", "w", "x" * 1000]), st.text(max_size=8)
+)
+OPCODES = st.one_of(
+    st.sampled_from([b"N", b"\x88", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87"]),
+    st.sampled_from(
+        [b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94", b"0", b"2", b"Q", b"\x8f"]
+    ),
+    st.integers(0, 12).map(lambda number: b"h%c" % number),
+    st.integers(0, 12).map(lambda number: b"q%c" % number),
+    st.integers(-(2**70), 2**70).map(lambda number: pickle.dumps(number, protocol=2)[2:-1]),
+    STRINGS.map(lambda text: pickle.dumps(text, protocol=4)[11:-2] if len(text.encode()) < 200 else b"N"),
+    st.sampled_from(["torch Size", "torch float32", "os system", "collections OrderedDict"]).map(
+        lambda name: b"c%b\n%b\n" % tuple(part.encode() for part in name.split())
+    ),
+)
+# A run of opcodes again and again: doubling, deepening.
+PROGRAMS = st.tuples(
+    st.lists(OPCODES, max_size=12),
+    st.lists(OPCODES, max_size=6),
+    st.integers(0, 60),
+    st.lists(OPCODES, max_size=6),
+).map(lambda parts: b"\x80\x02" + b"".join([*parts[0], *parts[1] * parts[2], *parts[3]]) + b".")
+
+
+def feed_list_of_contents(program: bytes) -> str:
+    """A program of opcodes as torch's list of contents."""
+    folder = scratch() / "torch-damaged"
+    before = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(program)
+    try:
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(before)
+
+
+def feed_attributes(case: tuple[str, str, Any]) -> str:
+    """A list of contents of torch's of which one attribute is another plain object."""
+    part, name, value = case
+    folder = scratch() / "torch-damaged"
+    before = (folder / ".metadata").read_bytes()
+    metadata = pickle.loads(before)
+    if part == "storage":
+        for info in metadata.storage_data.values():
+            object.__setattr__(info, name, value)
+    elif part == "tensor":
+        for stored in metadata.state_dict_metadata.values():
+            object.__setattr__(stored, name, value)
+    else:
+        setattr(metadata, name, value)
+    try:
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(before)
+
+
+ATTRIBUTES = st.tuples(
+    st.sampled_from(["storage", "tensor", "metadata"]),
+    st.sampled_from(
+        [
+            *("relative_path", "offset", "length", "transform_descriptors", "size", "chunks", "properties"),
+            *("planner_data", "storage_data", "state_dict_metadata"),
+        ]
+    ),
+    st.one_of(ODD, ODD.map(lambda x: (x, x)), st.integers(0, 50).map(lambda levels: nested(levels))),
+)
+
+
+def nested(levels: int) -> Any:
+    leaf: Any = ("ha",)
+    for _ in range(levels):
+        leaf = (leaf, leaf)
+    return leaf
+
+
+def feed_archive(program: bytes) -> str:
+    """A program of opcodes in the archive of a value, with right checksums."""
+    folder = scratch() / "torch-damaged"
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in (("data.pkl", program), ("version", b"3\n"), ("byteorder", b"little")):
+            archive.writestr(f"archive/{name}", content)
+    metadata_before = (folder / ".metadata").read_bytes()
+    (data,) = folder.glob("*.distcp")
+    data_before = data.read_bytes()
+    metadata = pickle.loads(metadata_before)
+    info = next(info for index, info in metadata.storage_data.items() if index.offset is None)
+    object.__setattr__(info, "offset", len(data_before))
+    object.__setattr__(info, "length", len(stream.getvalue()))
+    try:
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        data.write_bytes(data_before + stream.getvalue())
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(metadata_before)
+        data.write_bytes(data_before)
+
+
+# -- a run folder ---------------------------
+
+EVENTS = st.lists(
+    st.one_of(
+        st.dictionaries(
+            st.sampled_from(["event", "step", "loss", "digest", "x"]),
+            st.one_of(ODD, st.sampled_from(["start", "step", "validation", 1, 2.5])),
+            max_size=5,
+        ).map(lambda event: json.dumps(event).encode()),
+        st.binary(max_size=40),
+    ),
+    max_size=6,
+).map(b"\n".join)
+
+
+def feed_metrics(text: bytes) -> str:
+    folder = scratch() / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(text)
+    record = RunRecord(folder)
+    warning = record.begin(TrainConfig(ranks=1), WORLD, step=3, facts={"digest": "abc"})
+    assert record.events()[-1]["event"] == "start"
+    for event in record.events():
+        float(event["step"]), float(event.get("loss", 0.0))
+    assert (warning is None) == (not list(folder.glob("*.unreadable*")))
+    return "read" if warning is None else "set aside"
+
+
+def feed_lock(text: bytes) -> str:
+    """What an owner that has ended, on this host, may have left in its lock."""
+    path = scratch() / ".lock"
+    path.write_bytes(text)
+    with mock.patch.object(lock, "RENEWAL_S", 0.001):  # others on another host have not renewed it
+        lock.FileLock.take(path, path.parent).release()
+    return "taken over"
+
+
+ENVIRONMENT = st.dictionaries(
+    st.sampled_from(["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]),
+    st.one_of(
+        st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=10),
+        st.integers().map(str),
+        st.sampled_from(["zero", "", "9" * 5000]),
+    ),
+)
+
+
+def feed_environment(variables: dict[str, str]) -> str:
+    try:
+        with mock.patch.dict(os.environ, variables):
+            torchrun_world_size()
+            is_restarted()
+    except TrainingError:
+        return "refused"
+    return "taken"
+
+
+NUMBERS = st.one_of(
+    st.integers(-(10**6), 10**6).map(str),
+    st.floats().map(str),
+    st.sampled_from(["nan", "inf", "-inf", "0", "-0.0", "1e400", "9" * 5000, "-1", "", "x"]),
+)
+PLANNED = st.lists(
+    st.tuples(
+        st.sampled_from(
+            [
+                *(
+                    "--memory-gib",
+                    "--node",
+                    "--cards",
+                    "--compute-s",
+                    "--mfu",
+                    "--ranks",
+                    "--mesh",
+                    "--reshard-to",
+                ),
+                *("--batch-size", "--seq-len", "--accumulate", "--stage", "--device", "--link", "--network"),
+                *("--precision", "--reduce-dtype", "--gradient-dtype", "--optimizer", "--override", "--unit"),
+            ]
+        ),
+        st.one_of(NUMBERS, ODD_TEXTS, st.sampled_from(["2x2", "h100", "bf16", "hfsdp", "layers=nan"])),
+    ),
+    max_size=4,
+)
+
+
+def feed_plan(options: list[tuple[str, str]]) -> str:
+    """Options of `shardgrad plan`; a request that makes sense is not planned, since that takes seconds."""
+    words = ["plan", "--preset", "tiny", "--no-advice", *(word for pair in options for word in pair)]
+    with mock.patch("shardgrad.plan.planning.make_plan", side_effect=TrainingError("made sense")):
+        result = CliRunner().invoke(main, words)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return f"exit status {result.exit_code}"
+
+
 # -- the configuration --------------------------------------------------------------------------------------
 
 FIELDS = st.sampled_from(list(TrainConfig.__dataclass_fields__))
@@ -304,6 +512,21 @@ TARGETS: dict[str, Target] = {
     "latest": Target(
         st.one_of(st.binary(max_size=40), ODD_TEXTS.map(lambda x: x.encode("utf-8", "replace"))), feed_pointer
     ),
+    "list of contents of torch": Target(PROGRAMS, feed_list_of_contents),
+    "attributes in a list of torch": Target(ATTRIBUTES, feed_attributes),
+    "archive of torch": Target(PROGRAMS, feed_archive),
+    "metrics": Target(EVENTS, feed_metrics),
+    "lock": Target(
+        st.one_of(
+            st.binary(max_size=100),
+            st.fixed_dictionaries({"host": ODD, "process": ODD, "since": ODD}).map(
+                lambda x: json.dumps(x).encode()
+            ),
+        ),
+        feed_lock,
+    ),
+    "environment": Target(ENVIRONMENT, feed_environment),
+    "options of a plan": Target(PLANNED, feed_plan),
     "settings": Target(st.dictionaries(FIELDS, ODD, max_size=4), feed_settings),
     "file of settings": Target(
         st.tuples(

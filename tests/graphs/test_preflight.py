@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
-from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.graphs.preflight import StepTrace, differences, watch
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue, explain
+from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 CPU = torch.device("cpu")
 OTHERS = torch.Generator().manual_seed(1)

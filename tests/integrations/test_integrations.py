@@ -236,7 +236,7 @@ def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
     one_rank.run(_plain_parameters_are_trained_too, decoupled)
 
 
-# -- gradients: where they are, and what they owe -----------------------------------------------------------
+# -- gradients: where they are, and their scale ----------------------------------------------------------
 
 
 def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool) -> None:
@@ -258,14 +258,14 @@ def test_float32_gradients_of_bfloat16_weights(
     two_ranks.run(_gradients_of_another_dtype, version, capturable, decoupled)
 
 
-def _clipped(name: str, owing: bool, capturable: bool) -> Tensors:
+def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
     model = plane()
     with partner(name) as fused_adam:
         optimizer = fused_adam(model, **HYPER, capturable=capturable)
         for step in range(2):
             model(step).backward()
-            norm = shardgrad.clip_grad_norm_(model, 0.01 if owing else float("inf"))
-            if not owing:
+            norm = shardgrad.clip_grad_norm_(model, 0.01 if scaled else float("inf"))
+            if not scaled:
                 for param in model.parameters():
                     param.grad.mul_((0.01 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()

@@ -326,3 +326,52 @@ def another_librarys_dtensors() -> None:
 
 def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks) -> None:
     two_ranks.run(another_librarys_dtensors)
+
+
+# -- whatever happened before -------------------------------------------------------------------------------
+
+
+def clips_after_an_evaluation(options: dict[str, Any]) -> None:
+    """Modules still show unsharded parameters then; the gradients are those of the sharded ones."""
+    model = SHARDGRAD.shard_tower(tower(), **options)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    expected = shardgrad.clip_grad_norm_(list(model.parameters()), math.inf)
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(1))
+    assert torch.equal(shardgrad.clip_grad_norm_(model, 1e-3), expected)
+    for module in model.modules():
+        if isinstance(module, shardgrad.FSDPModule):
+            module.reshard()
+    assert shardgrad.clip_grad_norm_(model, math.inf).item() == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}, {"zero_stage": 2}],
+    ids=["default", "unsharded", "over_fewer_ranks", "stage_2"],
+)
+def test_clipping_after_an_evaluation_finds_every_gradient(two_ranks: Ranks, options: dict[str, Any]) -> None:
+    two_ranks.run(clips_after_an_evaluation, options)
+
+
+def trains_on_after_a_nan(through_model: bool) -> None:
+    """Gradients are set to zero and not to None, so those of the next step are added to them."""
+    model = SHARDGRAD.shard_tower(tower())
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    norms = []
+    for step in range(4):
+        loss = token_loss(model, SHARDGRAD.tokens(step))
+        (loss * math.nan if step == 1 and dist.get_rank() == 0 else loss).backward()
+        norms.append(shardgrad.clip_grad_norm_(model, 0.1).item())
+        optim.step()
+        (model if through_model else optim).zero_grad(set_to_none=False)
+    assert math.isnan(norms[1])
+    assert all(map(math.isfinite, (norms[0], *norms[2:])))
+    assert optim.skipped_steps.item() == 1
+
+
+@pytest.mark.parametrize("through_model", [False, True])
+def test_training_goes_on_after_a_nan_that_was_clipped_and_zeroed(
+    two_ranks: Ranks, through_model: bool
+) -> None:
+    two_ranks.run(trains_on_after_a_nan, through_model)

@@ -382,6 +382,32 @@ def test_the_command_prints_a_plan_for_programs() -> None:
     assert {row["kind"] for row in plan["traffic"]} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory-gib", "nan"], "--memory-gib is nan: give a positive number"),
+        (["--memory-gib", "inf"], "--memory-gib is inf: give at most"),
+        (["--memory-gib", "-1"], "--memory-gib is -1.0: give a positive"),
+        (["--node", "0"], "--node is 0: give a positive"),
+        (["--cards", "-3"], "--cards is -3: give a positive"),
+        (["--cards", "0"], "--cards is 0: give a positive"),
+        (["--compute-s", "nan"], "--compute-s is nan: give a positive"),
+        (["--compute-s", "inf"], "--compute-s is inf: give at most"),
+        (["--mfu", "nan"], "--mfu is nan: give a fraction"),
+        (["--ranks", "0"], "--ranks is 0: give a positive"),
+        (["--ranks", "9" * 400], "give at most"),
+        (["--batch-size", str(2**62)], "--batch-size is 4611686018427387904: give at most"),
+        (["--seq-len", str(2**62)], "--seq-len is 4611686018427387904: give at most"),
+        (["--mesh", "9" * 5_000], "is not a mesh"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_by_name(arguments: list[str], words: str) -> None:
+    result = run("--no-advice", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.output
+
+
 def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"

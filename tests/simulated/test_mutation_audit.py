@@ -53,7 +53,7 @@ def _files(names: Iterable[str]) -> set[str]:
 
 def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     recorded = _files(edge.recorded for edge in _edges())
-    files = {"all_gather.py", "buffers.py", "grad_collector.py", "grad_packer.py"}
+    files = {"all_gather.py", "buffers.py", "grad_collector.py"}
     assert recorded >= {*files, "hfsdp.py", "reduction.py", "root.py", "unsharded.py"}
     assert "outside of the engine" not in {
         place for edge in _edges() for place in (edge.recorded, edge.awaited)

@@ -1,7 +1,6 @@
 """Programs of this project in processes forked from one that has imported torch: the start costs nothing.
 
-Ranks that such a program starts are forked too. What a program does when an interpreter is really started is
-for tests that use `subprocess`.
+What a program does when an interpreter is really started is for tests that use `subprocess`.
 """
 
 from __future__ import annotations
@@ -20,19 +19,27 @@ from typing import Any
 
 from tests.support.processes import CONTEXT, FairClock
 
+ROOT = Path(__file__).parents[2]
+
 
 def _become(
-    module: str, arguments: Sequence[str], outputs: tuple[str, str], environment: dict[str, str]
+    module: str,
+    arguments: Sequence[str],
+    outputs: tuple[str, str],
+    environment: dict[str, str],
+    forks: bool,
 ) -> None:
     os.setsid()
+    os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)
     silence = os.open(os.devnull, os.O_RDONLY)
     written = [os.open(path, os.O_WRONLY | os.O_APPEND) for path in outputs]
     for number, descriptor in enumerate((silence, *written)):
         os.dup2(descriptor, number)
-    fork = multiprocessing.get_context("fork")
-    multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
+    if forks:
+        fork = multiprocessing.get_context("fork")
+        multiprocessing.get_context = lambda method=None: fork  # type: ignore[assignment]
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
@@ -40,16 +47,22 @@ def _become(
 class Program:
     """`python -m module arguments`, with the part of `subprocess.Popen` that tests use.
 
-    It leads a session of its own, and reads nothing.
+    It leads a session of its own, works in the root of the project, and reads nothing.
+
+    Args:
+        module: what is run as `__main__`.
+        arguments: words of its command line.
+        forks: whether processes that it starts by `multiprocessing` are forked from it; only where it has not
+            computed anything before.
     """
 
-    def __init__(self, module: str, *arguments: str | Path) -> None:
+    def __init__(self, module: str, *arguments: str | Path, forks: bool = False) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="program-")
         self._outputs = tuple(Path(self._folder.name, name) for name in ("output", "errors"))
         for path in self._outputs:
             path.touch()
         outputs = tuple(map(str, self._outputs))
-        order = module, [str(argument) for argument in arguments], outputs, dict(os.environ)
+        order = module, [str(argument) for argument in arguments], outputs, dict(os.environ), forks
         self._process: Any = CONTEXT.Process(target=_become, args=order)
         self._process.start()
 
@@ -89,9 +102,11 @@ class Program:
         return output, errors
 
 
-def run(module: str, *arguments: str | Path, timeout: float = 60.0) -> subprocess.CompletedProcess[str]:
+def run(
+    module: str, *arguments: str | Path, forks: bool = False, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end."""
-    program = Program(module, *arguments)
+    program = Program(module, *arguments, forks=forks)
     output, errors = program.communicate(timeout)
     status = program.poll()
     assert status is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from shardgrad.cli import main
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import UsageError
+from shardgrad.train.launch import start
 
 SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 
@@ -58,6 +60,16 @@ def test_a_bad_file_is_refused_in_words(tmp_path: Path, name: str, text: str, wo
         ({"steps": 0}, "--steps is 0: give at least 1"),
         ({"final_lr_ratio": 2.0}, "at most 1"),
         ({"lr": float("nan")}, "--lr is nan"),
+        ({"lr": float("inf")}, "--lr is inf: give a finite number"),
+        ({"lr": 10**400}, "--lr is a number of 1329 bits"),
+        ({"seed": 10**40}, "--seed is a number of 133 bits"),
+        ({"timeout": 1e300}, "--timeout is 1e[+]300: give at most"),
+        ({"batch_size": 3 * 2**40}, "--batch-size is 3298534883328: give at most 1048576"),
+        ({"mesh": "9" * 5_000}, "is not a mesh"),
+        ({"mesh": "2x" + "9" * 5_000}, "is not a mesh"),
+        ({"override": {"layers": 10**9}}, "layers is 1000000000: give at most"),
+        ({"override": {"norm_eps": 10**400}}, "norm_eps is a number of 1329 bits"),
+        ({"override": {"norm_eps": float("nan")}}, "norm_eps is nan"),
         ({"steps": "many"}, "--steps needs a value of type int"),
         ({"batch_size": True}, "--batch-size needs a value of type int"),
         ({"precision": "fp16"}, "fp32, bf16-mixed, .* loss scaling"),
@@ -94,6 +106,36 @@ def test_ranks_that_cannot_share_the_batch_are_refused_unless_it_is_given_anew()
     assert resumed(SAVED, {"ranks": 3, "batch_size": 5}, world_size=None).batch_size == 5
 
 
+def test_the_largest_batch_is_shared_at_once() -> None:
+    """The divisor is looked for among the sizes up to the saved one."""
+    saved = TrainConfig(ranks=2, batch_size=3 * 2**18, accumulate=2**40)
+    config = resumed(saved, {"ranks": 3}, world_size=None)
+    assert config.batch_size * config.accumulate * 3 == 3 * 2**18 * 2**40 * 2
+    assert config.batch_size <= saved.batch_size
+
+
+def test_a_file_of_settings_that_claims_40_gib_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.touch()
+    os.truncate(path, 40 * 2**30)
+    with pytest.raises(UsageError, match="more than 1048576 bytes"):
+        read_settings(path)
+
+
+@pytest.mark.parametrize(
+    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
+)
+@pytest.mark.parametrize("text", ["zero", "-1", "", "1.0", "9" * 5_000, "²"])
+def test_a_launchers_variable_that_is_no_number_is_named(
+    name: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
+        start({"run_dir": "nowhere"}, resume=None, debug=False)
+
+
 def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:
     config = resumed(SAVED, {"steps": 80}, world_size=None)
     assert config == dataclasses.replace(SAVED, steps=80)
@@ -128,6 +170,11 @@ def test_the_command_line_has_every_setting() -> None:
         (["--lr", "-1"], "--lr is -1.0: give at least 0"),
         (["--override", "layers"], "not KEY=VALUE"),
         (["--override", "layers=two"], "whole number, not 'two'"),
+        (["--override", "layers=" + "[" * 100_000], "whole number, not '["),
+        (["--override", "norm_eps=1e400"], "norm_eps is inf"),
+        (["--lr", "inf"], "--lr is inf: give a finite number"),
+        (["--lr", "1e400"], "--lr is inf: give a finite number"),
+        (["--timeout", "nan"], "--timeout is nan"),
         (["--resume", "/nowhere"], "no run in /nowhere"),
         (["--config", "/nowhere.toml"], "cannot be read"),
     ],

@@ -53,7 +53,7 @@ Started = subprocess.Popen[str] | Program
 def start(*arguments: str | Path, program: list[str] | None = None) -> Started:
     """The program in a process group of its own: forked, or by interpreters if its command is given."""
     if program is None:
-        return Program(*TRAIN[2:], *arguments)
+        return Program(*TRAIN[2:], *arguments, forks=True)
     return subprocess.Popen(
         [*program, *map(str, arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)},

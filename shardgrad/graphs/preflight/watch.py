@@ -33,13 +33,13 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
-from shardgrad.engine.pending_scale import ScaledGradient
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.graphs.preflight.op_issues import OpCall, OpIssue, op_issues, synchronizing_functions
 from shardgrad.graphs.preflight.op_trace import Operand, StepTrace, TracedOp
 from shardgrad.graphs.preflight.source_location import SourceLocation, current_location
 from shardgrad.graphs.recomputation import draws_again
 from shardgrad.graphs.torch_patches import Patch, Replacement
+from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["watch"]
 
@@ -271,7 +271,7 @@ def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
         if isinstance(leaf, ScaledGradient):
-            yield leaf.unpaid()  # identity and address, not the values
+            yield leaf.unscaled()  # identity and address, not the values
         elif isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)
             yield from _plain(_inner(leaf)) if wraps else (leaf,)

@@ -1,0 +1,22 @@
+"""Names in profiles.
+
+A step has some twenty spans, so while no profiler runs not even a function is called for them:
+
+    with span("all_gather", name) if profiler._is_profiler_enabled else NO_SPAN:
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch.autograd import profiler
+
+__all__ = ["NO_SPAN", "profiler", "span"]
+
+NO_SPAN: AbstractContextManager[object] = nullcontext()
+
+
+def span(what: str, unit: str) -> AbstractContextManager[object]:
+    """Returns a context that shows up as `FSDP::what (unit)` in a profile."""
+    return torch.profiler.record_function(f"FSDP::{what} ({unit})")

@@ -1,0 +1,332 @@
+"""A folder of checkpoints has one writer, which others can name; and `latest` is always there, and no older
+than before.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardgrad import checkpoint
+from shardgrad.checkpoint import Series, lock, publish
+from shardgrad.checkpoint.lock import FileLock
+from shardgrad.errors import CheckpointError, CheckpointSaveError
+
+
+def small(number: int) -> dict[str, Any]:
+    return {"x": torch.full((64,), float(number)), "n": number}
+
+
+def save(series: Series, step: int, *, number: int | None = None) -> None:
+    path = series.path_of(step)
+    checkpoint.save(small(step if number is None else number), path, then=lambda: series.publish(path))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+@contextmanager
+def elsewhere(work: Callable[[], None]) -> Iterator[int]:
+    """Does something in another process, which then lives until the end of the block; gives its number."""
+    told, tells = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+            os.write(tells, b"done")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(tells)
+    try:
+        assert os.read(told, 4) == b"done"
+        yield child
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(told)
+
+
+# -- the lock -------------------------------------------------------------------------------------------
+
+
+def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> None:
+    series = Series(tmp_path)
+    with elsewhere(lambda: save(Series(tmp_path), 1)) as holder:
+        words = rf"process {holder} on {socket.gethostname()}, since {time.strftime('%Y-')}"
+        for work in (
+            series.acquire,
+            series.recover,
+            lambda: save(series, 2),
+            lambda: series.publish(series.path_of(1)),
+        ):
+            with pytest.raises(CheckpointSaveError, match=words):
+                work()
+        assert names(tmp_path) == ["step_000001"], "refused before anything was written"
+        assert series.latest() == series.path_of(1), "reading is free"
+    save(series, 2)
+    assert series.latest() == series.path_of(2)
+
+
+def test_two_processes_do_not_save_under_one_name_at_a_time(tmp_path: Path) -> None:
+    def begin() -> None:
+        publish.Publication(tmp_path / "c").begin()
+
+    with elsewhere(begin) as holder:
+        with pytest.raises(
+            CheckpointSaveError, match=rf"c is being written by another process(.|\n)*process {holder} "
+        ):
+            checkpoint.save(small(1), tmp_path / "c")
+        checkpoint.save(small(1), tmp_path / "d")
+    checkpoint.save(small(2), tmp_path / "c")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "d"], (
+        "locks and what was half written are gone"
+    )
+
+
+def test_a_process_may_take_its_lock_again_and_gives_it_back_as_often(tmp_path: Path) -> None:
+    first, second = Series(tmp_path), Series(tmp_path)
+    save(first, 1)
+    save(second, 2)
+    first.release()
+
+    with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
+        pass
+    second.release()
+    with elsewhere(Series(tmp_path).acquire):
+        pass
+
+
+def test_a_forked_process_does_not_write_with_its_parents_lock(tmp_path: Path) -> None:
+    series = Series(tmp_path)
+    save(series, 1)
+
+    def refused() -> None:
+        with pytest.raises(CheckpointSaveError, match=f"process {os.getppid()} "):
+            save(Series(tmp_path), 2)
+
+    with elsewhere(refused):
+        pass
+    with pytest.raises(AssertionError), elsewhere(Series(tmp_path).acquire):
+        pass  # what the child did has not unlocked it
+
+
+def test_a_lock_outlives_the_children_that_it_was_not_meant_for(tmp_path: Path) -> None:
+    """A process that was forked by a writer and lives on does not keep its folder locked."""
+    told, tells = os.pipe()
+    writer = os.fork()
+    if writer == 0:
+        Series(tmp_path).acquire()
+        orphan = os.fork()
+        if orphan == 0:
+            signal.pause()
+        os.write(tells, str(orphan).encode())
+        os._exit(0)
+    os.waitpid(writer, 0)
+    orphan = int(os.read(told, 20))
+    try:
+        series = Series(tmp_path)
+        series.acquire()
+        series.release()
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+HOLD = """
+import socket, sys, time
+from pathlib import Path
+socket.gethostname = lambda: "faraway"
+import fcntl
+fcntl.lockf = lambda *_: None
+from shardgrad.checkpoint import lock
+lock.RENEWAL_S = 0.2
+held = lock.FileLock.take(Path(sys.argv[1]), Path(sys.argv[1]).parent)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_holder_on_a_host_whose_locks_do_not_arrive_is_known_by_its_renewals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "RENEWAL_S", 1.0)  # three of them, so a busy machine may delay those of 0.2 s
+    path = tmp_path / ".lock"
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(CheckpointSaveError, match=f"process {holder.pid} on faraway"):
+            FileLock.take(path, tmp_path)
+    finally:
+        holder.kill()
+        holder.wait()
+    began_s = time.monotonic()
+    FileLock.take(path, tmp_path).release()
+    assert time.monotonic() - began_s > 2.9, "nothing renewed it for as long as three renewals take"
+    assert not path.exists()
+
+
+def test_a_file_system_without_locks_is_named_and_renewals_are_all_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", unsupported)
+    monkeypatch.setattr(lock, "RENEWAL_S", 0.1)
+    with pytest.warns(UserWarning, match=r"without locks \(No locks available\)"):
+        held = FileLock.take(tmp_path / ".lock", tmp_path)
+    before_ns = (tmp_path / ".lock").stat().st_mtime_ns
+    deadline_s = time.monotonic() + 60
+    while (tmp_path / ".lock").stat().st_mtime_ns == before_ns:
+        assert time.monotonic() < deadline_s, "never renewed"
+        time.sleep(0.02)
+    with elsewhere(lambda: refuses(tmp_path / ".lock")):
+        pass
+    held.release()
+
+
+def refuses(path: Path) -> None:
+    lock.RENEWAL_S = 10.0
+    with (
+        pytest.warns(UserWarning, match="without locks"),
+        pytest.raises(CheckpointSaveError, match="being written"),
+    ):
+        FileLock.take(path, path.parent)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 4000, b'{"host": 1, "process": "x"}', b"9" * 5000])
+def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / ".lock").write_bytes(content)
+    FileLock.take(tmp_path / ".lock", tmp_path)
+    assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
+
+
+# -- latest ---------------------------------------------------------------------------------------------
+
+
+def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_path: Path) -> None:
+    """One of them is refused, however often it tries; there is always a whole checkpoint to read."""
+
+    first = Series(tmp_path)
+    save(first, 0)
+    first.release()
+    savers = []
+    for _ in range(2):
+        saver = os.fork()
+        if saver == 0:
+            series, step = Series(tmp_path, keep=2), 0
+            while True:
+                step += 1
+                try:
+                    save(series, step)
+                except CheckpointSaveError:
+                    time.sleep(0.001)
+        savers.append(saver)
+    try:
+        series, seen = Series(tmp_path, keep=2), [-1]
+        deadline_s = time.monotonic() + 90
+        while len(seen) < 40:
+            assert time.monotonic() < deadline_s, f"{len(seen)} checkpoints only"
+            assert all(os.waitpid(saver, os.WNOHANG) == (0, 0) for saver in savers), "a saver failed"
+            path = series.latest()
+            assert path is not None, f"latest went away after step {seen[-1]}"
+            step = int(path.name.removesuffix(".replaced")[5:])
+            assert step >= seen[-1], f"latest went from step {seen[-1]} back to {step}"
+            if step > seen[-1]:
+                seen.append(step)
+            try:
+                state = checkpoint.load(small(-1), path)
+            except CheckpointError:  # it was removed meanwhile, since there are two newer ones
+                assert series.latest() != path
+            else:
+                assert torch.equal(state["x"], small(state["n"])["x"])
+    finally:
+        for saver in savers:
+            os.kill(saver, signal.SIGKILL)
+            os.waitpid(saver, 0)
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_what_a_run_that_went_back_abandoned_is_neither_latest_nor_kept_for_it(
+    tmp_path: Path, keep: int
+) -> None:
+    series = Series(tmp_path, keep=4)
+    for step in (10, 20, 30, 40):
+        save(series, step)
+    (tmp_path / "latest").write_text("step_000020\n")
+    again = Series(tmp_path, keep=keep)  # another process, or the same one
+    save(again, 30, number=31)
+    assert again.latest() == again.path_of(30)
+    assert checkpoint.load(small(0), again.path_of(30))["n"] == 31
+    kept = ["step_000010", "step_000020", "step_000030"]
+    assert names(tmp_path) == kept[-keep:]
+    (tmp_path / "latest").unlink()
+    assert again.latest() == again.path_of(30)
+    save(again, 70)
+    assert names(tmp_path) == [*kept, "step_000070"][-keep:]
+
+
+def test_abandoned_checkpoints_stay_while_there_is_room_and_go_first(tmp_path: Path) -> None:
+    series = Series(tmp_path, keep=4)
+    for step in (10, 20, 30):
+        save(series, step)
+    (tmp_path / "latest").write_text("step_000010\n")
+    save(series, 40)
+    assert names(tmp_path) == ["step_000010", "step_000020.abandoned", "step_000030.abandoned", "step_000040"]
+    assert checkpoint.load(small(0), tmp_path / "step_000020.abandoned")["n"] == 20
+    (tmp_path / "latest").unlink()
+    assert series.latest() == series.path_of(40)
+    save(series, 50)
+    assert names(tmp_path) == ["step_000010", "step_000030.abandoned", "step_000040", "step_000050"]
+
+
+def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(tmp_path: Path) -> None:
+    series = Series(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        checkpoint.save(small(step), series.path_of(step))
+    for step in (10, 30, 20):
+        series.publish(series.path_of(step))
+    assert series.latest() == series.path_of(30)
+    save(series, 40)
+    assert names(tmp_path) == ["step_000030", "step_000040"]
+
+
+def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader has read the name; before it looks, two newer checkpoints are saved and the one it read is
+    removed.
+    """
+    series = Series(tmp_path, keep=1)
+    save(series, 1)
+    read = Series._named
+    later = iter([2, 3])
+
+    def slow(self: Series) -> str:
+        name = read(self)
+        for step in later:
+            save(series, step)
+        return name
+
+    reader = Series(tmp_path)
+    monkeypatch.setattr(Series, "_named", lambda self: slow(self) if self is reader else read(self))
+    monkeypatch.setattr(reader, "complete", list)  # each that it lists is removed before it looks at it
+    assert reader.latest() == series.path_of(3)

@@ -1,0 +1,140 @@
+"""What a run leaves behind is read again, whatever has happened to it meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.parallel import World
+from shardgrad.train.record import RunRecord
+
+WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # it has nobody to talk to
+FACTS = {"digest": "abc"}
+
+
+def begun(folder: Path) -> RunRecord:
+    """A record with a step, a validation and a checkpoint."""
+    record = RunRecord(folder)
+    assert record.begin(TrainConfig(ranks=1), WORLD, step=0, facts=FACTS) is None
+    record.write("step", step=1, loss=2.5, grad_norm=float("nan"))
+    record.write("validation", step=1, loss=2.0)
+    record.write("checkpoint", step=1, path="somewhere")
+    return record
+
+
+def resume(record: RunRecord, *, step: int = 1) -> str | None:
+    return record.begin(TrainConfig(ranks=1), WORLD, step=step, facts=FACTS)
+
+
+def kinds(record: RunRecord) -> list[str]:
+    return [event["event"] for event in record.events()]
+
+
+def test_a_resumed_run_keeps_the_metrics_of_the_steps_that_it_has_made(tmp_path: Path) -> None:
+    record = begun(tmp_path)
+    record.write("step", step=2, loss=1.0)
+    assert resume(record) is None
+    assert kinds(record) == ["start", "step", "validation", "checkpoint", "start"]
+
+
+def test_no_flipped_bit_of_the_metrics_keeps_a_run_from_going_on(tmp_path: Path) -> None:
+    record = begun(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    right = path.read_bytes()
+    warned = 0
+    for at in range(len(right)):
+        for bit in (0, 5, 7):
+            damaged = bytearray(right)
+            damaged[at] ^= 1 << bit
+            path.write_bytes(damaged)
+            warning = resume(record)
+            record.draw(unigram_entropy=1.0) if at % 40 == 0 else None
+            assert kinds(record)[-1] == "start"
+            if warning is not None:
+                warned += 1
+                (aside,) = tmp_path.glob("metrics.jsonl.unreadable")
+                assert str(aside) in warning
+                assert aside.read_bytes() == damaged, "nothing of it is lost"
+                aside.unlink()
+    assert warned > len(right)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event": "step", "step": "7", "loss": 1.0}',
+        b'{"event": "step", "step": true, "loss": 1.0}',
+        b'{"event": "step", "step": 7, "loss": "low"}',
+        b'{"event": "step", "step": 7, "loss": ' + b"9" * 400 + b"}",
+        b'{"event": "step", "step": ' + b"9" * 5000 + b"}",
+        b'{"event": ["step"], "step": 7}',
+        b'{"event": "step"}',
+        b'{"step": 7}',
+        b"[1, 2]",
+        b"null",
+        b"\xff\xfe",
+        b"\0" * 100,
+        b"[" * 100_000,
+    ],
+)
+def test_a_line_that_is_no_event_is_set_aside_with_a_warning_and_the_others_stay(
+    tmp_path: Path, line: bytes
+) -> None:
+    record = begun(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    warning = resume(record)
+    assert warning is not None
+    assert warning.startswith("Warning: 1 line of metrics.jsonl could not be read")
+    assert kinds(record) == ["start", "step", "validation", "checkpoint", "start"]
+    assert (tmp_path / "metrics.jsonl.unreadable").read_bytes().startswith(line)
+    record.draw(unigram_entropy=1.0)
+
+
+def test_metrics_that_are_set_aside_twice_are_kept_twice(tmp_path: Path) -> None:
+    record = begun(tmp_path)
+    for words in (b"first\n", b"second\n"):
+        (tmp_path / "metrics.jsonl").write_bytes(words)
+        assert resume(record) is not None
+    assert (tmp_path / "metrics.jsonl.unreadable").read_bytes() == b"first\n"
+    assert (tmp_path / "metrics.jsonl.unreadable-2").read_bytes() == b"second\n"
+
+
+def test_a_last_line_that_was_cut_short_is_left_out_without_a_warning(tmp_path: Path) -> None:
+    record = begun(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes()[:-5])
+    assert resume(record) is None
+    assert kinds(record) == ["start", "step", "validation", "start"]
+
+
+@pytest.mark.parametrize("kind", ["40 GiB", "pipe", "folder", "link to nothing"])
+def test_metrics_that_are_no_readable_file_are_set_aside(tmp_path: Path, kind: str) -> None:
+    record = begun(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    if kind == "40 GiB":
+        os.truncate(path, 40 * 2**30)
+    else:
+        path.unlink()
+        {"pipe": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda p: os.symlink("nothing", p)}[kind](
+            path
+        )
+    warning = resume(record)
+    assert warning is not None
+    assert kinds(record) == ["start"]
+
+
+def test_a_start_without_a_digest_is_an_event_like_others(tmp_path: Path) -> None:
+    record = begun(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    events: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
+    del events[0]["digest"]
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert resume(record) is None
+    assert [event.get("digest") for event in record.events() if event["event"] == "start"] == [None, "abc"]

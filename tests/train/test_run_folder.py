@@ -1,0 +1,160 @@
+"""A run folder and its one owner: second starts, a terminal that hangs up, a checkpoint that is damaged."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.train.test_train_program import HALF, MICRO, ROOT, TRAIN, events, losses, ranks_of, start
+
+LIMIT_S = 280  # of each program; on a busy machine, its imports alone take a minute
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit status, output and errors of a program that ends by itself."""
+    try:
+        output, errors = process.communicate(timeout=LIMIT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output, errors
+
+
+def train(*arguments: str | Path) -> str:
+    """The output of a run that has to succeed."""
+    status, output, errors = end(start(*arguments))
+    assert status == 0, errors
+    return output
+
+
+def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Returns when a run has logged so many steps."""
+    deadline_s = time.monotonic() + LIMIT_S
+    while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= count):
+        if time.monotonic() > deadline_s or process.poll() is not None:
+            pytest.fail(f"the run did not get that far: {end(process)}")
+        time.sleep(0.05)
+
+
+def test_a_second_start_says_who_holds_the_folder_and_since_when_and_a_dead_owner_is_replaced(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "run"
+    first = start(*MICRO, "--steps", "1000000", "--checkpoint-every", "3", "--run-dir", folder)
+    wait_for_steps(folder, HALF + 1, first)
+    writer = ranks_of(first)[0]
+    status, _, errors = end(start("--resume", folder))
+    assert status == 2
+    assert f"(process {writer} on " in errors
+    assert "since 20" in errors
+    assert "Traceback" not in errors
+    assert first.poll() is None, "the first goes on"
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    done = int((folder / "checkpoints" / "latest").read_text()[5:])
+    assert "Resumed after step" in train("--resume", folder, "--steps", str(done + 4))
+
+
+def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
+    """The terminal is gone when the last lines are written; the step is saved all the same."""
+    folder = tmp_path / "run"
+    ours, theirs = pty.openpty()
+    command = [
+        *TRAIN,
+        *MICRO,
+        "--steps",
+        "1000000",
+        "--checkpoint-every",
+        "1000000",
+        "--run-dir",
+        str(folder),
+    ]
+    process = subprocess.Popen(
+        ["setsid", "--ctty", "--wait", *command],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        close_fds=True,
+        text=True,
+    )
+    os.close(theirs)
+    deadline_s = time.monotonic() + LIMIT_S
+    os.set_blocking(ours, False)
+    while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2):
+        assert time.monotonic() < deadline_s
+        assert process.poll() is None
+        try:
+            os.read(ours, 65536)
+        except BlockingIOError:
+            time.sleep(0.05)
+    os.close(ours)  # the system sends SIGHUP
+    process.wait(LIMIT_S)
+    done = max(losses(folder))
+    assert (folder / "checkpoints" / "latest").read_text() == f"step_{done:06d}\n"
+    assert f"Resumed after step {done}." in train("--resume", folder, "--steps", str(done + 1))
+
+
+def test_a_hangup_is_told_like_other_requests_where_someone_can_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(*MICRO, "--steps", "1000000", "--checkpoint-every", "1000000", "--run-dir", folder)
+    wait_for_steps(folder, 2, process)
+    os.killpg(process.pid, signal.SIGHUP)
+    status, _, errors = end(process)
+    assert status == 130
+    assert f"resume with: shardgrad train --resume {folder}" in errors
+    assert "Traceback" not in errors
+
+
+def test_advice_after_a_damaged_checkpoint_names_one_that_is_whole_or_none(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(*MICRO, "--ranks", "1", "--checkpoint-every", "2", "--keep", "3", "--run-dir", folder)
+    checkpoints = folder / "checkpoints"
+
+    def damage(step: int) -> None:
+        data = checkpoints / f"step_{step:06d}" / "rank_00000.bin"
+        content = bytearray(data.read_bytes())
+        content[len(content) // 2] ^= 4
+        data.write_bytes(content)
+
+    def advice() -> str:
+        status, _, errors = end(start("--resume", folder, "--steps", "9"))
+        assert status == 1, errors
+        return errors
+
+    damage(6)
+    words = advice()
+    assert "step_000006 cannot be used" in words
+    assert f"write step_000004, which is whole, into {checkpoints / 'latest'}" in words
+    assert words.count("step_000006") == words.count(str(checkpoints / "step_000006")), (
+        "only as what is damaged"
+    )
+    damage(4)
+    assert "write step_000002, which is whole" in advice()
+    shutil.rmtree(checkpoints / "step_000002")
+    words = advice()
+    assert "no older checkpoint is whole" in words
+    assert "step_000004" not in words
+    assert "newest checkpoint" not in words
+
+
+def test_a_run_with_a_flipped_bit_in_its_metrics_goes_on_with_a_warning(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(*MICRO, "--ranks", "1", "--run-dir", folder)
+    metrics = folder / "metrics.jsonl"
+    content = bytearray(metrics.read_bytes())
+    content[content.index(b"digest")] ^= 0x80
+    metrics.write_bytes(content)
+    output = train("--resume", folder, "--steps", "8")
+    assert "Warning: 1 line of metrics.jsonl could not be read" in output
+    assert (folder / "metrics.jsonl.unreadable").read_bytes() == content
+    assert max(event["step"] for event in events(folder)) == 8
