@@ -226,6 +226,7 @@ class RootContext:
             span("root_post_backward_callback", self.root.name) if profiler._is_profiler_enabled else NO_SPAN,
             torch.no_grad(),
         ):
+            self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()
             self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)

@@ -21,6 +21,9 @@ from shardgrad.engine.reduction import Reduction
 
 __all__ = ["ReductionScheduler"]
 
+# Whether the backward that runs on this thread was called with `retain_graph=True`.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
 
 _GRAD = attrgetter("grad")
 
@@ -51,6 +54,8 @@ class ReductionScheduler:
         is_last_backward: False for a micro-batch that others follow.
         enrolment: asked when a backward begins for the groups to reduce, entered or not; None for those that
             entered. See [Note: Participation].
+        reads_again: True from a backward that makes a graph (`create_graph=True`), which reads parameters
+            again, to the end of one that keeps none: nothing is resharded in between.
     """
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
@@ -58,6 +63,8 @@ class ReductionScheduler:
         self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True
+        self.reads_again = False
+        self._keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
@@ -82,6 +89,10 @@ class ReductionScheduler:
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 
+    def finish_reading(self) -> None:
+        """At the end of a backward: forgets a graph that it has not kept."""
+        self.reads_again, self._keeps_graph = self._keeps_graph, False
+
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions; does nothing if it has begun already.
 
@@ -92,6 +103,9 @@ class ReductionScheduler:
             return
         self.backward_running = True
         if in_autograd:
+            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be kept.
+            self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+            self.reads_again |= self._keeps_graph
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
@@ -186,7 +200,7 @@ class ReductionScheduler:
             Names of the units with gradients that are lost.
         """
         self._queue.clear()
-        self.backward_running = False
+        self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
         for grads in groups:
