@@ -1,8 +1,7 @@
-"""All-gathers: what this rank sends (`AllGatherInput`), and one that is under way (`AllGather`).
+"""All-gathers: what this rank sends (`AllGatherInput`, made once), and one under way (`AllGather`).
 
-A group's input is made once and gathered again and again. What is special about an input (a shard that lives
-on the host, a shard over two axes of a mesh, tensors that a subclass computes) is a subclass under
-`features/`, chosen in `fully_shard.py`.
+Special inputs (a shard on the host or over two axes of a mesh, tensors that a subclass computes) are
+subclasses under `features/`, chosen in `fully_shard.py`.
 """
 
 from __future__ import annotations
@@ -26,18 +25,9 @@ __all__ = ["AllGather", "AllGatherInput"]
 class AllGatherInput:
     """What this rank sends in the all-gathers of a group: its shard.
 
-    Args:
-        chunk: 1-D, this rank's, with room for the message's tag at its end.
-        mesh: of the group.
-        dtype: in which chunks travel.
-        tag: of the message.
-        comm_ctx: of the root.
-        collectives: what carries the message.
-        process_group: the ranks that gather; None for those of the mesh.
-
     Attributes:
-        chunk, dtype, tag, comm_ctx: as given.
-        process_group: the ranks that gather.
+        chunk: 1-D, this rank's, with room for the tag at its end; it travels in `dtype`.
+        process_group: the ranks that gather; by default those of the mesh.
         transport, ring: what the message goes through, and where it is staged.
         staging_nbytes: bytes of the slot that an all-gather needs.
         ready: recorded where `chunk` was last filled; None if the program or an optimizer does that.
@@ -77,22 +67,10 @@ class AllGatherInput:
         return self.chunk.dtype != self.dtype and not self.transport.gathers_in_place
 
     def refresh(self, name: str, version: object) -> None:
-        """Brings the chunk up to date.
-
-        Args:
-            name: of the unit, for traces.
-            version: of the parameters.
-        """
+        """Brings the chunk of the unit `name` up to date with a version of the parameters."""
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """Returns what is sent: the chunk, or a copy in the dtype in which chunks travel.
-
-        Args:
-            slot: with `staging_nbytes`, of which `staging` is taken.
-            staging: the transport's.
-
-        Streams: a copy is made on the current one.
-        """
+        """Returns the chunk, or a copy of it in `dtype`. Streams: the copy is made on the current one."""
         if self.chunk.dtype == self.dtype:
             return self.chunk
         return self._room(slot, staging).copy_(self.chunk, non_blocking=True)
@@ -119,20 +97,10 @@ class AllGatherInput:
 
 
 class AllGather:
-    """An all-gather under way; holds its slot until the chunks have been read.
+    """An all-gather, launched when it is made; holds its slot until the chunks have been read.
 
-    Launches the collective.
-
-    Args:
-        source: what this rank sends.
-        name: of the unit, for traces.
-        finish: called when the slot is needed by another all-gather; has to `wait` and to `release`.
-        zero_copy: parameters that are not in the chunks, gathered into memory that the gather stream may
-            write.
-
-    Attributes:
-        is_zero_copy: True if there are such parameters.
-        streams: of the root.
+    `finish` is called when another all-gather needs the slot; it has to `wait` and to `release`. Parameters
+    in `zero_copy` are not in the chunks: each is gathered into memory that the gather stream may write.
 
     Streams: copies and collective go to the gather stream, after the parameters were last written.
     Capture: safe once slots have grown.

@@ -1,19 +1,15 @@
-"""Memory with an owner: slots that know who wrote them and when they are free, the ring that lends them, and
-flat buffers whose storage comes and goes.
+"""Memory with an owner: slots, the ring that lends them, and flat buffers whose storage comes and goes.
 
 [Note: Slots]
-Staging memory is reused from group to group, and two streams touch it: one fills it, another moves it. The
-slot itself carries the order, so that no stream waits for another as a whole:
+Staging memory is reused from group to group, and one stream fills it while another moves it. The slot itself
+carries the order, so that a stream never waits for all of another's work:
 
 * a writer waits for *that slot's* `free` event before its first write and records its own `ready` event after
   its last;
 * the reader waits for *every* `ready` event, whichever streams they are on, and records `free`.
 
-What is read along with a slot and is not in it, such as a gradient that is sent from where it is, is lent to
-the slot: it is kept alive until the slot is free, and its streams wait for that before they use it again.
-
-A second writer on another stream is one more entry in `ready`, not a special case; a parameter larger than
-every slot so far makes a slot larger and goes the same way.
+Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the slot: they
+are kept alive until it is free, and their streams wait for that before they use the memory again.
 """
 
 from __future__ import annotations
@@ -45,12 +41,7 @@ class Holder(Protocol):
 
 @dataclass(frozen=True)
 class Chunks:
-    """Equal 1-D pieces of one contiguous tensor.
-
-    Attributes:
-        whole: all of them, 1-D.
-        parts: one view for each.
-    """
+    """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for each."""
 
     whole: torch.Tensor
     parts: tuple[torch.Tensor, ...]
@@ -84,10 +75,7 @@ class Slot:
         return self._bytes.untyped_storage()
 
     def reserve(self, nbytes: int) -> None:
-        """Grows to at least `nbytes`, and starts `take` over; only while no holder has content in flight.
-
-        A slot that grows loses its content.
-        """
+        """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the content."""
         self._taken = 0
         if nbytes > self._bytes.numel():
             self.give_back()  # first, so that growing never holds both
@@ -107,10 +95,7 @@ class Slot:
             self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
 
     def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
-        """Hands out the next `count` pieces of `numel` elements; in every use the same objects.
-
-        Pieces are multiples of 128 bytes, so that what is taken next is aligned as well.
-        """
+        """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are aligned."""
         key = (dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
@@ -147,12 +132,7 @@ class Slot:
             self._ready[writer].wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
-        """Keeps alive what is read along with the content.
-
-        Args:
-            tensors: read until the slot is released.
-            streams: on which their memory may be used again.
-        """
+        """Keeps `tensors` alive until the release, which `streams` wait for to use their memory again."""
         self._lent, self._lenders = list(tensors), tuple(streams)
 
     def return_lent(self) -> None:
@@ -170,17 +150,10 @@ class Slot:
 
 
 class SlotRing:
-    """Lends slots in turn, so that two neighbours in time never wait for each other.
+    """Lends `depth` slots in turn, so that two neighbours in time never wait for each other.
 
-    Args:
-        streams: of the device.
-        device: where slots are allocated.
-        depth: slots that take turns.
-        elastic: if all are in flight, add a slot (True) or complete the oldest holder first (False).
-        allocate: where the slots' bytes come from; None for torch's allocator.
-
-    Attributes:
-        depth: as given; see `resize`.
+    If all are in flight, an elastic ring adds a slot; any other completes the oldest holder first. `allocate`
+    gives the slots' bytes; None for torch's allocator.
     """
 
     def __init__(
@@ -211,11 +184,9 @@ class SlotRing:
         return sum(slot.nbytes for slot in self._made)
 
     def acquire(self, nbytes: int) -> Slot:
-        """Returns a slot of at least `nbytes`.
+        """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it.
 
-        The caller sets its `holder` to what then has content in flight there, and that releases it. Allocates
-        only while the ring is still growing to what the model needs: the same steps get the same slots
-        afterwards.
+        Allocates only while the ring grows to what the model needs; afterwards steps get the same slots.
         """
         slot = self._next()
         self._turns.append(slot)
@@ -261,15 +232,9 @@ class SlotRing:
 class RecurringBuffer:
     """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
 
-    Storage belongs to the stream that was current when it was allocated, and the allocator may give it to
-    that stream again as soon as it is freed.
+    The tensor is 1-D, allocated for the current stream, and made for training even in inference mode.
 
-    Args:
-        tensor: 1-D, allocated for the current stream, and made for training even in inference mode.
-        streams: of the device.
-
-    Attributes:
-        tensor: as given.
+    Streams: freed storage may at once be used again on the stream that was current when it was allocated.
     """
 
     def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
@@ -291,10 +256,7 @@ class RecurringBuffer:
             self._allocation_stream = self._streams.current()
 
     def free(self) -> None:
-        """Gives the storage back, after the last use on the current stream; nothing if it is gone.
-
-        Streams: the stream that the storage came from waits for the current one.
-        """
+        """Frees the storage, if there. Streams: the one it was allocated for waits for the current one."""
         storage = self.tensor.untyped_storage()
         current = self._streams.current()
         if storage.nbytes() and current != self._allocation_stream:

@@ -1,7 +1,4 @@
-"""What every unit under one root shares to communicate: streams, staging rings and transports.
-
-It decides nothing. FSDP2 calls it `FSDPCommContext`.
-"""
+"""What the units under one root share: streams, staging rings, transports (FSDP2's `FSDPCommContext`)."""
 
 from __future__ import annotations
 
@@ -21,13 +18,9 @@ __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
 
 class CommContext:
-    """Shared machinery of a root and its units.
+    """Streams, staging and transports of a root and its units; those of `like`, another root's, if given.
 
-    Args:
-        device: of all parameters.
-        streams: a replacement for the device's streams, for plans and tests.
-        transports: chooses a group's transport; None for `transport_for`.
-        like: another root's context, whose streams, staging and transports are to be used here too.
+    `streams` replaces the device's, for plans and tests; `transports` replaces `transport_for`.
 
     Attributes:
         parameters_ready: where the parameters were last written; all-gathers start after it.
@@ -104,12 +97,9 @@ class Route(NamedTuple):
 class CollectiveConfig:
     """What a group's messages go through; by default the backend's transport and the root's rings.
 
-    Replaced as a whole while nothing is in flight; see `ParamGroup.set_collectives`.
-
-    Attributes:
-        hook: called with each reduced chunk before it becomes gradients, or None.
-        hook_stream: where it is called; None for where reductions run.
-        only_sums: divide after the hook, whatever the dtype.
+    Replaced while nothing is in flight, by `ParamGroup.set_collectives`. `hook` is called with each reduced
+    chunk before it becomes gradients, on `hook_stream` (None: where reductions run). `only_sums` means that
+    the division follows the hook, whatever the dtype.
     """
 
     hook: Any = None

@@ -58,11 +58,9 @@ class FSDPParam:
         owners: every (module, attribute) that registers it; several if it is tied.
         shape: of the unsharded parameter.
         sharded: the DTensor that the optimizer sees; the original, until its group has sharded it.
-        sharding: which part of it this rank has.
         unsharded: the tensor that compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
-        expected_local: the local tensor of `sharded`, as the engine left it.
-        is_flat: True if that is a view of its group's flat shard.
+        expected_local: local tensor of `sharded` as the engine left it; a view of the shard if `is_flat`.
     """
 
     name: str
@@ -98,13 +96,9 @@ class FSDPParam:
 
 
 class Registration:
-    """What modules register for sharded parameters, as the engine left it.
+    """What modules register for sharded parameters, as the engine left it (objects, memory, no extensions).
 
-    That is, the same objects over the same memory, and no tensor that has become an all-gather extension in a
-    flat shard. It is compared at every forward and every replay, for every parameter, so the loops are C's.
-
-    Args:
-        params: while they are sharded.
+    It is compared at every forward and every replay, for every parameter, so the loops are C's.
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
@@ -176,17 +170,12 @@ def is_replaced(param: torch.Tensor) -> bool:
 
 
 def is_unsharded_param(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is an unsharded one, whose memory comes and goes with its unit's
-    forward.
-    """
+    """Returns whether a parameter is an unsharded one, whose memory is freed by a reshard."""
     return _UNSHARDED in param.__dict__
 
 
 def is_extension(param: torch.Tensor) -> bool:
-    """Returns whether a parameter, or a DTensor's local tensor, defines torch's all-gather extensions.
-
-    What that means is in `features/tensor_extensions.py`.
-    """
+    """Returns whether a tensor has all-gather extensions; see `features/tensor_extensions.py`."""
     local = local_of(param) if isinstance(param, DTensor) else param
     return hasattr(local, "fsdp_pre_all_gather") or hasattr(local, "fsdp_post_all_gather")
 

@@ -10,10 +10,9 @@
 | `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
 | `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
 
-A sharded parameter is an `nn.Parameter(DTensor)` whose local tensor is a view of the group's shard, an
-unsharded one a plain `nn.Parameter` over the group's flat buffer. Each is one object for the life of the
-model; see `param.py` and `unsharded.py`. `KEPT` is for ZeRO stages 1 and 2, the states after it for
-`reshard_after_forward` as an int (`features/post_forward.py`).
+A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one a plain
+`nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is for ZeRO stages 1
+and 2, the states after it for `reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
 from __future__ import annotations
@@ -110,16 +109,10 @@ class GroupSpec:
     """What `fully_shard` decided about a group.
 
     Attributes:
-        mesh: the data-parallel mesh.
-        mp_policy: torch's policy.
-        gradient_policy: ours.
         shard_memory: where shards, gradients and optimizer states live.
         stage: what is kept unsharded on every rank.
-        all_gather_input: makes what this rank sends in all-gathers.
-        second_step: makes what follows the reduce-scatter of gradients, if the mesh has another dim to reduce
-            over.
-        regroup: asked at lazy init, before anything is changed: None, or what returns the groups that are to
-            take a group's place.
+        second_step: makes what follows the reduce-scatter if the mesh has another dim to reduce over.
+        regroup: asked at lazy init, before any change; returns None, or what makes the replacing groups.
     """
 
     mesh: DataParallelMesh
@@ -133,29 +126,16 @@ class GroupSpec:
 
 
 class ParamGroup:
-    """Parameters of one unit with one dtype on one mesh.
-
-    Allocates their shard, and does not fill it: see `shard_params`.
-
-    Args:
-        params: in an order that all ranks share.
-        spec: what else is known of them.
+    """Parameters of one unit with one dtype on one mesh; allocates their shard, which `shard_params` fills.
 
     Attributes:
+        params: in an order that all ranks share.
         name: of the unit, for errors and traces; empty until ranks have agreed on the model.
-        state: where the parameters are.
-        shard: 1-D, this rank's chunk in the parameters' dtype (bytes, if they travel as bytes), in
-            `shard_memory`.
+        shard: 1-D, this rank's chunk, in the parameters' dtype, or bytes if they travel as bytes.
         is_flat: True if the local tensors of sharded parameters are views of `shard`.
         kind: in words, for the comparison between ranks.
-        registration: what modules are expected to register while the group is sharded.
-        generation: how often parameters were replaced and taken over; see `replaced_params.py`. A gradient
-            shard made for an earlier one is of no use: its gradients belong to parameters that are gone.
-        holds_dtensors: True if some parameter came as a DTensor; its gradients do too.
+        generation: how often parameters were replaced; a gradient shard of an earlier one is of no use.
         steps_taken: how often an optimizer has moved the parameters; see `checks/optimizer_hooks.py`.
-        collectives: what carries the group's messages.
-        dtype: of the parameters; `shard_dtype`, `gather_dtype`, `reduce_dtype` and `gradient_dtype` follow
-            from it and from the policies.
         alignment: elements that offsets in chunks are multiples of.
     """
 
@@ -239,12 +219,7 @@ class ParamGroup:
         self._inputs = []
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
-        """Returns the layout of some of the group's parameters.
-
-        Args:
-            params: in the group's order.
-            with_flags: reserve one element for each behind the pieces.
-        """
+        """Returns the layout of `params`; `with_flags` reserves one element for each behind the pieces."""
         shardings = [p.sharding for p in params]
         return ShardLayout.of(
             [stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape for s in shardings],
@@ -269,10 +244,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def shard_params(self) -> None:
-        """Fills the shard from the original parameters and puts sharded ones in their place.
-
-        Modules go on registering the originals.
-        """
+        """Fills the shard and makes the sharded parameters; modules go on registering the originals."""
         rank = self.mesh.shard_rank
         for p, view, piece in zip(self.params, self.local_views(), self.layout.pieces, strict=True):
             original = p.sharded
@@ -292,10 +264,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
-        """Returns the group of the parameters that stay when others move to another one.
-
-        Only while building: the group has never been unsharded. None if nothing stays.
-        """
+        """Returns the group of parameters that stay, or None; only before the group is first unsharded."""
         views = self.local_views()
         staying = [(p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving]
         if not staying:
@@ -314,9 +283,7 @@ class ParamGroup:
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into the shard, a new one if dtype or device changed, and aliases them to
-        it.
-        """
+        """Copies replacements into the shard, a new one if dtype or device changed."""
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
@@ -346,11 +313,7 @@ class ParamGroup:
     # -- unshard ----------------------------------------------------------------------------------------
 
     def _move(self, to: ParamState) -> None:
-        """Changes the state.
-
-        Raises:
-            RuntimeError: there is no such transition: a fault of the engine.
-        """
+        """Changes the state; a transition that is not listed is a fault of the engine."""
         if (self.state, to) not in TRANSITIONS:
             raise RuntimeError(
                 f"the parameters of {self.name or 'a unit'} cannot go from {self.state} to {to}"
@@ -360,8 +323,7 @@ class ParamGroup:
     def unshard(self, comm_ctx: CommContext) -> None:
         """Starts the all-gather, unless the parameters are unsharded or on their way.
 
-        Streams: cast and collective go to the gather stream, after the parameters were last written.
-        Capture: safe after the first call.
+        Streams: on the gather stream, after parameters were last written. Capture: safe after the first call.
         """
         after = _AFTER_UNSHARD.get(self.state)
         if after is None:
@@ -458,11 +420,9 @@ class ParamGroup:
     # -- reshard ----------------------------------------------------------------------------------------
 
     def reshard(self, *, drop_kept: bool = False) -> None:
-        """Registers the sharded parameters, and frees the unsharded memory. A pending all-gather is dropped.
+        """Registers the sharded parameters and frees the unsharded memory; drops a pending all-gather.
 
-        Args:
-            drop_kept: frees it also if the group's stage keeps it, and forgets what is kept of the parameters
-                between steps, so that the next all-gather starts from the shards.
+        `drop_kept` also drops what is kept between steps, so the next all-gather starts from the shards.
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
@@ -494,11 +454,7 @@ class ParamGroup:
         """Gives up resharding to fewer ranks, if the group was asked to."""
 
     def reshard_if_stale(self) -> None:
-        """Reshards parameters whose shard was written since they were gathered.
-
-        An optimizer step and an in-place operation on a sharded parameter are noticed, so that old weights
-        are never computed with because parameters were kept unsharded.
-        """
+        """Reshards if an optimizer step or in-place operation wrote the shard since it was gathered."""
         if self.state is not SHARDED and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 

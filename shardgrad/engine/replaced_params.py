@@ -1,8 +1,7 @@
 """Taking over parameters that a program replaced or moved.
 
-`load_state_dict(assign=True)`, `model.to(...)`, `to_empty` and plain assignment put new tensors where the
-shard's views were. A flat engine must not ignore them: what they hold is copied into the shard, and they
-become its views.
+After `load_state_dict(assign=True)`, `model.to(...)`, `to_empty` or assignment, modules register tensors that
+are not the shard's views: their values are copied into it, and they become its views.
 """
 
 from __future__ import annotations
@@ -18,18 +17,13 @@ __all__ = ["adopt", "require_data"]
 
 
 def adopt(group: ParamGroup) -> bool:
-    """Takes over what a sharded group's modules register now; cheap when nothing changed.
+    """Takes over what a sharded group's modules register now; returns whether addresses may have changed.
 
-    Called after `module._apply`, after `load_state_dict`, and before each outermost forward.
-
-    Returns:
-        True if anything was taken over: addresses may have changed. False also while part of the group is
-        still on the meta device, and before a first forward that has to regroup parameters.
+    Nothing is taken over while a parameter is on the meta device, or before a first forward that regroups.
 
     Raises:
         ExtensionError: a parameter of a flat shard got all-gather extensions after the first forward.
-        ForeignParameterError: a replacement is not sharded the same way, or dtypes became mixed; nothing
-            has been changed then.
+        ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing has changed.
     """
     if group.state not in (
         ParamState.SHARDED,
@@ -52,11 +46,7 @@ def adopt(group: ParamGroup) -> bool:
 
 
 def require_data(group: ParamGroup) -> None:
-    """Refuses a group with parameters on the meta device.
-
-    Raises:
-        MetaParameterError: naming them.
-    """
+    """Raises `MetaParameterError` if parameters of the group are on the meta device."""
     names = [p.name for p in group.params if p.sharded.device.type == "meta"]
     if names:
         raise MetaParameterError(

@@ -1,14 +1,8 @@
-"""The root: the first outermost unit to run gathers everything under it, once (lazy init), and what all its
-units share from then on: which forward is running, what ran in which order, and how a backward ends.
+"""The root: the context that the first outermost unit to run shares with all units under it (lazy init).
 
-Life of an iteration, as this file sees it:
-
-    enter_forward(outermost unit) -> leave_forward -> first gradient or pre-backward -> end_backward
-
-A *stale* iteration is one that an exception cut short; the next outermost forward notices and clears it.
-
-A root may be found late. If an inner unit ran first, it was a root of its units; when the real root runs, it
-takes over what the inner one had noted, and both are right.
+An iteration: enter_forward(outermost unit) -> leave_forward -> pre-backward -> end_backward. One that an
+exception cut short is cleared by the next outermost forward. If an inner unit ran first, it was a root of its
+units; the real root takes over what it had noted.
 """
 
 from __future__ import annotations
@@ -33,17 +27,9 @@ __all__ = ["RootContext", "context_of", "lazy_init"]
 
 
 class RootContext:
-    """Shared by every unit under one root.
-
-    Args:
-        units: in construction order, the root first; the same on every rank.
-        comm_ctx: streams, rings and transports.
+    """Shared by every unit under one root: `units`, in construction order, the root first.
 
     Attributes:
-        units, comm_ctx: as given.
-        root: the outermost unit.
-        scheduler: the order of reductions.
-        is_last_backward: False leaves reductions in flight at the end of a backward.
         keep_unsharded: True while ranks may run different units (`features/participation.py`): nothing is
             resharded before the backward is over, and units are gathered in order, see `gather_through`.
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
@@ -69,7 +55,7 @@ class RootContext:
 
     @property
     def is_last_backward(self) -> bool:
-        """See the class."""
+        """False leaves reductions in flight at the end of a backward."""
         return self.scheduler.is_last_backward
 
     @is_last_backward.setter
@@ -86,11 +72,9 @@ class RootContext:
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if `unit` is the outermost one running, or runs inside one of its registered
-        methods.
+        """Opens a forward if `unit` is the outermost one running, or runs inside its registered method.
 
-        Streams: later all-gathers start after what the current stream has been given, which is where the
-        optimizer wrote the parameters. Inputs are moved to the device if it is not the CPU.
+        Streams: later all-gathers start after the current stream, where the optimizer wrote the parameters.
         """
         opens_again = self._forward_root is unit and unit.may_nest
         if self.scheduler.backward_running or (
@@ -116,11 +100,7 @@ class RootContext:
         return args, kwargs
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
-        """Says that the current stream may have written parameters; later all-gathers start after that.
-
-        Args:
-            event: what they start after instead, if the program knows better.
-        """
+        """Makes later all-gathers start after `event`, or else after the current stream."""
         streams = self.comm_ctx.streams
         if event is None:
             self._written.record(streams.current())
@@ -140,12 +120,10 @@ class RootContext:
             self._written = self.comm_ctx.parameters_ready
 
     def upcoming(self, unit: Unit) -> Unit | None:
-        """Returns the unit to prefetch: the one that followed `unit` in the recorded forward.
+        """Returns the unit to prefetch: the one that followed `unit` in the root's first forward.
 
-        The root's first forward is recorded and followed afterwards. A forward that departs from it gets no
-        prefetch from there on and does not change the record, so evaluation cannot spoil training's order.
-        Under `participate`, ranks may run different units: such a forward is neither recorded nor followed,
-        since ranks that prefetch different units would pair up the wrong all-gathers.
+        A forward that departs from it gets no further prefetch and changes nothing: evaluation cannot spoil
+        training's order. Under `participate`, ranks would pair up the wrong all-gathers, so there is none.
         """
         if self.keep_unsharded:
             return None
@@ -160,10 +138,9 @@ class RootContext:
         return order[position + 1] if position + 1 < len(order) else None
 
     def is_needed_next(self, unit: Unit) -> bool:
-        """Returns whether backward will begin with `unit`, so that resharding it would be for nothing.
+        """Returns whether backward will begin with `unit`, the last one of the recorded forward.
 
-        That is the last one of the recorded forward. Backward gathers it while the loss and the head still
-        hold their memory, so keeping it unsharded does not raise the peak.
+        Keeping it does not raise the peak: backward gathers it while loss and head hold their memory.
         """
         return self._order_frozen and torch.is_grad_enabled() and unit is self._order[-1]
 
@@ -239,9 +216,8 @@ class RootContext:
     def recover(self) -> None:
         """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
 
-        A forward has no gradients, so none are lost with it. Those that a failed backward has left
-        half-written go, with a warning: what is in flight is waited for and dropped, and what it was added to
-        becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
+        Gradients that a failed backward left half-written are dropped with a warning; what they were added
+        to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
         self._forward_root = None
         self.keep_unsharded = False
@@ -263,7 +239,7 @@ class RootContext:
             )
 
     def abort(self) -> None:
-        """Drops all that is under way, without a trace: a capture failed, and nothing in it has run."""
+        """Drops all that is under way: a capture failed, and nothing in it has run."""
         self._forward_root = None
         self.keep_unsharded = False
         self._backward_order.clear()
@@ -272,9 +248,7 @@ class RootContext:
         self.scheduler.abort(self.grad_groups)
 
     def quiesce(self) -> None:
-        """Leaves nothing in flight and no parameter unsharded under this root.
-
-        An iteration that an exception cut short is cleared.
+        """Leaves nothing in flight and no parameter unsharded; clears an iteration cut short.
 
         Streams: the current stream waits for what was in flight. Capture: safe.
         """
@@ -302,13 +276,9 @@ def context_of(unit: Unit) -> RootContext | None:
 
 
 def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
-    """Returns a unit's context; makes the unit the root of everything under it, if it is under none yet.
+    """Returns a unit's context; makes the unit the root of all under it if it has none.
 
-    A collective then: every rank of the mesh must call it.
-
-    Args:
-        unit: the outermost one.
-        comm_ctx: a replacement for the device's, for plans and tests.
+    A collective then: every rank of the mesh must call it. `comm_ctx` is for plans and tests.
 
     Raises:
         RootError: the unit has several modules, so none is the root.
@@ -358,9 +328,7 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
 
 
 def _regroup(units: list[Unit]) -> None:
-    """Splits groups some of whose parameters can no longer travel with the others; see
-    `GroupSpec.regroup`.
-    """
+    """Splits groups whose parameters can no longer all travel together; see `GroupSpec.regroup`."""
     # All are asked before any is changed.
     splits = [(unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units]
     for unit, groups in splits:

@@ -1,9 +1,4 @@
-"""Names in profiles.
-
-A step has some twenty spans, so while no profiler runs not even a function is called for them:
-
-    with span("all_gather", name) if profiler._is_profiler_enabled else NO_SPAN:
-"""
+"""Names in profiles; callers test for a profiler first, since a step has some twenty spans."""
 
 from __future__ import annotations
 

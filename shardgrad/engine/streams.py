@@ -1,16 +1,13 @@
 """Streams and the order between them; the only file that records events and waits for them.
 
-Order is made of *events*: an event is a point in one stream's work, and another stream waits for it, never
-for the first stream as a whole. On devices without streams (the CPU) every operation here is free and does
-nothing, so the engine's code is the same.
-
-The engine uses three streams: the caller's *compute* stream (whatever is current), one for all-gathers and
-one for reductions.
+The engine uses three: the caller's *compute* stream (whatever is current), one for all-gathers and one for
+reductions. A stream waits for an *event*, a point in another stream's work, never for all of that work. On
+the CPU, which has no streams, every operation here does nothing, so the engine's code is the same.
 
 [Note: The border of a capture]
-An event that was recorded outside of a capture cannot be waited for inside, and the other way round. Both
-borders are crossed while nothing is in flight: before a capture the host has waited for the device, and a
-replay is work of one stream, which what comes next waits for. So at both of them all events are forgotten.
+An event recorded outside of a capture cannot be waited for inside, and the other way round. At both borders
+nothing is in flight (before a capture the host has waited for the device, and a replay is work of one stream,
+which what comes next waits for), so all events are forgotten there.
 """
 
 from __future__ import annotations
@@ -49,10 +46,7 @@ class StreamEvent(Protocol):
         """
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the device has come to the event; nothing if it was never recorded.
-
-        Capture: not safe.
-        """
+        """Blocks the host until the event; nothing if it was never recorded. Capture: not safe."""
 
 
 class Streams(Protocol):
@@ -86,11 +80,7 @@ _EMPTY: dict[Stream, None] = {}
 
 
 class _NoEvent:
-    """An event on a device that runs everything in order.
-
-    Its methods are functions written in C. They are called some fifty times in a step of one layer, and a
-    Python function that does nothing takes three times as long.
-    """
+    """An event on the CPU; its some fifty calls in a layer's step are to C, three times as fast as Python."""
 
     __slots__ = ()
 
@@ -173,11 +163,7 @@ class _ProgramEvent:
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator; two side streams of high priority, made once.
-
-    Attributes:
-        era: events of an earlier one count as never recorded.
-    """
+    """Streams of one accelerator, two of high priority; events of an earlier `era` are forgotten."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,21 +1,16 @@
 """Moving chunks between ranks: one interface, two ways.
 
 `StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams.
-`ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: an
-all-to-all brings every rank its chunks, and the engine adds them up in the pass that writes the gradients
-(docs/design/collectives.md has the measurement).
-
-Both return a `Work`; waiting for it gives the chunks that have to be copied out, or summed.
+`ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: it
+uses an all-to-all, and the engine adds up the chunks as it writes gradients (docs/design/collectives.md).
 
 [Note: Message tags]
-A transport that matches messages by their order alone would hand a rank whatever the other side sent next.
-If one rank skipped a unit, the bytes of another unit of the same size would arrive in its place, and
-nothing would be wrong but the numbers. Where the host can read what has arrived, every chunk therefore ends
-in the tag of its message, and is refused if the tag is not the expected one. The transport writes it into
-room that a layout reserves (`sharding/layout.py`). A tag is three digits to the base 128, which every
-floating-point dtype in use, and a byte, holds exactly.
-
-The message of a zero-copy parameter has no room for a tag; it follows one that has.
+A transport that matches messages by order alone would, if one rank skipped a unit, deliver the bytes of
+another unit of the same size, and only the numbers would be wrong. Where the host can read what has arrived,
+every chunk therefore ends in the tag of its message, and is refused if the tag is not the expected one. A
+layout reserves the room (`sharding/layout.py`); the message of a zero-copy parameter has none, but follows
+one that has. A tag is three digits to the base 128, which every floating-point dtype in use, and a byte,
+holds exactly.
 """
 
 from __future__ import annotations
@@ -55,11 +50,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 @dataclass(frozen=True)
 class MessageTag:
-    """One kind of message. See [Note: Message tags].
+    """A message's name ("all-gather of layers.3") and its tag. See [Note: Message tags].
 
-    Attributes:
-        what: for example "all-gather of layers.3".
-        digits: of its number, the same on every rank, least significant first; none if there is no room.
+    The digits are the same on every rank, least significant first; none if there is no room for a tag.
     """
 
     what: str
@@ -84,8 +77,7 @@ class Work(Protocol):
     def wait(self) -> list[torch.Tensor]:
         """Returns the chunks, one per source (1-D, equal sizes); call it once.
 
-        Streams: stream transports are ordered by the stream they were launched on; exchanges block the host
-        until the data has arrived.
+        Streams: ordered by the launching stream; an exchange blocks the host until the data has arrived.
 
         Raises:
             CollectiveError: the backend reported a failure or a time-out.
@@ -116,35 +108,22 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        """Gathers the chunks of all ranks.
+        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`, see `missing`.
 
-        Args:
-            chunk: this rank's, 1-D, with room for the tag at its end; it must not change until the work
-                was waited for.
-            staging: `gather_chunks` chunks like it; see `missing`.
-            tag: of the message.
+        `chunk` is 1-D with room for the tag at its end; it must not change until the work was waited for.
         """
 
     def missing(self, places: Chunks) -> Chunks:
-        """Returns which of the places for all ranks' chunks an `all_gather` fills: `gather_chunks` of them.
-
-        The caller fills the others, if there are any.
-        """
+        """Returns the `gather_chunks` of the places that `all_gather` fills; the caller fills the others."""
         return places
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """Brings together what all ranks have for this one.
+        """Brings together what all ranks have for this one: chunks that add up to the sum over ranks.
 
-        Args:
-            send: `size` chunks, the k-th for rank k, each with room for the tag at its end.
-            receive: room for `receive_chunks` more; or one chunk where none is needed, which then gets the
-                sum, and `send` is only read.
-            tag: of the message.
-
-        Returns:
-            Work whose chunks add up to the sum over ranks; possibly already added up into one chunk
-            that lies inside `send`, or in `receive`.
+        `send` has `size` chunks, the k-th for rank k, each with room for the tag at its end; `receive` has
+        `receive_chunks` more. Where none is needed it may have one, which gets the sum, and `send` is only
+        read. The work may end with one chunk, already summed, inside `send` or in `receive`.
         """
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
@@ -259,8 +238,7 @@ def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
 class StreamTransport(Transport):
     """The backend's own collectives, issued on the current stream.
 
-    There are no tags, since reading them would make the host wait: the backend's own time-out and flight
-    recorder tell what is out of order.
+    No tags: reading them would block the host; the backend's time-out and flight recorder show a desync.
     """
 
     stream_ordered = True
@@ -286,7 +264,7 @@ class StreamTransport(Transport):
 
 
 class ExchangeTransport(Transport):
-    """Chunks go straight to the rank that needs them; also the transport of a group of one.
+    """Sends chunks straight to the ranks that need them; also the transport of a group of one.
 
     Between two ranks only what the other needs is sent, without a copy of one's own chunk on either side.
     """
@@ -354,9 +332,9 @@ class ExchangeTransport(Transport):
         return _PendingExchange(work, chunks, tag, entry, self._log, self.group)
 
     def _write(self, tag: MessageTag, sent: torch.Tensor, count: int, receive: Chunks) -> None:
-        """Puts the tag at the end of what is sent, and wipes what earlier messages left where it arrives.
+        """Writes the tag at the end of what is sent, and wipes old ones where it arrives.
 
-        A message too short to have a tag is then not taken for one of them.
+        A message too short to have a tag is then not taken for an earlier one.
         """
         if not tag.digits:
             return

@@ -1,8 +1,6 @@
-"""A unit: the hooks that put its parameters in place before they are needed and away when they are not.
+"""A unit: the hooks that unshard its parameters before they are needed and reshard them afterwards.
 
-Hooks, in the order they fire in a step:
-
-| hook             | fires                             | does                                             |
+| hook             | fires, in this order in a step    | does                                             |
 |------------------|-----------------------------------|--------------------------------------------------|
 | `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
 | `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
@@ -11,8 +9,7 @@ Hooks, in the order they fire in a step:
 | `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
 | `end_backward`   | autograd is done                  | in `root.py`                                     |
 
-Gradients are caught at the parameters, not at the module: whatever path a loss took through the unit's
-unsharded parameters, they are reduced.
+Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are reduced.
 """
 
 from __future__ import annotations
@@ -64,9 +61,8 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
     """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain Python.
 
-    `torch.compiler.disable` would do, but importing Dynamo costs a program that compiles nothing over a
-    second and some 100 MB, and going through it costs each hook more than the hook's own decisions. So it is
-    only asked for where Dynamo is watching the calling thread.
+    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more than its
+    own decisions, so it is only used where Dynamo is watching the calling thread.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -87,14 +83,7 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Root(Protocol):
-    """What a unit asks of the root's context, which all units under one root share; see `root.py`.
-
-    Attributes:
-        root: the outermost unit.
-        comm_ctx: streams, rings and transports.
-        scheduler: the order of reductions.
-        keep_unsharded: True while nothing may be resharded before the backward is over.
-    """
+    """What a unit asks of the context that all units under one root share; see `RootContext` in `root.py`."""
 
     root: Unit
     comm_ctx: CommContext
@@ -125,14 +114,7 @@ class Root(Protocol):
 
 @dataclass
 class Guest:
-    """A parameter that a unit uses but another unit owns; a common ancestor will take it.
-
-    Attributes:
-        param: the original.
-        owners: where the guest's unit registers it.
-        owner_name: the unit that claimed it first.
-        unit_name: the unit it is a guest in.
-    """
+    """A parameter registered in unit `unit_name` that `owner_name` claimed; a common ancestor takes it."""
 
     name: str
     param: nn.Parameter
@@ -152,32 +134,16 @@ class _Call:
 class Unit:
     """One call of `fully_shard`: its modules, groups and switches.
 
-    Args:
-        modules: those given to `fully_shard`.
-        groups: of their parameters.
-        mesh: the data-parallel mesh.
-        mp_policy: torch's policy.
-        reshard_after_forward: see below.
-        lazy_init: makes a unit whose forward comes before any other's the root of everything under it.
-
     Attributes:
-        name: fully qualified from the root.
-        modules: as given; several share one unit.
-        groups, grad_groups: the parameters, and the gradients of each group.
-        context: shared by all units under one root; None before lazy init.
+        context: shared by all units under one root; None before `lazy_init`, which the first forward calls.
         reshard_after_forward: None means True, except for the root and the unit that backward needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
-        forward_prefetch: units to unshard early in forward instead of the recorded next one.
-        backward_prefetch: units to unshard early in backward instead of the one before.
+        forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        guests: parameters that it uses and another unit owns.
         require_complete: called before an outermost forward with gradients; may refuse it.
-        hooks: those on each of the modules' forwards, the one before it and the one after.
-        pre_backward: what autograd calls when the first gradient of a forward's output arrives. A tool that
-            watches may put another function in its place, around it.
-        post_backward: the same for the moment when all gradients of a forward's inputs are there.
+        pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
 
     def __init__(
@@ -223,7 +189,7 @@ class Unit:
         ]
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Replaces the unit's groups, which are for what the program has set so far; only while building."""
+        """Replaces the unit's groups and keeps what the program has set so far; only while building."""
         self.groups = list(groups)
         earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
         for grads in self.grad_groups if earlier else ():
@@ -275,14 +241,7 @@ class Unit:
             group.wait_until_read()
 
     def refresh(self) -> bool:
-        """Before an outermost forward: takes note of what the program changed since the last one.
-
-        Parameters that were replaced are taken over, unsharded ones that are stale are dropped, and those
-        that began or ceased to require grad get their place among the gradients.
-
-        Returns:
-            True if parameters were replaced: their shard has been written on the current stream.
-        """
+        """Takes over, before an outermost forward, what changed; True if the current stream wrote shards."""
         replaced = False
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if not group.registration.holds():
@@ -343,11 +302,7 @@ class Unit:
 
     @property
     def runs_in_itself(self) -> bool:
-        """True if a module of this unit calls itself, as in self-conditioning, at some depth.
-
-        To be asked from a hook of the module's forward, if `_running` says that another one has not come to
-        its end: that one may also have failed, and only the stack tells.
-        """
+        """True if a module of this unit calls itself; only the stack tells that from a failed forward."""
         if not self._running:
             return False
         running = 0
@@ -488,9 +443,7 @@ class Unit:
                     context.scheduler.close(grads)
 
     def finish_backward(self) -> None:
-        """At the end of a backward: parameters that are still unsharded are freed, unless they are to be
-        kept.
-        """
+        """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
         self._outstanding = 0
         self._next_backward = None
         is_read_again = self.context is not None and self.context.scheduler.reads_again

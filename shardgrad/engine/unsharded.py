@@ -1,8 +1,7 @@
 """The unsharded parameters of a group: objects that stay, over memory that comes and goes.
 
-An unsharded parameter is one tensor object for the life of the model: resharding frees its storage and
-unsharding fills it again, so what autograd saved in forward is valid in backward. The objects are detached
-from the flat buffer's version counter, therefore a refill does not look like an in-place change to autograd.
+Resharding frees a tensor's storage and unsharding fills it again, so what autograd saved in forward is valid
+in backward. They are detached from the buffer's version counter: autograd sees no in-place change.
 """
 
 from __future__ import annotations
@@ -27,13 +26,7 @@ __all__ = ["UnshardedMemory", "UnshardedParams", "ZeroCopyGather"]
 
 @dataclass(frozen=True)
 class ZeroCopyGather:
-    """One parameter's own all-gather. See [Note: Zero-copy parameters] in `sharding/zero_copy.py`.
-
-    Attributes:
-        piece: this rank's, 1-D, in its shard.
-        places: where the pieces of all ranks belong: the unsharded parameter, 1-D, in rank order.
-        tag: of the message, which has no room for one.
-    """
+    """One parameter's all-gather, `piece` to `places` (1-D, in rank order); see `sharding/zero_copy.py`."""
 
     piece: torch.Tensor
     places: Chunks
@@ -41,12 +34,7 @@ class ZeroCopyGather:
 
 
 class UnshardedMemory:
-    """Buffers that a group's unsharded parameters lie in, allocated and freed as one.
-
-    Args:
-        buffers: with their storage.
-        streams: of the root.
-    """
+    """Buffers that a group's unsharded parameters lie in, allocated and freed as one."""
 
     def __init__(self, buffers: Sequence[RecurringBuffer], streams: Streams) -> None:
         self.buffers = list(buffers)
@@ -60,10 +48,7 @@ class UnshardedMemory:
             buffer.allocate()
 
     def allocate_for(self, stream: Stream) -> None:
-        """Brings the memory back, for `stream` to write into.
-
-        Streams: it is allocated for the current one, which `stream` waits for.
-        """
+        """Brings the memory back on the current stream, for `stream`, which waits for that, to write into."""
         self.allocate()
         self._allocated.record(self._streams.current())
         self._allocated.wait(stream)
@@ -85,17 +70,8 @@ class UnshardedMemory:
 class UnshardedParams(UnshardedMemory):
     """One flat buffer, and the unsharded tensor of each parameter over it, which this makes.
 
-    Args:
-        params: in order; theirs is the dtype of the tensors.
-        layout: where each is in the buffer, and in the shard.
-        shard: this rank's.
-        dtype: of the buffer; bytes if the parameters travel as bytes.
-        device: of compute.
-        streams: of the root.
-
-    Attributes:
-        zero_copy: the all-gathers of the layout's zero-copy parameters, from this rank's shard into the
-            buffer.
+    The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the parameters' dtype.
+    `zero_copy` has the all-gathers of zero-copy parameters, from this rank's shard into the buffer.
     """
 
     def __init__(
@@ -131,14 +107,9 @@ class UnshardedParams(UnshardedMemory):
         )
 
     def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
-        """Copies the parameters out of the chunks of all ranks.
+        """Copies the parameters out of all ranks' chunks, in rank order.
 
-        Args:
-            chunks: in rank order.
-            layout: of the chunks, over as many ranks as there are, and perhaps without zero-copy parameters
-                that are there already; places in the buffer do not depend on it.
-
-        Streams: on the current one, which the memory is allocated for.
+        Streams: on the current one. `layout` may leave out zero-copy parameters, which are there already.
         """
         self.allocate()
         (self._unpack or ops.unpack)(chunks, self._flat, layout.table)
