@@ -1,22 +1,20 @@
 """Gradients on their way from autograd's hook into a slot: they are collected, then packed (FSDP2's copy-in).
 
 [Note: Producer streams]
-Autograd runs a parameter's hook on the stream its AccumulateGrad node was created on, which is whatever
-stream was current when the parameter was first used. A gradient that arrives on another stream than the one
-the unit was unsharded on (the *pack stream*) leaves an event there; the pack stream waits for exactly these
-events before it packs, and those streams wait for the pack before their gradient's memory is handed back.
+Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current when the
+parameter was first used. A gradient that arrives on another stream than the one the unit was unsharded on
+(the *pack stream*) leaves an event there; the pack stream waits for exactly these events before it packs,
+and those streams wait for the pack before their gradient's memory is handed back.
 
 [Note: Branches that send nothing back]
-A unit frees its unsharded parameters when the gradients of its inputs are there. Part of its backward may be
-missing in them: a branch whose input was detached sends its gradients to the parameters only. If that branch
-runs on another stream, it may still read what is freed. So before memory is freed, the stream that frees it
-waits for all producers.
+A unit frees its unsharded parameters when the gradients of its inputs are there. A branch whose input was
+detached is missing in them; on another stream, it may still read what is freed. So the stream that frees
+memory first waits for all producers.
 
 [Note: Touched flags]
 Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
-else 0. They are summed along with the gradients, so every rank learns, at no extra message, which
-parameters were touched anywhere: the others keep `grad = None` instead of turning into zeros, which an
-optimizer with weight decay would notice.
+else 0. Summed along with the gradients, they tell every rank, at no extra message, which parameters were
+touched anywhere: the others keep `grad = None`, since weight decay would act on zeros.
 """
 
 from __future__ import annotations
@@ -41,19 +39,12 @@ __all__ = ["GradCollector", "GradPacker"]
 
 
 class GradCollector:
-    """Collects the gradients of one group in one backward.
-
-    Attributes:
-        gradients: per trainable parameter, what has arrived.
-        count: parameters whose gradient has arrived.
-        pack_stream: where gradients are packed: the stream that the parameters were unsharded for when the
-            first of them arrived. Changed only while none is here.
-    """
+    """Collects the gradients of one group in one backward."""
 
     def __init__(self) -> None:
-        self.gradients: list[torch.Tensor | None] = []
+        self.gradients: list[torch.Tensor | None] = []  # per trainable parameter, what has arrived
         self.count = 0
-        self.pack_stream: Stream = None
+        self.pack_stream: Stream = None  # that parameters were unsharded for; changed while none is here
         self._params: Sequence[FSDPParam] = ()
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
@@ -74,10 +65,7 @@ class GradCollector:
         return (self.pack_stream, *self._foreign)
 
     def take(self, unsharded: torch.Tensor, grad: torch.Tensor, streams: Streams) -> bool:
-        """Takes a parameter's gradient from autograd, leaving None.
-
-        Returns:
-            Whether all gradients are here.
+        """Takes a parameter's gradient from autograd, leaving None; returns whether all are here.
 
         Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was written on.
 
@@ -132,7 +120,7 @@ class GradCollector:
             event.wait(self.pack_stream)
 
     def order_before(self, stream: Stream, streams: Streams) -> None:
-        """Makes `stream` wait for every gradient that has arrived since the last call, packed or not.
+        """Makes `stream` wait for all gradients since the last call, packed or not.
 
         See [Note: Branches that send nothing back]. Free where all of backward runs on `stream`.
         """
@@ -164,19 +152,7 @@ class GradCollector:
 
 
 class GradPacker:
-    """Packs the gradients of one group.
-
-    Args:
-        group: gives dtypes and mesh.
-        params: the trainable ones, in order.
-        layout: their places in a chunk, with a tail.
-        second: what follows the reduce-scatter, since it may want the chunks in another order.
-
-    Attributes:
-        params, layout: as given.
-        dtype: in which gradients are packed.
-        tails: what has been packed behind the parameters so far, by touched flags.
-    """
+    """Packs the gradients of one group; `params` are the trainable ones, in order."""
 
     def __init__(
         self, group: ParamGroup, params: Sequence[FSDPParam], layout: ShardLayout, second: SecondStep | None
@@ -185,10 +161,10 @@ class GradPacker:
         self.dtype = group.reduce_dtype
         self.params = list(params)
         self._holds_dtensors = group.holds_dtensors
-        self._second = second
+        self._second = second  # may want the chunks in another order
         self._nothing = torch.empty(0, dtype=group.gather_dtype, device=group.mesh.device)
-        self.layout = layout
-        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}
+        self.layout = layout  # with a tail
+        self.tails: dict[tuple[bool, ...], torch.Tensor] = {}  # packed so far, by touched flags
 
     def pack(
         self,
@@ -203,14 +179,7 @@ class GradPacker:
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
         """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
 
-        Args:
-            collector: holds the gradients.
-            slot: that the chunks are in.
-            target: the chunks, 1-D.
-            streams: of the root.
-            divisor: what gradients are divided by; 1 if `zero_copy`.
-            accumulate: add to what the chunks hold.
-            zero_copy: leave zero-copy parameters out, and return their gradients.
+        `target` is 1-D, in `slot`. With `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
 
         Returns:
             Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
@@ -236,12 +205,7 @@ class GradPacker:
         return flags, sent_alone
 
     def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
-        """Copies what another packer has packed to the places that it has here.
-
-        Args:
-            chunks: any number of them, packed by `old`, 1-D.
-            into: as many, for this one; parameters that `old` does not know become zero.
-            old: packs other parameters of the same group.
+        """Copies 1-D chunks that `old` packed, of the same group, to this one's places; the rest is zero.
 
         Streams: on the current one.
         """

@@ -1,8 +1,7 @@
 """One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient shard.
 
 [Note: States of a group's gradients]
-docs/design/gradient_states.md has the table that `GradState` and `Waiting` mirror: what is final, what waits,
-what is half-written, and what may drop it.
+The table in docs/design/gradient_states.md: what is final, waits, or is half-written, and what may drop it.
 """
 
 from __future__ import annotations
@@ -91,39 +90,24 @@ class Scheduler(Protocol):
 
 
 class _Packed(NamedTuple):
-    """What a reduction sends, and the room that it needs.
+    """What a reduction sends, and the room that it needs."""
 
-    Attributes:
-        messages: the first element of a chunk, what is sent to each rank, room to receive, and the tag.
-        slots: everything lies in, except for gradients that are sent from where they are.
-        own: this rank's chunk, and room for its sum.
-        room: of the second step.
-        staging: of the gradient shard.
-    """
-
-    messages: list[tuple[int, Chunks, Chunks, MessageTag]]
-    slots: list[Slot]
-    own: torch.Tensor
-    room: Chunks
-    staging: torch.Tensor | None
+    messages: list[tuple[int, Chunks, Chunks, MessageTag]]  # first element of a chunk, send, receive, tag
+    slots: list[Slot]  # that all of it lies in, except gradients that are sent from where they are
+    own: torch.Tensor  # this rank's chunk, and room for its sum
+    room: Chunks  # of the second step
+    staging: torch.Tensor | None  # of the gradient shard
 
 
 class _Route(NamedTuple):
-    """How a group's gradients travel, as long as nothing is changed about that.
+    """How a group's gradients travel, as long as nothing is changed about that."""
 
-    Attributes:
-        made_for: the root's context, the group's collectives and `divide_factor`.
-        transport, ring: of the reduce-scatter, and of its slots.
-        before, after: what gradients are divided by before the reduction, and after it.
-        done: recorded at the end of each reduction, all of which end on the reduce stream.
-    """
-
-    made_for: tuple[object, ...]
-    transport: Transport
-    ring: SlotRing
-    before: float
-    after: float
-    done: StreamEvent
+    made_for: tuple[object, ...]  # the root's context, the group's collectives, `divide_factor`
+    transport: Transport  # of the reduce-scatter
+    ring: SlotRing  # of the slots that are sent
+    before: float  # what gradients are divided by before the reduction
+    after: float  # and after it
+    done: StreamEvent  # recorded at the end of each reduction, on the reduce stream
 
 
 _NO_ROOM = Chunks(torch.empty(0), ())
@@ -134,34 +118,18 @@ _WAITING = attrgetter("waiting", "_partial.is_live")
 
 
 class GradGroup:
-    """Collects one group's gradients and turns them into its gradient shard.
-
-    Args:
-        group: of the parameters. `grads_of` finds this object by it.
-
-    Attributes:
-        group: as given.
-        requires_sync: False keeps gradients on this rank, summed in a buffer of the reduce dtype.
-        requires_all_reduce: False (HSDP) stops after the reduce-scatter and keeps the partial sum.
-        divide_factor: what the sum over ranks is divided by; None for their number.
-        params: those with a place among the gradients, in order; see `refresh_trainable`.
-        state: how far a backward has come; the scheduler changes it.
-        unsharded: the unsharded parameters of `params`, once they exist.
-        waiting: what completed backwards have left for a later reduction.
-        collector: where autograd's gradients are until they are packed.
-        scheduler: of the root; None before that is known.
-    """
+    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds it."""
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.requires_sync = True
-        self.requires_all_reduce = True
-        self.divide_factor: float | None = None
-        self.params: list[FSDPParam] = []
-        self.state = GradState.IDLE
+        self.requires_sync = True  # False sums gradients on this rank, in a buffer of the reduce dtype
+        self.requires_all_reduce = True  # False (HSDP) keeps the partial sum of the reduce-scatter
+        self.divide_factor: float | None = None  # of the sum over ranks; None for their number
+        self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
+        self.state = GradState.IDLE  # changed by the scheduler alone
         self.waiting = Waiting.NOTHING
         self.collector = GradCollector()
-        self.scheduler: Scheduler | None = None
+        self.scheduler: Scheduler | None = None  # of the root; None before that is known
         self._partial = PartialSum()
         self._sum: Slot | None = None
         self._touched: list[bool] = []  # what `_sum` has gradients of
@@ -182,11 +150,10 @@ class GradGroup:
     # -- what trains ------------------------------------------------------------------------------------
 
     def refresh_trainable(self) -> None:
-        """Takes note of which parameters require grad; called while no backward runs.
+        """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
 
-        A program may change that of a sharded parameter and of an unsharded one, whichever its modules show;
-        it is meant for both. A parameter that ceases to require grad keeps its place among the gradients
-        while some are waiting, or a backward is expected: nothing is lost of what completed backwards left.
+        What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
+        place while gradients wait or a backward is expected, so that none is lost.
 
         Streams: what waits is moved, if it has to be, on the reduce stream.
         """
@@ -381,9 +348,7 @@ class GradGroup:
             scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
-        """Takes the gradients that the program itself has put on unsharded parameters.
-
-        Zero-bubble schedules do that with what `autograd.grad` returns, for which no hook runs.
+        """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
 
         Streams: they are taken to be written on the current one.
         """
@@ -456,8 +421,8 @@ class GradGroup:
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
 
-        Low-precision sums of many ranks overflow, so fp16 splits the factor around its square root, into
-        powers of two as FSDP2 does; fp32 and bf16 divide once, where there is least to divide.
+        fp16 splits the factor around its square root, into powers of two as FSDP2 does; fp32 and bf16 divide
+        once, where there is least to divide.
         """
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
         if self.group.reduce_dtype not in _OVERFLOWING:
@@ -573,10 +538,7 @@ class GradGroup:
         comm_ctx: CommContext,
         shard: GradShard | None,
     ) -> _Packed:
-        """Packs what is not zero-copy; the gradients of the other parameters are sent from where they are.
-
-        The slot has room for the packed message, for this rank's chunk, and for what the transport receives.
-        """
+        """Packs what is not zero-copy; the other gradients are sent from where they are."""
         layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
         packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
         slot = route.ring.acquire(
@@ -602,11 +564,7 @@ class GradGroup:
         return _Packed(messages, [slot], own, _NO_ROOM, None)
 
     def abandon_backward(self) -> bool:
-        """Drops what a failed backward has left half-written; what it sent is `Reduction.abandon`'s.
-
-        Returns:
-            Whether what earlier backwards had left goes along with it.
-        """
+        """Drops what a failed backward has not sent; returns whether what earlier ones left goes with it."""
         state = self.state
         is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
         self.collector.forget()

@@ -1,22 +1,21 @@
 """The gradient shard: one persistent flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is one DTensor, made once, over one address, for the life of the model. `None`
-keeps its meaning: a parameter whose gradient is None when a reduction lands is overwritten, any other is
-added to; nothing is allocated in either case. A gradient that is another tensor (assigned by hand,
-or accumulated by autograd through a DTensor operation) is copied into the shard and the binding restored.
+Each parameter's gradient is one DTensor over one address for the life of the model. A reduction overwrites
+it if it is None, else adds to it; neither allocates. A gradient that is another tensor (assigned by hand, or
+accumulated by autograd through a DTensor operation) is copied into the shard and the binding restored.
 A parameter that got no gradient on any rank stays None.
 
 [Note: Live flags]
-Kernels that read the shard (norms, optimizers) do not look at `param.grad`: behind the gradients the shard
-has one element per parameter, and a parameter is *live* if its element is above zero. A reduction brings
-these flags along ([Note: Touched flags] in `scheduler.py`); a gradient that the program sets to None, or
-assigns, is noted there by `settle` before a kernel looks.
+Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per parameter
+behind the gradients: above zero, the parameter is *live*. A reduction brings these flags along
+([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or assigns, is noted
+there by `settle` before a kernel looks.
 
 [Note: None under a graph]
-Whether a parameter without a gradient on this rank had one on another is read by the host, which a capture
-forbids. There, what the host saw in an eager step with the same gradients on this rank stands in; if it saw
-none, every parameter counts as having one, and the flags on the device decide at each replay.
+Whether another rank had a gradient is read by the host, which a capture forbids. There, what the host saw in
+an eager step with the same gradients on this rank stands in; if it saw none, every parameter counts as having
+one, and the flags on the device decide at each replay.
 """
 
 from __future__ import annotations
@@ -48,28 +47,7 @@ HostState = tuple[tuple[torch.Tensor | None, ...], torch.Tensor | None, torch.Te
 class GradShard:
     """Persistent gradients of one group on one rank.
 
-    Args:
-        params: the group's trainable sharded parameters, in layout order.
-        layout: their places, with a tail.
-        mesh: gives rank and placements.
-        dtype: of the shard.
-        policy: where gradients are bound.
-        home: where the shard lives; see [Note: Shards on the host] in `sharding/offload.py`.
-
-    Attributes:
-        flat: 1-D, `layout.chunk_numel` elements of `dtype`, at home.
-        values: the part of `flat` that holds gradients; zero between them.
-        flags: the part of `flat` with one element per parameter. See [Note: Live flags].
-        mesh: as given.
-        needs_staging: True if the shard is not on the mesh's device, where a reduction then needs room.
-        pending_scale: device scalar (float32) that every gradient is still to be multiplied by, or None.
-            See [Note: Pending scale] in `sharding/scaled_gradient.py`.
-        params, attribute: the parameters, and the name of what their gradients are bound to.
-        flagged: per parameter, what its flag says, as far as the host has made sure of it.
-        own_ids: `id` of everything that may be bound to a parameter without being taken over.
-        touched: per parameter, whether this rank had a gradient in the last reduction; empty before it.
-        nonfinite: device scalar (float32), above zero if a norm or a loss scaler found an infinity or a NaN
-            in the gradients it looked at, these among them; None if none has looked.
+    `layout` has a tail; for `home` see [Note: Shards on the host] in `sharding/offload.py`.
     """
 
     def __init__(
@@ -81,19 +59,21 @@ class GradShard:
         policy: GradientPolicy,
         home: ShardMemory,
     ) -> None:
-        self.params = list(params)
+        self.params = list(params)  # the trainable sharded ones, in layout order
         self._layout = layout
-        self.attribute = policy.attribute
+        self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
-        self.needs_staging = home.is_offloaded
+        self.needs_staging = home.is_offloaded  # not on the mesh's device, where a reduction needs room
         self._brought: StreamEvent | None = None
-        self.flat = home.zeros(layout.chunk_numel, dtype)
-        self.values = self.flat.narrow(0, 0, layout.tail_offset)
-        self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))
-        self.touched: tuple[bool, ...] = ()
+        self.flat = home.zeros(layout.chunk_numel, dtype)  # 1-D, at home
+        self.values = self.flat.narrow(0, 0, layout.tail_offset)  # the gradients; zero between them
+        self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))  # [Note: Live flags]
+        self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
+        # Float32 device scalar to multiply by: [Note: Pending scale] in `sharding/scaled_gradient.py`.
         self.pending_scale: torch.Tensor | None = None
+        # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
         self._grads = [
@@ -102,9 +82,9 @@ class GradShard:
         ]
         self._scaled = [ScaledGradient(grad, self.apply_scale) for grad in self._grads]
         self._index = {id(param): i for i, param in enumerate(self.params)}
-        self.flagged = [False] * len(self.params)
+        self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self.own_ids = {id(None), *map(id, self._grads), *map(id, self._scaled)}
+        self.own_ids = {id(None), *map(id, self._grads), *map(id, self._scaled)}  # never taken over
         for param in self.params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
@@ -114,11 +94,9 @@ class GradShard:
     # -- before and after a reduction -------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        """Makes the shard ready to be written by a reduction.
+        """Makes the shard ready for a reduction; returns False if that should overwrite everything, not add.
 
-        Returns:
-            False if the reduction should overwrite everything (every gradient is None), else True: it should
-            add. Gradients that are None are then zeroed, and foreign ones taken over, first.
+        To add, gradients that are None are zeroed first, and foreign ones taken over.
 
         Streams: writes, if any, go to the current stream.
         """
@@ -140,15 +118,9 @@ class GradShard:
         staging: torch.Tensor | None,
         streams: Streams,
     ) -> None:
-        """Writes a reduction's average, or adds it where there are gradients already.
+        """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
 
-        Args:
-            write: see `PendingSum.write`.
-            divisor: what the sum is divided by.
-            staging: memory like `flat` on the mesh's device, if `needs_staging`.
-            streams: of the root.
-
-        Streams: on the current one.
+        Streams: on the current one. `staging` is memory like `flat` on the mesh's device, if `needs_staging`.
         """
         accumulate = self.prepare()
         if staging is None:
@@ -170,10 +142,7 @@ class GradShard:
     def bind(self, touched: Sequence[bool]) -> None:
         """Binds the gradient of every parameter that was touched on some rank, and runs its hooks.
 
-        Args:
-            touched: per parameter, whether it got a gradient on this rank. Where it did not, the reduced
-                flags tell whether another rank had one; only then does the host read the shard, and not in a
-                capture. See [Note: None under a graph].
+        Only if some were not `touched` on this rank does the host read the flags: [Note: None under a graph].
         """
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self.flagged = list(anywhere)
@@ -183,8 +152,7 @@ class GradShard:
                 continue
             if getattr(param, self.attribute, None) is not own:
                 setattr(param, self.attribute, own)
-            # torch keeps these hooks for autograd's own accumulation, which the sharded parameter never
-            # sees; FSDP2 runs them after its reduction too.
+            # Autograd, which would run them, never accumulates here; FSDP2 runs them after its reduction too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
@@ -207,10 +175,7 @@ class GradShard:
     # -- for those who read the shard -------------------------------------------------------------------
 
     def place_of(self, param: nn.Parameter) -> int | None:
-        """Returns the parameter's index in the layout and among the flags.
-
-        None for a parameter that did not require grad when the last forward began.
-        """
+        """Returns a parameter's place, or None if it did not require grad when the last forward began."""
         return self._index.get(id(param))
 
     def piece(self, place: int) -> Piece:
@@ -231,12 +196,9 @@ class GradShard:
         return len(self.params)
 
     def settle(self, places: Sequence[int]) -> list[bool]:
-        """Makes flags and values agree with what the program has bound to the parameters.
+        """Makes flags and values agree with what is bound; returns which parameters have a gradient.
 
         The flag of a gradient that is None now is cleared; any other tensor is copied into the shard.
-
-        Returns:
-            Per place, whether the parameter has a gradient.
 
         Streams: writes, if any, go to the current stream.
         Capture: safe; what is bound is a fact of the host and fixed by the capture.
@@ -293,10 +255,9 @@ class GradShard:
                 setattr(param, self.attribute, grad)
 
     def zero(self, places: Sequence[int]) -> None:
-        """Zeroes the gradients at these places that are not None, as `zero_grad(set_to_none=False)` does.
+        """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Zeros are finite, and what they were to be multiplied by is forgotten with the values: zero times NaN
-        is not zero.
+        Their pending scale is forgotten with the values: zero times NaN is not zero.
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
@@ -311,10 +272,9 @@ class GradShard:
             self._views[place].zero_()
 
     def scale_later(self, factor: torch.Tensor) -> None:
-        """Multiplies all gradients by `factor`, when they are next used; see `pending_scale`.
+        """Multiplies all gradients by `factor` at their next use; see `pending_scale`.
 
-        Args:
-            factor: float32 device scalar; kept, so it must not be changed afterwards.
+        `factor` is a float32 device scalar; it is kept, so it must not be changed afterwards.
 
         Streams: a second factor is multiplied with the first on the current stream.
         Capture: safe.

@@ -24,17 +24,13 @@ __all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "SecondStep
 
 
 class PendingSum:
-    """What adds up to a chunk, and has not been added up yet: for each range of it, what comes from where.
-
-    Args:
-        ranges: the first element of each, how many it has, and its summands: 1-D, as long as the range.
-    """
+    """What adds up to a chunk: ranges, each a first element, a length, and 1-D summands of that length."""
 
     def __init__(self, ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]) -> None:
         self._ranges = ranges
 
     def plus(self, chunk: torch.Tensor) -> PendingSum:
-        """Returns this and a whole chunk more."""
+        """Returns this and one more chunk."""
         return PendingSum(
             [
                 (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
@@ -43,9 +39,7 @@ class PendingSum:
         )
 
     def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
-        """Computes the sum; see `ops.sum_chunks`, which takes the same arguments.
-
-        `out` is the whole chunk; it may be among the summands, each range in its place.
+        """Computes the sum by `ops.sum_chunks`; `out`, a chunk, may be among the summands.
 
         Streams: on the current one. Capture: safe.
         """
@@ -55,15 +49,10 @@ class PendingSum:
 
 
 class PartialSum:
-    """What earlier micro-batches have left after the reduce-scatter, for the second step to take along.
-
-    Attributes:
-        tensor: in the reduce dtype; None until the first time.
-        is_live: False if it stands for nothing.
-    """
+    """What earlier micro-batches have left after the reduce-scatter, for the second step to take along."""
 
     def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = None
+        self.tensor: torch.Tensor | None = None  # in the reduce dtype; None until the first time
         self.is_live = False
 
     @property
@@ -81,62 +70,37 @@ class PartialSum:
 
 @dataclass(frozen=True)
 class AllReduceHook:
-    """A program's hook on reduced gradients.
+    """A program's hook on reduced gradients."""
 
-    Attributes:
-        call: gets the chunk, without what the engine has put behind the gradients.
-        stream: where it is called; None for where reductions run.
-        is_before_division: it sees the sum and not the average.
-    """
-
-    call: Callable[[torch.Tensor], Any]
-    stream: Stream
-    is_before_division: bool
+    call: Callable[[torch.Tensor], Any]  # gets the chunk, without what is behind the gradients
+    stream: Stream  # where it is called; None for where reductions run
+    is_before_division: bool  # it sees the sum and not the average
 
 
 @dataclass(eq=False, kw_only=True)
 class Reduction:
-    """A launched reduction: what it reads, where its result goes, and how to end it.
+    """A launched reduction: what it reads, where its result goes, and how to end it."""
 
-    Attributes:
-        works: of the reduce-scatter's messages, each behind the first element and the number of elements
-            that it brings of a chunk.
-        slots: what is in flight lies in; released at the end.
-        own: this rank's chunk of the first step, and room for its sum.
-        shard: where the average goes; None to stop after the first step and keep a partial sum.
-        staging: room for the average, if the shard does not live on the mesh's device; else None.
-        touched: per trainable parameter, whether this rank had a gradient.
-        divisor: what the sum is divided by at the end.
-        partial, second, room, tag, hook: the group's partial sum, its second step and what that receives
-            into, the tag of its reductions, the program's hook.
-        comm_ctx: of the root.
-        done: of the group; recorded at the end.
-        is_complete: True once it has ended.
-    """
-
-    works: Sequence[tuple[int, int, Work]]
-    slots: Sequence[Slot]
-    own: torch.Tensor
-    shard: GradShard | None
-    staging: torch.Tensor | None
-    touched: tuple[bool, ...]
-    divisor: float
+    works: Sequence[tuple[int, int, Work]]  # each behind the first element and length of what it brings
+    slots: Sequence[Slot]  # what is in flight lies in; released at the end
+    own: torch.Tensor  # this rank's chunk of the first step, and room for its sum
+    shard: GradShard | None  # None to stop after the first step and keep a partial sum
+    staging: torch.Tensor | None  # room for the average, if the shard is not on the mesh's device
+    touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
+    divisor: float  # of the sum, at the end
     partial: PartialSum
     second: SecondStep | None
-    room: Chunks
+    room: Chunks  # what the second step receives into
     tag: MessageTag
     hook: AllReduceHook | None
     comm_ctx: CommContext
-    done: StreamEvent
+    done: StreamEvent  # of the group; recorded at the end
     is_complete: bool = False
     _has_started_second: bool = False
     _pending: PendingSum | None = None
 
     def start_second_step(self) -> None:
-        """Ends the reduce-scatter and starts the second step, if there is one.
-
-        The host waits only if the transport is not stream-ordered.
-        """
+        """Ends the reduce-scatter and starts a second step; the host waits only without stream order."""
         if self._has_started_second:
             return
         self._has_started_second = True
@@ -180,11 +144,7 @@ class Reduction:
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
     ) -> tuple[PendingSum, float]:
-        """Shows the result to the program's all-reduce hook, as FSDP2 does.
-
-        Returns:
-            The sum to go on with, and what it is still to be divided by.
-        """
+        """Shows the result to the program's hook; returns the sum to go on with, and its divisor."""
         out = self.own if self.second is None else self.second.result(self.own)
         pending.write(out, divisor=1.0 if hook.is_before_division else self.divisor)
         current = streams.current()
@@ -205,13 +165,9 @@ class Reduction:
             self.shard.wait_on_host()
 
     def abandon(self) -> bool:
-        """Takes back a reduction of a backward that failed.
+        """Takes back a reduction of a backward that failed: what is in flight is waited for and dropped.
 
-        What is in flight is waited for and dropped; gradients and sums that it has been added to are lost
-        along with it.
-
-        Returns:
-            Whether it has been added to any.
+        Returns whether it was added to gradients or sums, which are then lost along with it.
         """
         is_written = self.is_complete or self._has_started_second
         if is_written:

@@ -27,12 +27,7 @@ numbers = _MessageNumbers()
 
 
 def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
-    """Returns one line for each fact that every rank must share, in construction order.
-
-    Args:
-        units: the model.
-        mesh: leave out parameters that are not on this one; None for all.
-    """
+    """Returns a line for each fact that all ranks must share, in order; of parameters on `mesh`, if given."""
     lines = []
     for unit in units:
         lines.append(
@@ -53,10 +48,8 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
 def require_same_model(units: Sequence[Unit]) -> None:
     """Compares the model across the ranks of the root's mesh, and parameters on other meshes across theirs.
 
-    A collective, once per root.
-
-    Also gives every group the number that keeps its messages apart from all others: the ranks
-    may have built different numbers of models before, so they continue from the largest count among them.
+    A collective, once per root. It also gives every group the number that keeps its messages apart: ranks may
+    have built different numbers of models before, so they continue from the largest count among them.
 
     Raises:
         RankDisagreementError: on every rank, naming the first difference.

@@ -3,8 +3,8 @@
 [Note: Order of reductions]
 The sequence of collectives must not depend on the data, or ranks that use different parameters would pair
 up the wrong ones. Groups are therefore reduced in the reverse of the order in which their units entered
-forward, each exactly once, whether or not it got gradients: a group that is complete early waits for its
-predecessors, one that got nothing sends zeros. Sizes are fixed by the layout.
+forward, each exactly once: a group that is complete early waits for its predecessors, one that got no
+gradients sends zeros. Sizes are fixed by the layout.
 """
 
 from __future__ import annotations
@@ -29,11 +29,7 @@ _GRAD = attrgetter("grad")
 
 
 def _move(grads: GradGroup, state: GradState) -> None:
-    """Goes on to a state of a group's gradients.
-
-    Raises:
-        RuntimeError: there is no such transition in `TRANSITIONS`.
-    """
+    """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
         raise RuntimeError(
             f"gradients of unit {grads.group.name} cannot go from {grads.state.name} to {state.name}"
@@ -42,33 +38,22 @@ def _move(grads: GradGroup, state: GradState) -> None:
 
 
 class ReductionScheduler:
-    """Decides the order of reductions under one root. See [Note: Order of reductions].
-
-    Args:
-        comm_ctx: shared with the units.
-        end_backward: called once when autograd has finished a backward that this scheduler saw begin.
-
-    Attributes:
-        comm_ctx: as given.
-        backward_running: between the first gradient of a backward and its end.
-        is_last_backward: False for a micro-batch that others follow.
-        enrolment: asked when a backward begins for the groups to reduce, entered or not; None for those that
-            entered. See [Note: Participation].
-        reads_again: True from a backward that makes a graph (`create_graph=True`), which reads parameters
-            again, to the end of one that keeps none: nothing is resharded in between.
-    """
+    """Decides the order of reductions under one root. See [Note: Order of reductions]."""
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
         self.comm_ctx = comm_ctx
-        self._end_backward = end_backward
+        self._end_backward = end_backward  # called once when autograd ends a backward that was seen to begin
         self.backward_running = False
-        self.is_last_backward = True
+        self.is_last_backward = True  # False for a micro-batch that others follow
+        # True from a backward that makes a graph (`create_graph=True`), which reads parameters again, to the
+        # end of one that keeps none: nothing is resharded in between.
         self.reads_again = False
         self._keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
+        # Gives the groups to reduce in a backward; None for those that entered. See [Note: Participation].
         self.enrolment: Callable[[], list[GradGroup]] | None = None
 
     def enter(self, grads: GradGroup) -> None:
@@ -80,10 +65,9 @@ class ReductionScheduler:
             self._entered.append(grads)
 
     def expect(self, grads: GradGroup) -> None:
-        """Adds a group that backward has come to although it was not queued: it is the next to finish.
+        """Makes a group that was not queued, but backward has come to, the next to finish.
 
-        Reentrant checkpointing runs a unit's forward inside backward; a second backward through a kept
-        graph comes without a forward.
+        Reentrant checkpointing runs forward inside backward; a second backward of a kept graph runs none.
         """
         if grads.state is GradState.IDLE:
             _move(grads, GradState.COLLECTING)
@@ -94,11 +78,7 @@ class ReductionScheduler:
         self.reads_again, self._keeps_graph = self._keeps_graph, False
 
     def begin_backward(self, *, in_autograd: bool) -> None:
-        """Fixes the order of this backward's reductions; does nothing if it has begun already.
-
-        Args:
-            in_autograd: called from a hook, so that autograd can be asked to call back at its end.
-        """
+        """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook calls."""
         if self.backward_running:
             return
         self.backward_running = True
@@ -147,11 +127,9 @@ class ReductionScheduler:
             _move(grads, GradState.SUMMED)
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
-        """Ends a backward: reduces all that is left, then makes the current stream wait for the gradients.
+        """Ends a backward: reduces what is left of all groups under the root, given in construction order.
 
-        Args:
-            groups: all under the root, in construction order.
-            wait: False leaves reductions in flight, for a backward that is not the last one.
+        With `wait`, the current stream then waits for the gradients; else reductions stay in flight.
         """
         while self._queue:
             self._reduce(self._queue.pop())
@@ -191,13 +169,9 @@ class ReductionScheduler:
         self._earlier += other._earlier
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
-        """Takes back a backward that failed: what it has sent or added to is lost, the rest is kept.
+        """Takes back a failed backward; returns the names of the units with gradients that are lost.
 
-        Args:
-            groups: all under the root.
-
-        Returns:
-            Names of the units with gradients that are lost.
+        What it has sent or added to is lost, the rest is kept.
         """
         self._queue.clear()
         self.backward_running = self.reads_again = False
