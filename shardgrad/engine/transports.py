@@ -86,19 +86,12 @@ class Work(Protocol):
 
 
 class Transport(ABC):
-    """Chunk movement inside one process group.
+    """Chunk movement inside one process group."""
 
-    Attributes:
-        stream_ordered: True if results are ordered by the launching stream, so the host need not block.
-        gather_chunks: staging chunks that `all_gather` needs.
-        gathers_in_place: True if this rank's chunk may be its own part of the staging.
-        receive_chunks: staging chunks that `reduce_scatter` needs besides those it is given.
-    """
-
-    stream_ordered: bool
-    gather_chunks: int
-    gathers_in_place: bool
-    receive_chunks: int
+    stream_ordered: bool  # results are ordered by the launching stream, so the host need not block
+    gather_chunks: int  # staging chunks that `all_gather` needs
+    gathers_in_place: bool  # this rank's chunk may be its own part of the staging
+    receive_chunks: int  # staging chunks that `reduce_scatter` needs besides those it is given
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import Stream, is_capturing, wait_for_device, wait_for_stream
 from shardgrad.errors import CaptureError
-from shardgrad.graphs.eager_events import wait_for_device, wait_for_stream
 
 __all__ = ["DeviceGraph", "GraphPool"]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardgrad.graphs.eager_events import EagerEvent, wait_for_stream
+from shardgrad.engine.streams import EagerEvent, wait_for_stream
 from shardgrad.graphs.pool import GraphPool
 
 __all__ = ["HostStaging"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from shardgrad.engine.streams import EagerEvent
 from shardgrad.graphs.capturable import Capturable
-from shardgrad.graphs.eager_events import EagerEvent
 from shardgrad.graphs.outputs import scalars
 from shardgrad.graphs.pool import GraphPool
 

@@ -23,11 +23,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
-from shardgrad.engine.streams import Stream, is_capturing
+from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
 from shardgrad.errors import CaptureError, OptionError
 from shardgrad.graphs.capturable import Capturable, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
-from shardgrad.graphs.eager_events import wait_for_device
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
 from shardgrad.graphs.outputs import clones, detached, used_on
