@@ -82,6 +82,14 @@ _DEFINED_IN = {
     "share_comm_ctx": "module",
 }
 
+# Packages that went elsewhere; named for one version.
+_MOVED = {
+    "bench": "python -m benchmarks, in a checkout",
+    "drills": "python -m tests.drills, in a checkout",
+    "migration": "docs/explanation/differences.md and the pages docs/how_to/from_*.md",
+    "training": "shardgrad.train",
+}
+
 if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
 
     def __getattr__(name: str) -> Any:
@@ -91,6 +99,8 @@ if not TYPE_CHECKING:  # mypy sees the imports above, and reports other names
             return value
         if not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
             return import_module(f"{__name__}.{name}")
+        if name in _MOVED:
+            raise ImportError(f"shardgrad.{name} is gone; use {_MOVED[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:

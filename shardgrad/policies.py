@@ -1,4 +1,4 @@
-"""Policies: torch's own, and its handle, re-exported so one import serves both engines; ours beside them."""
+"""Policies: torch's own, and its handle, re-exported so that one import serves both engines; and ours."""
 
 from __future__ import annotations
 

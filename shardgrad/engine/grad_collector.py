@@ -85,6 +85,8 @@ class GradCollector:
             GradientError: it is sparse.
         """
         unsharded.grad = None
+        if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
+            grad = grad.detach()
         index = self._index[id(unsharded)]
         if not self._params[index].sharded.requires_grad:
             return False  # frozen since the forward

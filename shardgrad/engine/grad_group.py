@@ -589,7 +589,7 @@ class GradGroup:
         def room(begin: int, numel: int) -> Chunks:
             if received:
                 return slot.take(dtype, received, numel)
-            # A transport that needs no room of its own adds up in this rank's chunk, and only reads.
+            # A transport that needs no room adds up in this rank's chunk, and only reads.
             part = own.narrow(0, begin, numel)
             return Chunks(part, (part,))
 

@@ -226,6 +226,7 @@ class RootContext:
             span("root_post_backward_callback", self.root.name) if profiler._is_profiler_enabled else NO_SPAN,
             torch.no_grad(),
         ):
+            self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()
             self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)
@@ -244,7 +245,7 @@ class RootContext:
         """
         self._forward_root = None
         self.keep_unsharded = False
-        self.scheduler.enroll(None)
+        self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
             for unit in self.units:
                 unit.abandon_forward()

@@ -18,9 +18,11 @@ import torch
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import TRANSITIONS, GradGroup, GradState, Waiting
 from shardgrad.engine.reduction import Reduction
-from shardgrad.errors import ParticipationError
 
 __all__ = ["ReductionScheduler"]
+
+# Whether the backward that runs on this thread was called with `retain_graph=True`.
+_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 _GRAD = attrgetter("grad")
@@ -50,6 +52,10 @@ class ReductionScheduler:
         comm_ctx: as given.
         backward_running: between the first gradient of a backward and its end.
         is_last_backward: False for a micro-batch that others follow.
+        enrolment: asked when a backward begins for the groups to reduce, entered or not; None for those that
+            entered. See [Note: Participation].
+        reads_again: True from a backward that makes a graph (`create_graph=True`), which reads parameters
+            again, to the end of one that keeps none: nothing is resharded in between.
     """
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
@@ -57,12 +63,13 @@ class ReductionScheduler:
         self._end_backward = end_backward
         self.backward_running = False
         self.is_last_backward = True
+        self.reads_again = False
+        self._keeps_graph = False
         self._entered: list[GradGroup] = []
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
-        self._enrolled: list[GradGroup] | None = None
-        self._enrolment_used = False
+        self.enrolment: Callable[[], list[GradGroup]] | None = None
 
     def enter(self, grads: GradGroup) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
@@ -82,18 +89,9 @@ class ReductionScheduler:
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 
-    def enroll(self, groups: Iterable[GradGroup] | None) -> None:
-        """Makes the next backward, and no further one, reduce exactly these groups, entered or not.
-
-        None ends the enrolment. See [Note: Participation].
-        """
-        self._enrolled = None if groups is None else list(groups)
-        self._enrolment_used = False
-
-    @property
-    def has_enrolled(self) -> bool:
-        """True if an enrolled backward is still to come."""
-        return bool(self._enrolled) and not self._enrolment_used
+    def finish_reading(self) -> None:
+        """At the end of a backward: forgets a graph that it has not kept."""
+        self.reads_again, self._keeps_graph = self._keeps_graph, False
 
     def begin_backward(self, *, in_autograd: bool) -> None:
         """Fixes the order of this backward's reductions; does nothing if it has begun already.
@@ -105,20 +103,15 @@ class ReductionScheduler:
             return
         self.backward_running = True
         if in_autograd:
+            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be kept.
+            self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
+            self.reads_again |= self._keeps_graph
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self._queue, self._entered = self._entered, []
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
-        if self._enrolled is not None:
-            if self._enrolment_used:
-                raise ParticipationError(
-                    "a second backward inside one participate()",
-                    expected="at most one forward and one backward",
-                    got="another backward, which the other ranks would not join",
-                    fix="one `with shardgrad.participate(model):` for each micro-batch",
-                )
-            self._enrolment_used = True
-            self._queue = [grads for grads in self._enrolled if grads.params]
+        if self.enrolment is not None:
+            self._queue = self.enrolment()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
                     _move(grads, GradState.READY)
@@ -207,7 +200,7 @@ class ReductionScheduler:
             Names of the units with gradients that are lost.
         """
         self._queue.clear()
-        self.backward_running = False
+        self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
         for grads in groups:
@@ -223,7 +216,7 @@ class ReductionScheduler:
             reduction.abandon()
         self._earlier = []
         self._entered.clear()
-        self._enrolled = None
+        self.enrolment = None
         self.abandon_backward(groups)
         for grads in groups:
             grads.forget()

@@ -294,7 +294,7 @@ class Unit:
         return replaced
 
     def _reshards_after_forward(self, context: Root) -> bool:
-        if context.keep_unsharded:
+        if context.keep_unsharded or context.scheduler.reads_again:
             return False
         if self.reshard_after_forward is None:
             return context.root is not self and not context.is_needed_next(self)
@@ -477,7 +477,8 @@ class Unit:
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
-            if self.reshard_after_backward and not again and not context.keep_unsharded:
+            keep = again or context.keep_unsharded or context.scheduler.reads_again
+            if self.reshard_after_backward and not keep:
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
                     grads.collector.order_before(streams.current(), streams)
@@ -492,7 +493,8 @@ class Unit:
         """
         self._outstanding = 0
         self._next_backward = None
-        if self.reshard_after_backward:
+        is_read_again = self.context is not None and self.context.scheduler.reads_again
+        if self.reshard_after_backward and not is_read_again:
             self.reshard()
 
     def abandon_forward(self) -> None:

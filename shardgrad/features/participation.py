@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ParticipationError
@@ -64,24 +65,52 @@ def participate(model: nn.Module) -> Iterator[None]:
     context.gather_in_order()
     for grads in context.grad_groups:
         grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
-    context.scheduler.enroll(context.grad_groups if torch.is_grad_enabled() else [])
+    enrolment = context.scheduler.enrolment = _Enrolment(context)
     try:
         yield
     except BaseException:
         context.recover()
         raise
-    _join_rest(context)
+    _join_rest(context, enrolment)
 
 
-def _join_rest(context: RootContext) -> None:
+class _Enrolment:
+    """Makes the one backward inside a `participate` reduce every group.
+
+    Args:
+        context: of the root.
+    """
+
+    def __init__(self, context: RootContext) -> None:
+        self._groups = context.grad_groups if torch.is_grad_enabled() else []
+        self._is_used = False
+
+    @property
+    def is_open(self) -> bool:
+        """True if its backward is still to come."""
+        return bool(self._groups) and not self._is_used
+
+    def __call__(self) -> list[GradGroup]:
+        if self._is_used:
+            raise ParticipationError(
+                "a second backward inside one participate()",
+                expected="at most one forward and one backward",
+                got="another backward, which the other ranks would not join",
+                fix="one `with shardgrad.participate(model):` for each micro-batch",
+            )
+        self._is_used = True
+        return [grads for grads in self._groups if grads.params]
+
+
+def _join_rest(context: RootContext, enrolment: _Enrolment) -> None:
     """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
     context.gather_rest()
     scheduler = context.scheduler
-    if scheduler.has_enrolled:
+    if scheduler.enrolment is enrolment and enrolment.is_open:  # not if the iteration was cleared
         scheduler.begin_backward(in_autograd=False)
         scheduler.reduce_ready()
         context.end_backward()
     context.keep_unsharded = False
-    scheduler.enroll(None)
+    scheduler.enrolment = None
     for unit in context.units:
         unit.reshard()

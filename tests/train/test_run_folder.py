@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_train_program import HALF, MICRO, ROOT, TRAIN, events, losses, ranks_of, start
+from tests.train.test_train_program import HALF, MICRO, ROOT, TRAIN, Started, events, losses, ranks_of, start
 
 LIMIT_S = 280  # of each program; on a busy machine, its imports alone take a minute
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def end(process: Started) -> tuple[int, str, str]:
     """Exit status, output and errors of a program that ends by itself."""
     try:
         output, errors = process.communicate(timeout=LIMIT_S)
@@ -36,7 +36,7 @@ def train(*arguments: str | Path) -> str:
     return output
 
 
-def wait_for_steps(folder: Path, count: int, process: subprocess.Popen[str]) -> None:
+def wait_for_steps(folder: Path, count: int, process: Started) -> None:
     """Returns when a run has logged so many steps."""
     deadline_s = time.monotonic() + LIMIT_S
     while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= count):
@@ -49,7 +49,8 @@ def test_a_second_start_says_who_holds_the_folder_and_since_when_and_a_dead_owne
     tmp_path: Path,
 ) -> None:
     folder = tmp_path / "run"
-    first = start(*MICRO, "--steps", "1000000", "--checkpoint-every", "3", "--run-dir", folder)
+    options = [*MICRO, "--steps", "1000000", "--checkpoint-every", "3", "--run-dir", folder]
+    first = start(*options, program=TRAIN)
     wait_for_steps(folder, HALF + 1, first)
     writer = ranks_of(first)[0]
     status, _, errors = end(start("--resume", folder))

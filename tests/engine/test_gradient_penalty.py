@@ -1,0 +1,98 @@
+"""Backwards that make a graph (`create_graph=True`): what reads parameters again finds them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tests.support.parity import Engine, Tensors, close_to_unsharded
+from tests.support.ranks import Ranks
+
+WIDTH = 6
+
+
+def pre_norm(engine: Engine, **options: Any) -> nn.Sequential:
+    """A norm first: its kernel reads a weight whose memory is gone without a check."""
+    torch.manual_seed(0)
+    layers = [
+        nn.LayerNorm(WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Tanh(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ]
+    model = nn.Sequential(*layers)
+    for i in (0, 1, 3):
+        engine.fully_shard(model[i], **options)
+    engine.fully_shard(model, **options)
+    return model
+
+
+def batch(engine: Engine, step: int) -> Tensor:
+    return engine.inputs(step, WIDTH, dtype=torch.get_default_dtype()).requires_grad_()
+
+
+def per_row(value: Tensor) -> Tensor:
+    """Sums over columns and averages over rows: the mean over ranks is that of the whole batch."""
+    return value.square().sum(1).mean()
+
+
+def on_inputs(model: nn.Module, x: Tensor) -> None:
+    y = model(x)
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    (per_row(y) + per_row(g)).backward()
+
+
+def before_another_forward(model: nn.Module, x: Tensor) -> None:
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with torch.no_grad():
+        model(x + 1)
+    (per_row(g) + per_row(model(x - 1))).backward()
+
+
+def of_third_order(model: nn.Module, x: Tensor) -> None:
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+    (per_row(g) + 0.1 * per_row(h)).backward()
+
+
+def over_a_kept_graph(model: nn.Module, x: Tensor) -> None:
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (v,) = torch.autograd.grad(g.sum(), x, retain_graph=True)
+    (w,) = torch.autograd.grad((g * v).sum(), x, retain_graph=True)
+    (g * (v + w)).sum(1).mean().backward()
+
+
+def accumulated_with_a_graph(model: nn.Module, x: Tensor) -> None:
+    y = model(x)
+    per_row(y).backward(create_graph=True)
+    x.grad = None
+    per_row(model(x)).backward()
+
+
+PENALTIES = [on_inputs, before_another_forward, of_third_order, over_a_kept_graph, accumulated_with_a_graph]
+
+
+def trained(engine: Engine, penalty: Callable[[nn.Module, Tensor], None], **options: Any) -> Tensors:
+    model = pre_norm(engine, **options)
+    optim = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(3):
+        optim.zero_grad()
+        penalty(model, batch(engine, step))
+        if not engine.whole_batch:
+            assert all(isinstance(p, DTensor) for p in model.parameters())  # nothing stays whole
+        optim.step()
+    return engine.snapshot(model)
+
+
+@pytest.mark.parametrize("reshards", [None, True, False])
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_a_gradient_penalty_trains_like_the_unsharded_model(
+    two_ranks: Ranks, penalty: Callable[[nn.Module, Tensor], None], reshards: bool | None
+) -> None:
+    two_ranks.run(close_to_unsharded, trained, penalty, reshard_after_forward=reshards)
