@@ -83,13 +83,13 @@ class RootContext:
             self.recover()
         if self._forward_root is not None and not opens_again:
             return args, kwargs
+        replaced = [each.refresh() for each in self.units]
         if torch.is_grad_enabled():
             unit.require_complete()
         self._forward_root = unit
         self._position = 0
         if not self._order_frozen:
             self._order.clear()
-        replaced = [each.refresh() for each in self.units]
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if any(replaced) else event)
         device = self.comm_ctx.device
