@@ -38,4 +38,4 @@ def with_table(text: str) -> str:
     """Returns a page with the table in its place."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return before + BEGIN + table() + END + "\n" + after.lstrip("\n")
