@@ -105,7 +105,7 @@ class UnownedParams:
             if module not in self._unit.modules and (looks is None or looks() is None):
                 _around[module] = weakref.ref(self)
                 self._callers.append(weakref.ref(module))
-        return [module for reference in self._callers if (module := reference()) is not None]
+        return [caller for reference in self._callers if (caller := reference()) is not None]
 
     def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
         names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]

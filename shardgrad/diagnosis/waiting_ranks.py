@@ -32,7 +32,7 @@ class Post:
     rank: int
     call: str
     collective: str = ""
-    members: Sequence[int] = ()
+    members: tuple[int, ...] = ()
     error: str = ""
     fix: str = ""
     has_ended: bool = False
@@ -44,7 +44,8 @@ class Post:
     @classmethod
     def from_json(cls, text: str) -> Post:
         """Returns what `to_json` wrote."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "members": tuple(fields["members"])})
 
     @property
     def place(self) -> str:
