@@ -143,3 +143,68 @@ def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> No
         return seen
 
     assert graphed() == eager_losses(8)
+
+
+# -- what one call leaves to the next -----------------------------------------------------------------------
+
+
+def scaled_losses(step: Step, count: int) -> list[float]:
+    """Gradients are clipped by another factor at every step."""
+    return [step(batch(number) * 10.0 ** (number % 4)).item() for number in range(count)]
+
+
+@pytest.mark.parametrize("graphs", ["one", "two"])
+def test_a_clip_factor_crosses_the_border_of_a_graph(graphs: str) -> None:
+    def train(graphed: bool) -> list[float]:
+        model, optimizer = build()
+
+        def gradients(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            shardgrad.clip_grad_norm_(model, 0.01)
+            return loss.detach()
+
+        def update(x: Tensor) -> Tensor:
+            optimizer.step()
+            optimizer.zero_grad()
+            return x
+
+        if graphs == "one":
+
+            def rotated(x: Tensor) -> Tensor:
+                update(x)
+                return gradients(x)
+
+            return scaled_losses(
+                shardgrad.graphed_step(model, optimizer)(rotated) if graphed else rotated, 10
+            )
+        first: Step = gradients
+        second: Step = update
+        if graphed:
+            first = shardgrad.graphed_step(model)(gradients)
+            second = shardgrad.graphed_step(model, optimizer, pool=first.pool)(lambda x: update(x) * 1)
+
+        def both(x: Tensor) -> Tensor:
+            loss = first(x).clone()
+            second(x)
+            return loss
+
+        return scaled_losses(both, 10)
+
+    assert train(graphed=True) == train(graphed=False)
+
+
+def test_the_event_after_the_optimizer_is_captured() -> None:
+    model, optimizer = build()
+    inner = step_of(model, optimizer)
+
+    def step(x: Tensor) -> Tensor:
+        loss = inner(x)
+        event = torch.cuda.Event()
+        event.record()
+        model.set_post_optim_event(event)
+        return loss
+
+    graphed = shardgrad.graphed_step(model, optimizer)(step)
+    assert losses(graphed, range(7)) == eager_losses(7)
+    assert (graphed.captures, graphed.replays) == (1, 4)
