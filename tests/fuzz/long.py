@@ -69,8 +69,9 @@ def main(inputs: int, first_seed: int, minutes: float | None, progress: Path, ou
                 "fuzz",
                 environment=environment(),
                 config={"inputs": inputs, "first_seed": first_seed, "hang_s": _HANG_S},
-                samples={"wall_s": done.wall_s, "worst_s": done.worst_s},
-                summary={"inputs": done.total, "untyped": 0, "hangs": 0, "outcomes": done.outcomes},
+                samples={"wall_s": done.wall_s},
+                # A record is left only if nothing else came out than what is counted.
+                summary={"all": {"inputs": done.total, "untyped": 0, "hangs": 0}, **done.rows()},
             ),
         )
     progress.unlink()
@@ -110,6 +111,12 @@ class _Done:
         fresh = path.with_suffix(".new")
         fresh.write_text(json.dumps({"of": what, **vars(self)}))
         fresh.replace(path)
+
+    def rows(self) -> dict[str, dict[str, Any]]:
+        return {
+            name: {"inputs": found.total(), **found, "slowest_s": self.worst_s[name]}
+            for name, found in self.outcomes.items()
+        }
 
     @property
     def total(self) -> int:

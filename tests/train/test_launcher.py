@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 import socket
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launch import start
 from shardgrad.train.launcher import require_resolvable_master, torchrun_world_size
-from tests.support.processes import FairClock
+from tests.support.processes import FairClock, run
+
+ROOT = Path(__file__).parents[2]
 
 LAUNCHED = {
     **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
@@ -76,6 +82,29 @@ def test_an_address_that_no_name_service_knows_is_named(
     monkeypatch.setenv("MASTER_ADDR", address)
     with pytest.raises(UsageError, match=r"MASTER_ADDR is .* cannot resolve"):
         require_resolvable_master(patience_s=0.5)
+
+
+def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(tmp_path: Path) -> None:
+    """The time that it may take is the one for which names are looked up; no timeout of collectives."""
+    assert inspect.signature(require_resolvable_master).parameters["patience_s"].default <= 10
+    program = (
+        "import functools, sys\n"
+        "from shardgrad.cli import main\n"
+        "from shardgrad.train import launch\n"
+        "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, 0.2)\n"
+        "try:\n    main(['train'])\n"
+        "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
+    )
+    done = run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=os.environ | LAUNCHED | {"MASTER_ADDR": "no-such-host.invalid", "PYTHONPATH": str(ROOT)},
+        timeout_s=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert done.stderr.startswith("shardgrad train: MASTER_ADDR is 'no-such-host.invalid', which ")
+    assert len(done.stderr.splitlines()) == 1
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
