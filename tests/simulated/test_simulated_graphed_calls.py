@@ -127,6 +127,24 @@ def modes() -> None:
     step.close()
 
 
+def autocast() -> None:
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return x * torch.finfo(torch.get_autocast_dtype(NAME)).eps if torch.is_autocast_enabled(NAME) else x
+
+    for _ in range(3):
+        assert step(torch.ones(3, device=NAME)).tolist() == [1.0] * 3
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(NAME, dtype=dtype):
+                assert step(torch.ones(3, device=NAME)).tolist() == [torch.finfo(dtype).eps] * 3
+    assert (step.captures, step.replays) == (3, 6)
+    step.close()
+
+
+def test_a_step_under_autocast_is_not_the_graph_of_one_without() -> None:
+    VirtualRanks(1).run(autocast)
+
+
 def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
     VirtualRanks(1).run(modes)
 
