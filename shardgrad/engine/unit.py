@@ -282,7 +282,7 @@ class Unit:
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:  # backward may recompute it
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
@@ -316,9 +316,7 @@ class Unit:
 
     def _refresh_trainable(self, context: Root) -> None:
         """Takes note of parameters that the program froze or unfroze inside the forward."""
-        if context.scheduler.backward_running:
-            return
-        for grads in self.grad_groups:
+        for grads in () if context.scheduler.backward_running else self.grad_groups:
             grads.refresh_trainable()
 
     def _prefetch_forward(self, context: Root) -> None:
