@@ -118,7 +118,7 @@ class State:
                 return self._is_quiet and self._groups > 1
             return self._is_quiet
         if do == "hook":
-            # A hook runs once for each reduction: more often where reentrant checkpointing brings gradients late.
+            # A hook runs for each reduction: more often where reentrant checkpoints bring gradients late.
             return not self._reenters and not self._in_flight
         if do == "freeze":
             return not self._hand
