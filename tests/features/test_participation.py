@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from shardgrad.errors import CollectiveError, DesyncError, ParticipationError
@@ -157,6 +158,30 @@ def participation_mixes_with_ordinary_steps() -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
+class Recomputed(nn.Module):
+    """A unit that reentrant checkpointing runs again in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.second, self.first(x), use_reentrant=True)
+
+
+def one_rank_recomputes_and_the_other_has_no_batch() -> None:
+    whole, model = Recomputed(), Recomputed()
+    SHARDGRAD.fully_shard(model.second)
+    SHARDGRAD.fully_shard(model)
+    with shardgrad.participate(model):
+        if dist.get_rank() == 0:
+            model(batch_of(0)).square().sum().backward()
+    (whole(batch_of(0)).square().sum() / dist.get_world_size()).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
 def participation_without_gradients() -> None:
     whole, model = routed(), sharded_routed()
     with torch.no_grad(), shardgrad.participate(model):
@@ -230,6 +255,10 @@ def impatient_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2, collective_timeout_s=TIMEOUT_S)
     yield ranks
     ranks.stop()
+
+
+def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(two_ranks: Ranks) -> None:
+    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch)
 
 
 def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(two_ranks: Ranks) -> None:
