@@ -171,9 +171,10 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
-        kept, grad = set(map(id, () if self._is_open else self.params)), self.group.gradient_policy.attribute
-        kept |= {id(p) for p in params if getattr(p.sharded, grad, None) is not None}
-        placed = [p for p in params if p.sharded.requires_grad or id(p) in kept]
+        attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
+        kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
+        kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
+        placed = [p for p in params if p.sharded.requires_grad or p in kept]
         self._holds_places = len(placed) != sum(self._trainable)
         if self._packer is None or not is_same or placed != self.params:
             self._place(placed)
@@ -355,7 +356,7 @@ class GradGroup:
         """
         for unsharded in self.unsharded:
             if unsharded.grad is not None:
-                self.collector.take(unsharded, unsharded.grad, streams)
+                self.collector.take(unsharded, unsharded.grad, streams, is_written=True)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""

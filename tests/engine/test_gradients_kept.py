@@ -214,6 +214,16 @@ def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
     return model
 
 
+def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    loss = model(batch()).square().mean()
+    weight = model[3].weight  # of the root, whole since the forward
+    (weight.grad,) = torch.autograd.grad(loss, [weight])
+    weight.requires_grad_(False)
+    model(batch(1)).square().mean().backward()
+    return model
+
+
 class Alternating(nn.Module):
     """Trains every other layer, others in the next step; decides so in its forward."""
 
@@ -323,6 +333,7 @@ PROGRAMS = [
     freezes_between_micro_batches,
     unfreezes_between_micro_batches,
     freezes_between_forward_and_backward,
+    freezes_what_it_has_written_a_gradient_of,
     trains_other_layers_in_each_step,
     freezes_its_own_parameter_in_forward,
 ]
