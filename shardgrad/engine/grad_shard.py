@@ -77,9 +77,7 @@ class GradShard:
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self._zeroed: set[int] = (
-            set()
-        )  # since the last reduction; an optimizer's groups zero one after the other
+        self._zeroed: set[int] = set()  # since the last reduction
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
 
     # -- before and after a reduction -------------------------------------------------------------------

@@ -178,6 +178,7 @@ class Unit:
         self._lazy_init = lazy_init
         self.methods_running = 0
         self._outstanding = 0
+        self._open = 0  # calls whose backward has begun and not ended; several if a module calls itself
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
         self._running: list[nn.Module] = []  # forwards that have not come to their end, the innermost last
@@ -412,6 +413,7 @@ class Unit:
             self.unshard(context)
             if not call.begun:
                 call.begun = True
+                self._open += 1
                 self._prefetch_backward(context, call.place)
             self.wait_for_unshard(context)
 
@@ -428,10 +430,11 @@ class Unit:
             raise RuntimeError(f"post-backward of {self.name} before forward")
         if counted and self._outstanding:
             self._outstanding -= 1
+        self._open = max(0, self._open - 1)
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
-            keep = again or context.keep_unsharded or context.scheduler.reads_again
+            keep = again or self._open > 0 or context.keep_unsharded or context.scheduler.reads_again
             if self.reshard_after_backward and not keep:
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
@@ -443,7 +446,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
-        self._outstanding = 0
+        self._outstanding = self._open = 0
         self._next_backward = None
         is_read_again = self.context is not None and self.context.scheduler.reads_again
         if self.reshard_after_backward and not is_read_again:
