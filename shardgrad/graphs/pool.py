@@ -166,7 +166,7 @@ class GraphPool:
 
 
 def _default_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _with_index(device: torch.device) -> torch.device:

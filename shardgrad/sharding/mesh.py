@@ -258,7 +258,7 @@ def default_mesh() -> DeviceMesh:
     """Returns a 1-D mesh over all ranks, starting the default process group if there is none."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     backend = dist.get_backend_config(dist.group.WORLD)
     if device_type != "cpu" and f"{device_type}:" not in str(backend):
