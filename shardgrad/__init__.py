@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
+    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "GradientPolicy",
     "GradientReductionHandle",
     "GraphPool",
+    "KeptGradientWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
@@ -68,6 +70,7 @@ _DEFINED_IN = {
     "GradientPolicy": "policies",
     "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
+    "KeptGradientWarning": "sharding.gradient_objects",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

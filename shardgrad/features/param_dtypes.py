@@ -28,7 +28,8 @@ __all__ = [
     "without_override",
 ]
 
-_KNOWN = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", "param_dtype_override_fn"}
+_OVERRIDE = "param_dtype_override_fn"  # older torch does not have it
+_KNOWN = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE}
 _KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
 
 
@@ -97,7 +98,7 @@ def dtypes_of(
 
 def _resolved(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> MixedPrecisionPolicy:
     """Returns the policy of one parameter: with its `param_dtype`, and no function."""
-    override = getattr(policy, "param_dtype_override_fn", None)
+    override = getattr(policy, _OVERRIDE, None)
     if override is None:
         return policy
     dtype = override(param)
@@ -113,9 +114,9 @@ def _resolved(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> M
 
 def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Returns a policy that has no function, so that ranks can compare it."""
-    if getattr(policy, "param_dtype_override_fn", None) is None:
+    if getattr(policy, _OVERRIDE, None) is None:
         return policy
-    return replace(policy, param_dtype_override_fn=None)
+    return replace(policy, **{_OVERRIDE: None})
 
 
 def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
