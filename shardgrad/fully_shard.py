@@ -27,6 +27,14 @@ from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
+from shardgrad.features.param_dtypes import (
+    ParamDtypes,
+    dtypes_of,
+    keep_grad_dtypes,
+    refuse_late_grad_dtypes,
+    refuse_unknown_fields,
+    without_override,
+)
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
 from shardgrad.module import swap_class
@@ -108,9 +116,10 @@ def fully_shard(
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
-    _refuse_combinations(names, places, reshard_after_forward, stage, memory, mp_policy)
+    dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
-    grouped = travel_together(places, is_extension)
+    grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
     groups = []
     for originals in grouped:
         group_mesh = places[originals[0]].mesh
@@ -120,16 +129,16 @@ def fully_shard(
         ]
         spec = GroupSpec(
             group_mesh,
-            mp_policy,
-            gradient_policy,
+            dtypes[originals[0]].mp_policy,
+            dtypes[originals[0]].gradient_policy,
             memory,
             stage,
             all_gather_input=_all_gather_input(stage, memory),
             second_step=_second_step(group_mesh),
-            regroup=regroup,
+            regroup=_regroup,
         )
         groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
-    unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
+    unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
     _commit(unit, collected, grouped)
@@ -160,7 +169,14 @@ def _group(
     else:
         group = ParamGroup(params, spec)
     group.shard_params()
+    keep_grad_dtypes(group)
     return group
+
+
+def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
+    """At lazy init, refuses what has come too late, and gives new extensions a separate group."""
+    refuse_late_grad_dtypes(group)
+    return regroup(group)
 
 
 def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
@@ -185,6 +201,8 @@ def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: Offload
         raise unsupported(
             type(offload_policy).__name__, instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()"
         )
+    for policy in (mp_policy, offload_policy):
+        refuse_unknown_fields(policy)
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
@@ -207,7 +225,7 @@ def _refuse_combinations(
     reshard_after_forward: bool | int | None,
     stage: Stage,
     memory: ShardMemory,
-    mp_policy: MixedPrecisionPolicy,
+    dtypes: Mapping[nn.Parameter, ParamDtypes],
 ) -> None:
     """Refuses parameters that some other argument of the call does not go together with."""
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
@@ -223,11 +241,11 @@ def _refuse_combinations(
             )
         if is_extension(param):
             require_extension(param, name, reshard_after_forward, memory)
-        elif is_float8(param.dtype) and mp_policy.param_dtype not in (None, param.dtype):
+        elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (None, param.dtype):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
-                got=f"param_dtype={mp_policy.param_dtype}",
+                got=f"param_dtype={dtypes[param].mp_policy.param_dtype}",
                 where=f"parameter {name}",
                 fix="a separate unit without mp_policy, or pass it in ignored_params",
             )

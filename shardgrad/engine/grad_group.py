@@ -25,6 +25,7 @@ from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.engine.transports import MessageTag, Transport
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
@@ -264,10 +265,12 @@ class GradGroup:
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
-        for p in self.params:
-            if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
-                p.unsharded.__dict__[_HOOKED] = True
-                p.unsharded.register_post_accumulate_grad_hook(hook)
+        for unsharded in self.unsharded:
+            if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
+                unsharded.__dict__[_HOOKED] = True
+                unsharded.register_post_accumulate_grad_hook(hook)
+                if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
+                    unsharded.grad_dtype = None  # what autograd gives, which may be wider than the parameter
 
     # -- the gradient shard -----------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
+__all__ = ["Guest", "Root", "Unit", "attach_unit", "outside_graphs", "unit_of", "units_under"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
