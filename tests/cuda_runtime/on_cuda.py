@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import importlib
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -53,9 +54,12 @@ class HazardError(AssertionError):
     """Work that shares memory has no order."""
 
 
-def on_rank(looks: bool, module: str, name: str, args: Any, kwargs: Any) -> tuple[Any, list[str]]:
-    """Calls a function in the process of a rank; returns what it returned, and what was found."""
-    function = getattr(importlib.import_module(module), name)
+def on_rank(looks: bool, pickled: bytes) -> tuple[Any, list[str]]:
+    """Calls a function in the process of a rank; returns what it returned, and what was found.
+
+    It comes pickled, so that its module is imported after this one.
+    """
+    function, args, kwargs = pickle.loads(pickled)
     with inspection.order(os.environ.get("ON_CUDA_ORDER", "host")):
         with checked(raises=False) if looks else contextlib.nullcontext([]) as found:
             value = function(*args, **kwargs)
@@ -74,8 +78,8 @@ class VirtualRanks:
     ) -> list[Any]:
         """Returns what `function` returned on each rank."""
         ranks = _worlds.setdefault(self.world_size, Ranks(self.world_size, backend=BACKEND))
-        where = function.__module__, function.__qualname__
-        outcomes = ranks.run(on_rank, bool(_looking), *where, args, kwargs, timeout_s=timeout_s)
+        pickled = pickle.dumps((function, args, kwargs))
+        outcomes = ranks.run(on_rank, bool(_looking), pickled, timeout_s=timeout_s)
         for rank, (_, found) in enumerate(outcomes):
             for each in _looking[-1:]:
                 each += [f"rank {rank}: {text}" for text in found]
