@@ -18,6 +18,7 @@ from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.streams import Stream
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, adapt
@@ -38,6 +39,7 @@ _GRAD_SHARD = attrgetter("shard")
 _GRAD_SWITCHES = attrgetter("switches")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
+_OWN = attrgetter("own")
 _PENDING = attrgetter("pending_scale", "nonfinite")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -57,6 +59,7 @@ class ModuleState(Capturable):
         self._modules = list(module.modules())
         self._units = units_under(module)
         self._carried = CarriedScalars()
+        self._reader: Stream = None
         self._collect()
 
     def _collect(self) -> None:
@@ -166,11 +169,33 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.parameters_written()
 
+    def begin_call(self, reader: Stream) -> None:
+        """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
+        self._reader = reader
+        for shard in self._shards():
+            shard.objects.part_with_kept(reader, shard.pending_scale)
+
+    def before_replays(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
+        # After the capture, the factor that the graph leaves is pending; before its first replay, still this.
+        pending: list[torch.Tensor | None] | None = [shard.pending_scale for shard, _ in found]
+
+        def part_with_overwritten() -> None:
+            nonlocal pending
+            for i, (shard, part) in enumerate(found):
+                part(self._reader, shard.pending_scale if pending is None else pending[i])
+            pending = None
+
+        return part_with_overwritten
+
+    def _shards(self) -> list[GradShard]:
+        return [grads.shard for grads in self._grad_groups if grads.shard is not None]
+
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
-        shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
-        states = [(shard, shard.host_state()) for shard in shards]
+        states = [(shard, shard.host_state()) for shard in self._shards()]
         switches = self._switches()
 
         def restore() -> None:
@@ -261,9 +286,9 @@ class _GradFacts:
         self._params: dict[str, list[nn.Parameter]] = {}
         for shard in self._shards:
             self._params.setdefault(shard.attribute, []).extend(shard.params)
-        self._own_ids = set[int]().union(*(shard.own_ids for shard in self._shards))
-        self._gradients: list[torch.Tensor | None] = []
-        self._bound: tuple[int, ...] = ()
+        self._objects = [shard.objects for shard in self._shards]
+        self._merged: list[dict[int, int]] = []
+        self._own: dict[int, int] = {}
         self._carried = carried
 
     def read(self) -> Hashable:
@@ -271,15 +296,16 @@ class _GradFacts:
 
         Tensors that the program has assigned are taken over first, and what gradients owe is carried.
         """
-        gradients = self._read_gradients()
-        if len(gradients) != len(self._gradients) or not all(map(is_, gradients, self._gradients)):
-            if not self._own_ids.issuperset(map(id, gradients)):
-                for shard in self._shards:
-                    shard.settle(range(shard.count))
-                gradients = self._read_gradients()
-            self._gradients, self._bound = gradients, tuple(map(id, gradients))
+        if not all(map(is_, map(_OWN, self._objects), self._merged)) or not self._merged:
+            self._merged = list(map(_OWN, self._objects))
+            self._own = dict(chain.from_iterable(each.items() for each in self._merged))
+        bound = self._bound()
+        if None in bound:
+            for shard in self._shards:
+                shard.settle(range(shard.count))
+            bound = self._bound()
         pending = self.carry_pending()
-        return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        return bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
 
     def carry_pending(self) -> Hashable:
         """Moves what gradients owe to where graphs read it; see `CarriedScalars`.
@@ -288,7 +314,7 @@ class _GradFacts:
         """
         if any(map(is_not, self.pending(), repeat(None))):
             for shard in self._shards:
-                if not any(map(is_not, shard.host_state()[0], repeat(None))):
+                if shard.objects.are_absent():
                     shard.pending_scale = shard.nonfinite = None
         pending = self._carried.carry(self.pending())
         for shard, scale, verdict in zip(self._shards, pending[::2], pending[1::2], strict=True):
@@ -299,9 +325,9 @@ class _GradFacts:
         """Returns `pending_scale` and `nonfinite` of each shard."""
         return list(chain.from_iterable(map(_PENDING, self._shards)))
 
-    def _read_gradients(self) -> list[torch.Tensor | None]:
+    def _bound(self) -> tuple[int | None, ...]:
         read = (map(attrgetter(name), params) for name, params in self._params.items())
-        return list(chain.from_iterable(read))
+        return tuple(map(self._own.get, map(id, chain.from_iterable(read))))
 
 
 class FlatOptimizerState(Capturable):
