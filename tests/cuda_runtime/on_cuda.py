@@ -1,5 +1,6 @@
 """Lets the programs of `tests/simulated` run on torch.cuda and NCCL: a pytest plugin.
 
+    export HOSTCUDA_DEVICES=4
     .venv-cuda/bin/python -m pytest -p tests.cuda_runtime.on_cuda tests/simulated/test_matrix.py
 
 Stands where the simulated accelerator is. Ranks are processes with a device each; they look for work without
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.cuda_runtime import inspection
 from tests.support.ranks import RankError, Ranks
@@ -60,6 +62,7 @@ def on_rank(looks: bool, pickled: bytes) -> tuple[Any, list[str]]:
     It comes pickled, so that its module is imported after this one.
     """
     function, args, kwargs = pickle.loads(pickled)
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     with inspection.order(os.environ.get("ON_CUDA_ORDER", "host")):
         with checked(raises=False) if looks else contextlib.nullcontext([]) as found:
             value = function(*args, **kwargs)
