@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -137,40 +138,55 @@ def conflicts(work: list[Work], limit: int = 20) -> list[str]:
             values; copies, fills and collectives are always known.
         limit: of pairs.
     """
-    place = {each.get("id", number): number for number, each in enumerate(work)}
-    ancestors: list[int] = []  # of each, as bits
-    for each in work:
-        mask = 0
-        for other in each["before"]:
-            if other in place:
-                mask |= ancestors[place[other]] | (1 << place[other])
-        ancestors.append(mask)
-
-    def ordered(a: int, b: int) -> bool:
-        return bool(ancestors[b] >> a & 1)
-
-    ranges = sorted(
-        (start, start + size, bool(write), number)
-        for number, each in enumerate(work)
-        for start, size, write in each["ranges"]
-        if size
-    )
+    clocks, chains, positions = _clocks(work)
+    ranges = [(start, start + size) for each in work for start, size, _ in each["ranges"]]
+    bounds = sorted({bound for both in ranges for bound in both})
+    # For each piece of memory between two bounds, by chain, the latest that wrote it, and that read it.
+    writers: list[dict[int, int]] = [{} for _ in bounds]
+    readers: list[dict[int, int]] = [{} for _ in bounds]
     found: dict[tuple[int, int], str] = {}
-    active: list[tuple[int, int, bool, int]] = []
-    for start, end, write, number in ranges:
-        active = [each for each in active if each[1] > start]
-        for _, other_end, other_write, other in active:
-            pair = (min(number, other), max(number, other))
-            if other == number or not (write or other_write) or pair in found:
-                continue
-            if not ordered(*pair):
-                a, b = (_words(work[each]) for each in pair)
-                size = min(end, other_end) - start
-                found[pair] = f"{a} and {b} share {size} bytes at {start:#x} without an order"
-                if len(found) >= limit:
-                    return list(found.values())
-        active.append((start, end, write, number))
+    for later, each in enumerate(work):
+        for start, size, write in each["ranges"]:
+            for piece in range(bisect_left(bounds, start), bisect_left(bounds, start + size)):
+                others = [*writers[piece].values(), *(readers[piece].values() if write else ())]
+                for earlier in others:
+                    is_ordered = clocks[later].get(chains[earlier], -1) >= positions[earlier]
+                    if earlier == later or is_ordered or (earlier, later) in found:
+                        continue
+                    shared = f"{bounds[piece + 1] - bounds[piece]} bytes at {bounds[piece]:#x}"
+                    a, b = _words(work[earlier]), _words(each)
+                    found[earlier, later] = f"{a} and {b} share {shared} without an order"
+                    if len(found) == limit:
+                        return list(found.values())
+                (writers if write else readers)[piece][chains[later]] = later
     return list(found.values())
+
+
+def _clocks(work: list[Work]) -> tuple[list[dict[int, int]], list[int], list[int]]:
+    """Returns for each piece of work what is before it, its chain, and its position there.
+
+    A chain is work of which each piece comes after the one before. What is before a piece is, of each chain,
+    all up to a position.
+    """
+    place = {each.get("id", number): number for number, each in enumerate(work)}
+    clocks: list[dict[int, int]] = []
+    chains: list[int] = []
+    positions: list[int] = []
+    ends: list[int] = []  # of each chain, the last piece
+    for number, each in enumerate(work):
+        clock: dict[int, int] = {}
+        for before in (place[other] for other in each["before"] if other in place):
+            for key, position in clocks[before].items():
+                clock[key] = max(clock.get(key, -1), position)
+        chain = next((key for key, position in clock.items() if positions[ends[key]] == position), len(ends))
+        if chain == len(ends):
+            ends.append(number)
+        ends[chain] = number
+        clock[chain] = clock.get(chain, -1) + 1
+        clocks.append(clock)
+        chains.append(chain)
+        positions.append(clock[chain])
+    return clocks, chains, positions
 
 
 def _words(work: Work) -> str:

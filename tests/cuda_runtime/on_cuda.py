@@ -1,5 +1,6 @@
 """Lets the programs of `tests/simulated` run on torch.cuda and NCCL: a pytest plugin.
 
+    export HOSTCUDA_DEVICES=4
     .venv-cuda/bin/python -m pytest -p tests.cuda_runtime.on_cuda tests/simulated/test_matrix.py
 
 Stands where the simulated accelerator is. Ranks are processes with a device each; they look for work without
@@ -13,12 +14,14 @@ import atexit
 import contextlib
 import importlib
 import os
+import pickle
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.cuda_runtime import inspection
 from tests.support.ranks import RankError, Ranks
@@ -53,9 +56,13 @@ class HazardError(AssertionError):
     """Work that shares memory has no order."""
 
 
-def on_rank(looks: bool, module: str, name: str, args: Any, kwargs: Any) -> tuple[Any, list[str]]:
-    """Calls a function in the process of a rank; returns what it returned, and what was found."""
-    function = getattr(importlib.import_module(module), name)
+def on_rank(looks: bool, pickled: bytes) -> tuple[Any, list[str]]:
+    """Calls a function in the process of a rank; returns what it returned, and what was found.
+
+    It comes pickled, so that its module is imported after this one.
+    """
+    function, args, kwargs = pickle.loads(pickled)
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
     with inspection.order(os.environ.get("ON_CUDA_ORDER", "host")):
         with checked(raises=False) if looks else contextlib.nullcontext([]) as found:
             value = function(*args, **kwargs)
@@ -74,8 +81,8 @@ class VirtualRanks:
     ) -> list[Any]:
         """Returns what `function` returned on each rank."""
         ranks = _worlds.setdefault(self.world_size, Ranks(self.world_size, backend=BACKEND))
-        where = function.__module__, function.__qualname__
-        outcomes = ranks.run(on_rank, bool(_looking), *where, args, kwargs, timeout_s=timeout_s)
+        pickled = pickle.dumps((function, args, kwargs))
+        outcomes = ranks.run(on_rank, bool(_looking), pickled, timeout_s=timeout_s)
         for rank, (_, found) in enumerate(outcomes):
             for each in _looking[-1:]:
                 each += [f"rank {rank}: {text}" for text in found]

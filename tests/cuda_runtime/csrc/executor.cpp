@@ -99,14 +99,17 @@ bool is_ready(const Item& item) {
   return std::all_of(item.before.begin(), item.before.end(), [](const ItemPtr& each) { return each->done; });
 }
 
-// Runs what is ready of a plan; returns whether anything was done.
-bool run(const std::vector<ItemPtr>& plan, bool may_run_open) {
+bool sleeps(const Item& item) { return item.work.name.find("spin_kernel") != std::string::npos; }
+
+// Runs what is ready of a plan; returns whether anything was done. If nobody waits for it, a stream that sleeps
+// (torch.cuda._sleep) goes on sleeping, and an operator that is still launching is let be.
+bool run(const std::vector<ItemPtr>& plan, bool is_waited_for) {
   State& s = state();
   bool progress = false;
   for (const ItemPtr& item : plan) {
     std::unique_lock<std::recursive_mutex> lock(s.mutex);
     while (s.running) s.changed.wait(lock);
-    if (item->done || (item->open && !may_run_open) || !is_ready(*item)) continue;
+    if (item->done || ((item->open || sleeps(*item)) && !is_waited_for) || !is_ready(*item)) continue;
     bool done = true;
     if (item->body) {
       s.running = true;
@@ -132,13 +135,13 @@ bool all_done(const Point& point) {
 
 }  // namespace
 
-bool try_for(const Point& point) {
+bool try_for(const Point& point, bool is_waited_for) {
   std::vector<ItemPtr> order;
   {
     std::lock_guard<std::recursive_mutex> lock(state().mutex);
     order = plan(point);
   }
-  if (!order.empty()) run(order, false);
+  if (!order.empty()) run(order, is_waited_for);
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   return all_done(point);
 }
@@ -179,7 +182,7 @@ void advance(const void* line) {
         break;
       }
   }
-  if (first) try_for({first});
+  if (first) try_for({first}, true);  // a peer waits for it
 }
 
 void finish_all(int limit_ms) {
@@ -189,7 +192,7 @@ void finish_all(int limit_ms) {
     std::lock_guard<std::recursive_mutex> lock(state().mutex);
     for (Stream* each : state().streams) all.insert(all.end(), each->tail.begin(), each->tail.end());
   }
-  while (!try_for(all) && std::chrono::steady_clock::now() < until) usleep(100);
+  while (!try_for(all, true) && std::chrono::steady_clock::now() < until) usleep(100);
 }
 
 // -- operators ------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ ItemPtr submit(Stream* stream, Work work, Point before);
 // Blocks until all of it is done; the host knows so from then on. Without the lock.
 void wait_for(const Point& point);
 // Runs what can run without waiting; returns whether all of it is done. Without the lock.
-bool try_for(const Point& point);
+bool try_for(const Point& point, bool is_waited_for);
 void run_ready();
 
 // -- streams (streams.cpp) ------------------------------------------------------------------------------------

@@ -106,10 +106,15 @@ static Point all_of(Stream* s) {
   return point;
 }
 
+constexpr int PATIENCE = 50;
+
 // Answers whether a point has been reached, at the earliest at the so many-th question.
 static cudaError_t answer(const char* api, const Point& point, int& asked) {
   const bool known = std::all_of(point.begin(), point.end(), [](const ItemPtr& each) { return each->done; });
-  if (!known && (++asked < state().questions || !try_for(point))) return self().last = cudaErrorNotReady;
+  if (!known) {
+    const bool often = ++asked >= PATIENCE;  // a sleeping stream wakes up one day
+    if (asked < state().questions || !try_for(point, often)) return self().last = cudaErrorNotReady;
+  }
   std::lock_guard<std::recursive_mutex> lock(state().mutex);
   asked = 0;
   add(state().host, point);
