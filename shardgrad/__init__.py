@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
+    from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.errors import ShardgradError
@@ -37,6 +38,7 @@ __all__ = [
     "GradScaler",
     "GradientPolicy",
     "GraphPool",
+    "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
@@ -65,6 +67,7 @@ _DEFINED_IN = {
     "GradScaler": "optim.grad_scaler",
     "GradientPolicy": "policies",
     "GraphPool": "graphs",
+    "LostWorkWarning": "checks.lost_work",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

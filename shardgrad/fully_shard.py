@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
@@ -32,6 +33,7 @@ from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, requir
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
+from shardgrad.sharding.dtensor import require_own_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
@@ -108,6 +110,7 @@ def fully_shard(
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
+    refuse_hooks(names)
     _refuse_combinations(names, places, reshard_after_forward, stage, memory, mp_policy)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, is_extension)
@@ -306,6 +309,11 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
 
+    def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit.reshard()
+        names = (prefix + name for name in module._parameters)
+        require_own_shards((name, state[name]) for name in names if name in state)
+
     def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:
             adopt(group)
@@ -316,7 +324,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
         if any(param is not None for param in module._parameters.values()):
             module.register_state_dict_pre_hook(to_shards)
-            module.register_load_state_dict_pre_hook(to_shards)
+            module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:

@@ -10,7 +10,8 @@ What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
 * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
-* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`).
+* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`);
+* before each step, work of the program that the step would lose is named (`lost_work.py`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
+from shardgrad.checks.lost_work import LostWork
 from shardgrad.checks.untrained_params import FirstStepCheck, concerns_unit
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -45,12 +47,14 @@ class _Watched:
     Attributes:
         version: of the optimizer and the models when this was found out; see `_OptimizerHooks._version`.
         groups: parameter groups that its steps write; empty if it has no parameter of a sharded model.
+        lost_work: looks for work that its steps would lose.
         first_step: checks its first step; None if there is nothing to check.
         is_checked: True once that is done.
     """
 
     version: tuple[int, int]
     groups: list[weakref.ref[ParamGroup]]
+    lost_work: LostWork
     first_step: FirstStepCheck | None
     is_checked: bool = False
 
@@ -86,6 +90,7 @@ class _OptimizerHooks:
         watched = self._look_up(optimizer)
         if watched.groups:
             refuse_uncapturable_step(optimizer)
+            watched.lost_work.look(optimizer, (group for each in watched.groups if (group := each())))
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)
 
@@ -112,7 +117,8 @@ class _OptimizerHooks:
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()
         is_checked = before is not None and before.is_checked
-        return _Watched(version, list(map(weakref.ref, groups)), first_step, is_checked)
+        lost_work = LostWork() if before is None else before.lost_work
+        return _Watched(version, list(map(weakref.ref, groups)), lost_work, first_step, is_checked)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded."""
