@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
+    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "GradScaler",
     "GradientPolicy",
     "GraphPool",
+    "KeptGradientWarning",
     "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
@@ -67,6 +69,7 @@ _DEFINED_IN = {
     "GradScaler": "optim.grad_scaler",
     "GradientPolicy": "policies",
     "GraphPool": "graphs",
+    "KeptGradientWarning": "sharding.gradient_objects",
     "LostWorkWarning": "checks.lost_work",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
