@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
+    from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
     from shardgrad.features.participation import participate
     from shardgrad.fully_shard import fully_shard
@@ -47,6 +48,7 @@ __all__ = [
     "UncapturableStepWarning",
     "UnshardHandle",
     "UntrainedParameterWarning",
+    "WaitingRanksWarning",
     "__version__",
     "clip_grad_norm_",
     "fully_shard",
@@ -77,6 +79,7 @@ _DEFINED_IN = {
     "UncapturableStepWarning": "graphs",
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
+    "WaitingRanksWarning": "diagnosis.rank_watch",
     "clip_grad_norm_": "optim.clip",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",

@@ -11,12 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from shardgrad.checks.argument_types import refuse_wrong_types
 from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
@@ -97,6 +100,8 @@ def fully_shard(
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
     _refuse_unsupported(mp_policy, offload_policy)
+    ignored = set(ignored_params or ())
+    refuse_wrong_types(mp_policy, gradient_policy, ignored)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -104,7 +109,6 @@ def fully_shard(
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
     memory = ShardMemory.of(data_mesh.device, offload_policy)
-    ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
     if stage.over_both_axes:
@@ -135,6 +139,7 @@ def fully_shard(
     unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
+    unit.compare_weights = compare_weights
     _commit(unit, collected, grouped)
     return module
 
@@ -162,7 +167,9 @@ def _group(
         group = PostForwardGroup(params, spec, mesh_after_forward)
     else:
         group = ParamGroup(params, spec)
+    sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
+    note_weights(params if sums else [], sums)
     return group
 
 
@@ -268,6 +275,7 @@ def _reshard_plan(
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
+    watch_ranks()
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):

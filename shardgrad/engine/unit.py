@@ -143,6 +143,7 @@ class Unit:
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
         require_complete: called before an outermost forward with gradients; may refuse it.
+        compare_weights: called once ranks have agreed on the model, with all units; a collective.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
 
@@ -169,6 +170,7 @@ class Unit:
         self.context: Root | None = None
         self.guests: list[Guest] = []
         self.require_complete: Callable[[], None] = lambda: None
+        self.compare_weights: Callable[[Sequence[Unit]], None] = lambda units: None
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
