@@ -29,15 +29,16 @@ def main(only_page: bool, engines: tuple[str, ...], at_once: int) -> None:
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     CONTEXT.set_forkserver_preload(["tests.silent.preloaded"])
+    started = environment()
     for engine in () if only_page else engines or ENGINES:
-        append(RESULTS, measured(engine, at_once))
+        append(RESULTS, measured(engine, at_once, started))
     PAGE.write_text(written(newest_records()), encoding="utf-8")
     click.echo(PAGE)
 
 
-def measured(engine: str, at_once: int) -> dict[str, Any]:
+def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
     """Returns the record of an engine."""
-    started, versions = environment(), _versions()
+    versions = _versions()
     is_installed = engine != "ZeRO-3" or versions["deepspeed"] != "not installed"
     usual = {line for ending in run("control", engine) for line in ending.warned} if is_installed else set()
 

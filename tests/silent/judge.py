@@ -27,7 +27,8 @@ from tests.support.processes import CONTEXT, FairClock
 RANKS = 2
 LIMIT_S = 13.0  # without a word; the longest program takes two seconds
 GRACE_S = 1.0  # for another rank's message, once one has ended badly
-SOON_S = 3.0  # a warning after it comes from a program that waits
+SOON_S = 1.5  # a warning after it comes from a program that waits, mostly,
+PATIENCE_S = 4.0  # and has this long to go on
 # Numbers are of order one, in float32, and go through some hundred operations: rounding stays below 1e-5.
 # What these programs get wrong, they get wrong in the second or third digit.
 TOLERANCE = 2e-5
@@ -106,7 +107,7 @@ def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: floa
             if isinstance(told, str):
                 ending.warned.append(told)
                 if now_s > SOON_S:
-                    limit_s = min(limit_s, now_s + GRACE_S)
+                    limit_s = min(limit_s, now_s + PATIENCE_S)
                 continue
             if told is not None:
                 ending.how, ending.values, ending.truth, ending.error, ending.message = told

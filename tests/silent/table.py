@@ -190,7 +190,7 @@ def _here(name: str, found: Mapping[str, Any]) -> list[str]:
     if found["verdict"] == "refused":
         return [f"- {title}: `{found['error']}`."]
     if found["verdict"].endswith("warned"):
-        first = next(line for line in found["warned"] if "shardgrad" in line or "rank" in line)
+        first = next((line for line in found["warned"] if "shardgrad" in line), found["warned"][0])
         return [f'- {title}: a warning, "{first.removeprefix("shardgrad: ").split(". ")[0]}".']
     return []
 

@@ -1,6 +1,6 @@
 """A layer is frozen in the middle of training.
 
-Report: https://github.com/huggingface/transformers/issues/416
+Report: https://github.com/NVIDIA/apex/pull/46
 Right: the rest goes on, averaged.
 """
 
