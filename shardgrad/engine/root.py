@@ -305,6 +305,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
+    unit.compare_weights(units)
     context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
     earlier = {known for each in units if (known := context_of(each)) is not None}

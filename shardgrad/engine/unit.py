@@ -145,6 +145,7 @@ class Unit:
         methods_running: registered methods that run; a forward inside one is no remainder of one that failed.
         held: the program has unsharded them, and waited: a forward with gradients leaves them so.
         require_complete: called before an outermost forward with gradients; may refuse it.
+        compare_weights: called once ranks have agreed on the model, with all units; a collective.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
 
@@ -172,6 +173,7 @@ class Unit:
         self.context: Root | None = None
         self.guests: list[Guest] = []
         self.require_complete: Callable[[], None] = lambda: None
+        self.compare_weights: Callable[[Sequence[Unit]], None] = lambda units: None
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
@@ -260,9 +262,11 @@ class Unit:
     def _reshards_after_forward(self, context: Root) -> bool:
         if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
             return False
-        if self.reshard_after_forward is None:
-            return context.root is not self and not context.is_needed_next(self)
-        return self.reshard_after_forward
+        evaluates = not torch.is_grad_enabled()
+        if evaluates and any(p.sharded.grad is not None for group in self.groups for p in group.params):
+            return True  # clipping and optimizers look for these at model.parameters()
+        flag = self.reshard_after_forward
+        return flag if flag is not None else context.root is not self and not context.is_needed_next(self)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -341,16 +345,14 @@ class Unit:
         return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
 
     def _watch(self, leaves: Sequence[Any], *, counted: bool) -> Sequence[Any]:
-        watched = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if not watched:
+        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not found:
             return leaves
         if counted:
             self._outstanding += 1
-        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in watched])  # type: ignore[no-untyped-call]
+        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in found])  # type: ignore[no-untyped-call]
         replaced = list(leaves)
-        for i, alias in zip(watched, aliases, strict=True):
+        for i, alias in zip(found, aliases, strict=True):
             replaced[i] = alias
         return replaced
 
