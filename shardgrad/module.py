@@ -269,8 +269,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters below, whether their units are sharded or not right now.
 
-        FSDP2 has torch's method, which looks at registered parameters, so that the gradients of units that an
-        evaluation left unsharded stay.
+        FSDP2 has torch's method, which looks at registered parameters: the gradients of unsharded units stay.
 
         Streams: zeros, if any are written, on the current stream.
         Capture: safe.

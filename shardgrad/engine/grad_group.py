@@ -23,7 +23,7 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
@@ -468,8 +468,7 @@ class GradGroup:
             for slot in packed.slots:
                 slot.start_reading(stream)
             if shard is not None:
-                is_captured = is_capturing(group.mesh.device)
-                shard.objects.part_with_kept(reader, shard.pending_scale, capturing=is_captured)
+                shard.part_with_kept(reader)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)

@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.streams import StreamEvent, Streams, is_capturing, keep_for_current_stream
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.gradient_objects import Bound, GradientObjects
+from shardgrad.sharding.gradient_objects import Bound, GradientObjects, keep_for_current_stream
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -72,8 +72,7 @@ class GradShard:
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        names = [p.name for p in params]
-        self.objects = GradientObjects(self.params, names, self._views, self.apply_scale, policy)
+        self.objects = GradientObjects(params, self._views, self.apply_scale, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
@@ -100,6 +99,11 @@ class GradShard:
         if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
             self._flags_before = self.flags.clone()
         return True
+
+    def part_with_kept(self, reader: Stream) -> None:
+        """Before a reduction's result is written: [Note: Kept gradients]. The program reads on `reader`."""
+        capturing = is_capturing(self.flat.device)
+        self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
         self,
