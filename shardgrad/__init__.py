@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
+    from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
@@ -24,10 +25,12 @@ if TYPE_CHECKING:
         CPUOffloadPolicy,
         DataParallelMeshDims,
         GradientPolicy,
+        GradientReductionHandle,
         MixedPrecisionPolicy,
         OffloadPolicy,
         UnshardHandle,
     )
+    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 __version__ = "0.1.0"
 
@@ -37,7 +40,10 @@ __all__ = [
     "FSDPModule",
     "GradScaler",
     "GradientPolicy",
+    "GradientReductionHandle",
     "GraphPool",
+    "KeptGradientWarning",
+    "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
@@ -66,7 +72,10 @@ _DEFINED_IN = {
     "FSDPModule": "module",
     "GradScaler": "optim.grad_scaler",
     "GradientPolicy": "policies",
+    "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
+    "KeptGradientWarning": "sharding.gradient_objects",
+    "LostWorkWarning": "checks.lost_work",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

@@ -10,6 +10,7 @@ import pickle
 
 __all__ = [
     "AlreadyShardedError",
+    "BackwardFinalizationError",
     "CaptureError",
     "CheckpointError",
     "CheckpointSaveError",
@@ -138,6 +139,10 @@ class TiedParameterError(ShardgradError, ValueError):
 
 class RootError(ShardgradError, RuntimeError):
     """A call that only the root unit can answer, or a model without a single root."""
+
+
+class BackwardFinalizationError(ShardgradError, RuntimeError):
+    """`finalize_backward` and what belongs to it, called where it cannot be."""
 
 
 class DeepcopyError(ShardgradError, AssertionError):

@@ -11,7 +11,8 @@ What they do:
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
 * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
 * after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
-* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`).
+* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`);
+* before each step, work of the program that the step would lose is named (`lost_work.py`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
+from shardgrad.checks.lost_work import LostWork
 from shardgrad.checks.untrained_params import (
     FirstStepCheck,
     concerns_unit,
@@ -52,6 +54,7 @@ class _Watched:
         version: of the optimizer and the models when this was found out; see `_OptimizerHooks._version`.
         groups: parameter groups that its steps write; empty if it has no parameter of a sharded model.
         dtypes: of these groups' parameters.
+        lost_work: looks for work that its steps would lose.
         first_step: checks its first step; None if there is nothing to check.
         is_checked: True once that is done.
     """
@@ -59,6 +62,7 @@ class _Watched:
     version: tuple[int, int]
     groups: list[weakref.ref[ParamGroup]]
     dtypes: list[torch.dtype]
+    lost_work: LostWork
     first_step: FirstStepCheck | None
     is_checked: bool = False
 
@@ -98,6 +102,7 @@ class _OptimizerHooks:
         watched = self._look_up(optimizer)
         if watched.groups:
             refuse_uncapturable_step(optimizer)
+            watched.lost_work.look(optimizer, (group for each in watched.groups if (group := each())))
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)
 
@@ -127,7 +132,8 @@ class _OptimizerHooks:
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()
         is_checked = before is not None and before.is_checked
-        return _Watched(version, list(map(weakref.ref, groups)), dtypes, first_step, is_checked)
+        lost_work = LostWork() if before is None else before.lost_work
+        return _Watched(version, list(map(weakref.ref, groups)), dtypes, lost_work, first_step, is_checked)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded or cast."""

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.param_group import group_of
@@ -111,6 +112,7 @@ class FirstStepCheck:
 
         Raises:
             OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed.
+            GradientError: a parameter has a hook that never runs.
         """
         if _is_capturing(optimizer):
             return
@@ -123,6 +125,8 @@ class FirstStepCheck:
                 got="parameters whose memory is freed between steps",
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is built",
             )
+        known = ((param, managed_by(param)) for param in _params(optimizer))
+        refuse_hooks({param: managed.name for param, managed in known if managed is not None})
         self._samples, self._without = [], []
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):
@@ -163,7 +167,7 @@ class FirstStepCheck:
                 f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
-        replaced = sum(map(is_replaced, _params(optimizer)))
+        replaced = sum(is_replaced(param) and managed_by(param) is None for param in _params(optimizer))
         if replaced:
             _warn(
                 optimizer,

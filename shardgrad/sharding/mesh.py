@@ -272,7 +272,7 @@ def default_mesh() -> DeviceMesh:
                 fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   (one for each GPU)",
             )
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     backend = dist.get_backend_config(dist.group.WORLD)
     if device_type != "cpu" and f"{device_type}:" not in str(backend):
