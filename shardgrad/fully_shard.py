@@ -123,7 +123,7 @@ def fully_shard(
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
     dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
-    refuse_hooks(names)
+    refuse_hooks(names.items())
     _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
