@@ -91,6 +91,7 @@ class _UnshardHandle(UnshardHandle):
 
     def wait(self) -> None:
         """Makes the parameters unsharded for the current stream; once is enough."""
+        self._unit.held = True
         self._unit.wait_for_unshard(self._context)
 
 
@@ -120,6 +121,9 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.
+
+        Once waited for, they stay unsharded after a forward with gradients too, until a backward or `reshard`
+        reshards them: a pipeline stage goes backward in two parts, and both look for unsharded parameters.
 
         Args:
             async_op: return at once with a handle; forward waits for it by itself.

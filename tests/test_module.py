@@ -70,6 +70,23 @@ def test_zero_grad_after_an_evaluation_finds_the_units_that_it_left_unsharded(
     two_ranks.run(gradients_after_zeroing_an_evaluated_model, set_to_none)
 
 
+def what_is_unsharded_by_hand_stays_so() -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
+    held, other = model.layers[0], model.layers[1]
+    held.unshard(async_op=True).wait()
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
+    held.unshard(async_op=True).wait()
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    assert not is_sharded(held.up)
+    assert is_sharded(other.up)
+    loss.backward()
+    assert is_sharded(held.up)
+    token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
+
+
 def train_with_early_unshards(engine: Engine) -> Tensors:
     """Gathers every unit by hand before forward, waits for some handles only."""
     model = engine.shard_tower(tower())
@@ -303,6 +320,10 @@ def train_with_a_registered_method(engine: Engine) -> Tensors:
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
+
+
+def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(what_is_unsharded_by_hand_stays_so)
 
 
 def test_unshard_shows_whole_parameters_until_reshard(two_ranks: Ranks) -> None:

@@ -153,7 +153,7 @@ class GradGroup:
         """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
 
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
-        place while gradients wait or a backward is expected, so that none is lost.
+        place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
 
         Streams: what waits is moved, if it has to be, on the reduce stream.
         """
@@ -171,7 +171,8 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
-        kept = set() if self._is_open else set(map(id, self.params))
+        kept, grad = set(map(id, () if self._is_open else self.params)), self.group.gradient_policy.attribute
+        kept |= {id(p) for p in params if getattr(p.sharded, grad, None) is not None}
         placed = [p for p in params if p.sharded.requires_grad or id(p) in kept]
         self._holds_places = len(placed) != sum(self._trainable)
         if self._packer is None or not is_same or placed != self.params:

@@ -77,15 +77,14 @@ class GradShard:
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
+        self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
 
     # -- before and after a reduction -------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything, not add.
 
-        To add, gradients that are None are zeroed first, and foreign ones taken over.
-
-        Streams: writes, if any, go to the current stream.
+        To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
         """
         self.wait_on_host()
         self.nonfinite = None
@@ -96,6 +95,8 @@ class GradShard:
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self._views[i].zero_()
+        if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
+            self._flags_before = self.flags.clone()
         return True
 
     def reduce_into(
@@ -134,6 +135,10 @@ class GradShard:
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self.flagged = list(anywhere)
         self.touched = tuple(touched)
+        before, self._flags_before = self._flags_before, None
+        if before is not None:
+            self.wait_on_host()
+            anywhere = (self.flags != before).tolist()
         for param, own, live in zip(self.params, self.objects.plain, anywhere, strict=True):
             if not live:
                 continue

@@ -77,7 +77,7 @@ class RootContext:
 
         Streams: later all-gathers start after the current stream, where the optimizer wrote the parameters.
         """
-        opens_again = self._forward_root is unit and unit.may_nest
+        opens_again = self._forward_root is unit and unit.methods_running > 0
         if self.scheduler.backward_running or (
             self._forward_root is unit and not opens_again and not unit.runs_in_itself
         ):

@@ -142,6 +142,8 @@ class Unit:
         forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
+        methods_running: registered methods that run; a forward inside one is no remainder of one that failed.
+        held: the program has unsharded them, and waited: a forward with gradients leaves them so.
         require_complete: called before an outermost forward with gradients; may refuse it.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
@@ -166,6 +168,7 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
         self.partner: CommContext | None = None
+        self.held = False
         self.context: Root | None = None
         self.guests: list[Guest] = []
         self.require_complete: Callable[[], None] = lambda: None
@@ -173,7 +176,7 @@ class Unit:
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
         self._lazy_init = lazy_init
-        self._methods_running = 0
+        self.methods_running = 0
         self._outstanding = 0
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
@@ -232,6 +235,7 @@ class Unit:
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
+        self.held = False
         for group in self.groups:
             group.reshard(drop_kept=drop_kept)
 
@@ -253,7 +257,7 @@ class Unit:
         return replaced
 
     def _reshards_after_forward(self, context: Root) -> bool:
-        if context.keep_unsharded or context.scheduler.reads_again:
+        if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
             return False
         if self.reshard_after_forward is None:
             return context.root is not self and not context.is_needed_next(self)
@@ -282,23 +286,18 @@ class Unit:
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:  # backward may recompute it
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
     @contextmanager
     def running_method(self) -> Iterator[None]:
         """While active, a registered method runs, which may call forward as often as it likes."""
-        self._methods_running += 1
+        self.methods_running += 1
         try:
             yield
         finally:
-            self._methods_running -= 1
-
-    @property
-    def may_nest(self) -> bool:
-        """True if a forward of this unit inside another one is no remainder of one that failed."""
-        return self._methods_running > 0
+            self.methods_running -= 1
 
     @property
     def runs_in_itself(self) -> bool:

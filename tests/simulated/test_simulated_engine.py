@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from shardgrad.train.presets import transformer_config
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
+from tests.support.traps import Trap, TrapInBackward
 
 STEPS = 3
 
@@ -130,6 +132,30 @@ def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
     with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
         VirtualRanks(2).run(_parameters_born_on_a_side_stream)
     assert "shardgrad::pack" in {hazard.later.op for hazard in found}
+
+
+def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
+    """Two layers had reduced and bound their gradients when the third failed; nobody has called zero_grad."""
+    model = _sharded_tower(1)
+    if fails:
+        tokens, targets = (t.to("sim") for t in _batch(7, dist.get_rank(), dist.get_world_size()))
+        handle = model.layers[0].register_forward_hook(lambda _, __, output: TrapInBackward.apply(output))
+        with pytest.raises(Trap):
+            _loss(model, tokens, targets).backward()
+        handle.remove()
+        assert model.layers[2].up.weight.grad is not None, "nothing had been reduced yet"
+    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are dropped
+        _loss(model, tokens, targets).backward()
+    return [p.grad.to_local().cpu() for p in model.parameters()]
+
+
+def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
+    """On streams they are bound at once; ranks that exchange by the host bind them at the end."""
+    after, without = (VirtualRanks(2).run(_after_a_failed_backward, fails) for fails in (True, False))
+    for ours, theirs in zip(after, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _median_s(step: Callable[[], None]) -> float:
