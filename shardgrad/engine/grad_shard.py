@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.streams import StreamEvent, Streams, is_capturing, keep_for_current_stream
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.gradient_objects import Bound, GradientObjects
+from shardgrad.sharding.gradient_objects import Bound, GradientObjects, keep_for_current_stream
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -72,11 +72,11 @@ class GradShard:
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        names = [p.name for p in params]
-        self.objects = GradientObjects(self.params, names, self._views, self.apply_scale, policy)
+        self.objects = GradientObjects(params, self._views, self.apply_scale, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
+        self._zeroed: set[int] = set()  # since the last reduction
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
 
     # -- before and after a reduction -------------------------------------------------------------------
@@ -88,6 +88,7 @@ class GradShard:
         """
         self.wait_on_host()
         self.nonfinite = None
+        self._zeroed.clear()
         if self.objects.are_absent():
             self.pending_scale = None
             return False
@@ -98,6 +99,11 @@ class GradShard:
         if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
             self._flags_before = self.flags.clone()
         return True
+
+    def part_with_kept(self, reader: Stream) -> None:
+        """Before a reduction's result is written: [Note: Kept gradients]. The program reads on `reader`."""
+        capturing = is_capturing(self.flat.device)
+        self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
         self,
@@ -178,10 +184,6 @@ class GradShard:
         """Returns a parameter's part of `flat`, in the local shape."""
         return self._views[place]
 
-    def grad(self, place: int) -> DTensor:
-        """Returns a parameter's gradient, bound or not."""
-        return self.objects.plain[place]
-
     @property
     def count(self) -> int:
         """Number of parameters with a place."""
@@ -224,6 +226,7 @@ class GradShard:
                 fix="assign None, or change the gradient in place",
             )
         self.apply_scale()  # a new gradient does not share the pending scale of the others
+        self._zeroed.discard(index)
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
@@ -246,17 +249,19 @@ class GradShard:
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Their pending scale is forgotten with the values: zero times NaN is not zero.
+        Their pending scale is forgotten with the values: zero times NaN is not zero. So is a NaN that was
+        found, once all have been zeroed (an optimizer does it group by group).
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
+        self._zeroed.update(chosen)
         if len(chosen) < sum(live):
             self.apply_scale()  # the others are still to be multiplied
-        else:
+        elif self.pending_scale is not None:
+            self.pending_scale = None
+            self.objects.rebind(scaled=False)
+        if all(place in self._zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
-            if self.pending_scale is not None:
-                self.pending_scale = None
-                self.objects.rebind(scaled=False)
         for place in chosen:
             self._views[place].zero_()
 

@@ -197,7 +197,7 @@ class RootContext:
         """Returns the unit whose backward is expected after the one at `place`."""
         return self._backward_order[place - 1] if 0 < place <= len(self._backward_order) else None
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees what is still unsharded, reduces what is left, waits for the gradients.
 
         Streams: the stream that called backward waits for every reduction.
@@ -209,7 +209,7 @@ class RootContext:
             self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()
-            self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)
+            self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
             if self.scheduler.is_last_backward:
                 self._backward_order.clear()
             self._wait_until_read()
@@ -305,6 +305,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
+    unit.compare_weights(units)
     context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
     earlier = {known for each in units if (known := context_of(each)) is not None}

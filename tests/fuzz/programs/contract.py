@@ -204,8 +204,8 @@ def fits(program: Program) -> bool:
             return False
         if block.kind == "buffer" and sharding.param_dtype:
             return False
-        if block.kind == "again" and block.inner:
-            return False  # what a unit needs before it calls itself is freed after the inner call's backward
+        if block.kind == "again" and any(inner.recompute == "reentrant" for inner in block.inner):
+            return False  # it runs twice
     if sharding.stage in (1, 2) and sharding.reshard not in (None, False):
         return False
     if sharding.stage == "hfsdp" and (sharding.mesh == "flat" or sharding.columns):

@@ -44,7 +44,7 @@ def _often(rng: random.Random, chance: float) -> bool:
 def _block(rng: random.Random, *, depth: int = 0) -> Block:
     kind = rng.choice(("linear", *KINDS))
     inner: tuple[Block, ...] = ()
-    if depth == 0 and kind != "again" and _often(rng, 0.15):
+    if depth == 0 and _often(rng, 0.15):
         inner = tuple(_block(rng, depth=1) for _ in range(rng.choice((1, 1, 2))))
     return Block(
         kind=kind,
