@@ -49,6 +49,43 @@ def unshard_shows_whole_parameters() -> None:
     assert is_sharded(model.layers[0].up)
 
 
+def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    model.unshard()
+    assert not is_sharded(model.head)
+    model.zero_grad(set_to_none)
+    model.reshard()
+    gradients = [param.grad for param in model.parameters() if isinstance(param, DTensor)]
+    assert gradients
+    for grad in gradients:
+        assert grad is None if set_to_none else grad is not None and not grad.to_local().any()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
+    two_ranks: Ranks, set_to_none: bool
+) -> None:
+    two_ranks.run(gradients_after_zeroing_an_unsharded_model, set_to_none)
+
+
+def what_is_unsharded_by_hand_stays_so() -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
+    held, other = model.layers[0], model.layers[1]
+    held.unshard(async_op=True).wait()
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
+    held.unshard(async_op=True).wait()
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    assert not is_sharded(held.up)
+    assert is_sharded(other.up)
+    loss.backward()
+    assert is_sharded(held.up)
+    token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
+
+
 def train_with_early_unshards(engine: Engine) -> Tensors:
     """Gathers every unit by hand before forward, waits for some handles only."""
     model = engine.shard_tower(tower())
@@ -282,6 +319,10 @@ def train_with_a_registered_method(engine: Engine) -> Tensors:
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
+
+
+def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(what_is_unsharded_by_hand_stays_so)
 
 
 def test_unshard_shows_whole_parameters_until_reshard(two_ranks: Ranks) -> None:

@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
-from shardgrad.errors import CaptureError, OptionError
+from shardgrad.errors import CaptureError, CollectiveError, OptionError
+from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
-from shardgrad.graphs.outputs import clones, detached, used_on
+from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight.issues import Issue, explain
 from shardgrad.graphs.preflight.warmup import WarmUp
@@ -129,7 +131,8 @@ def graphed_step(
             CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly. "split" is
             like "eager", but splits the graph at the steps of optimizers that no graph can hold, and takes
             those in eager regions; `outside` names them. (`shardgrad.graphs.outside` makes a call in an eager
-            region under any setting.)
+            region under any setting.) Ranks capture together: if only some can, the collectives of the
+            others fail or time out, and they raise a CaptureError that names a rank that could not.
         verify: this many replays are repeated eagerly, from a copy of the state, and compared bit for bit.
         replay_twice_every: one in this many replays is repeated from a copy of the state and compared: a
             difference is silent data corruption. 0 for never.
@@ -254,29 +257,39 @@ class GraphedStep(Generic[_P, _R]):
             _thread.step = None
 
     def _run(self, kind: _InputKind, caller: Stream) -> Any:
+        for each in self._capturables:
+            each.begin_call(caller)
         # The kind's key equals the call's, and is often the same object as the last time.
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
         captured = self._look_up(key)
         if captured is None and self._is_due(kind, guards):
-            captured = self._capture_or_refuse(kind, key)
-            if captured is not None:
-                self._graphs[key] = captured
-                self._evict()
+            try:
+                captured = self._capture_or_refuse(kind, key)
+                if captured is None:
+                    return self._run_eagerly(kind, key, caller)
+            except CollectiveError as error:
+                self._require_same_on_all_ranks(error)
+                raise
+            self._graphs[key] = captured
+            self._evict()
         if captured is None:
-            args, kwargs = kind.buffers.arguments
-            outputs = self._warmup.run(
-                lambda: detached(self._function(*args, **kwargs)),
-                key,
-                self.eager_steps,
-                lambda: [*kind.buffers.buffers, *(t for c in self._capturables for _, t in c.tensors())],
-            )
-            self.eager_steps += 1
-            kind.seen.add(guards)
-            return used_on(outputs, caller)
+            return self._run_eagerly(kind, key, caller)
         self._latest = key, captured
         self.replays += 1
         return self._replay(captured, kind, caller)
+
+    def _run_eagerly(self, kind: _InputKind, key: tuple[Hashable, Hashable], caller: Stream) -> Any:
+        args, kwargs = kind.buffers.arguments
+        outputs = self._warmup.run(
+            lambda: detached(self._function(*args, **kwargs)),
+            key,
+            self.eager_steps,
+            lambda: [*kind.buffers.buffers, *self._state()],
+        )
+        self.eager_steps += 1
+        kind.seen.add(key[1])
+        return used_on(outputs, caller)
 
     def _look_up(self, key: tuple[Hashable, Hashable]) -> CapturedStep | None:
         if self._latest is not None and self._latest[0] == key:  # hashing thousands of guards is slow
@@ -288,6 +301,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
+        captured.prepare()
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
             return compare_runs(
@@ -361,6 +375,8 @@ class GraphedStep(Generic[_P, _R]):
             return None
         try:
             return self._capture(kind)
+        except CollectiveError:
+            raise  # another rank did not join, and would not join an eager step either
         except Exception as error:
             kind.is_refused = True
             first = "".join(f": {line}" for line in str(error).splitlines()[:1])
@@ -373,13 +389,14 @@ class GraphedStep(Generic[_P, _R]):
         guards = [each.guards() for each in self._capturables]
         for each in self._capturables:
             each.quiesce()
+        before_replays = [each.before_replays() for each in self._capturables]
         snapshots = [each.snapshot() for each in self._capturables]
         random = RandomState(self.pool.device, self._generators)
         graph = SplitGraph(self.pool, self._capturables, self._eager_optimizers, self._generators)
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured():
-                outputs = detached(self._function(*args, **kwargs))
+                outputs = apart_from(self._state(), detached(self._function(*args, **kwargs)))
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
@@ -389,10 +406,15 @@ class GraphedStep(Generic[_P, _R]):
             raise
         self.captures += 1
         graphs_captured(self)
-        return CapturedStep(graph, outputs, self._capturables, guards)
+        return CapturedStep(graph, outputs, self._capturables, guards, before_replays)
+
+    def _state(self) -> list[torch.Tensor]:
+        """Returns the memory in which the step's state lives."""
+        return [tensor for each in self._capturables for _, tensor in each.tensors()]
 
     def _report(self, what: str, issues: Sequence[Issue], error: Exception | None) -> None:
         """Raises or warns: the step runs eagerly."""
+        announce(f"{self._name} {what}")
         found = f"\n{explain(issues)}" if issues else ""
         if self._settings.on_uncapturable != "raise":
             self._warn(f"{what}. It runs eagerly.{found}", depth=6)
@@ -404,6 +426,18 @@ class GraphedStep(Generic[_P, _R]):
             fix="docs/how_to/migrate_to_graphed_step.md; or on_uncapturable='eager'. Calling again goes on "
             "eagerly",
         ) from error
+
+    def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
+        """Explains a collective that failed because a rank could not capture, or runs what others capture."""
+        what = announced()
+        if what:
+            raise CaptureError(
+                f"ranks did not capture {self._name} together. On {what}",
+                expected="a capture on every rank, or on none",
+                got=str(error).splitlines()[0],
+                where=f"rank {dist.get_rank()}",
+                fix="look at that rank: what it does in a step has to be what the others do",
+            ) from error
 
     def _warn(self, what: str, *, depth: int) -> None:
         warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=depth)

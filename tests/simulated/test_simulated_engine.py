@@ -20,7 +20,7 @@ from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import transformer_config
-from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
 from tests.support.traps import Trap, TrapInBackward
@@ -41,10 +41,10 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
 def _sharded_tower(replicas: int, **options: Any) -> Tower:
     shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("sim", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(NAME, shape, mesh_dim_names=names)
     with one_at_a_time():
         model = tower()
-    model = model.to("sim")
+    model = model.to(NAME)
     for inner in (*model.layers, model.embedding):
         shardgrad.fully_shard(inner, mesh=mesh, **options)
     return shardgrad.fully_shard(model, mesh=mesh, **options)
@@ -55,7 +55,7 @@ def _train_sharded(replicas: int = 1) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        tokens, targets = (t.to("sim") for t in _batch(step, dist.get_rank(), dist.get_world_size()))
+        tokens, targets = (t.to(NAME) for t in _batch(step, dist.get_rank(), dist.get_world_size()))
         loss = _loss(model, tokens, targets)
         loss.backward()
         losses.append(loss.detach())  # read after the last step: nothing here makes the host wait
@@ -108,8 +108,8 @@ def test_a_wait_taken_out_of_the_engine_is_a_hazard(owner: type, method: str) ->
 
 def _parameters_born_on_a_side_stream() -> None:
     model = _sharded_tower(1)
-    side = torch.Stream("sim")
-    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    side = torch.Stream(NAME)
+    tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
     # The nodes that accumulate gradients are made, and kept, on another stream than forward's.
     kept = []
     for module in (*model.layers, model.embedding, model):
@@ -183,7 +183,7 @@ def _step_of_tiny(device: str) -> Callable[[], None]:
 
 
 def test_a_step_of_the_tiny_preset_takes_less_than_thirty_times_the_cpus_time() -> None:
-    simulated, plain = _median_s(_step_of_tiny("sim")), _median_s(_step_of_tiny("cpu"))
+    simulated, plain = _median_s(_step_of_tiny(NAME)), _median_s(_step_of_tiny("cpu"))
     print(
         f"tiny preset: {simulated * 1e3:.1f} ms simulated, {plain * 1e3:.1f} ms plain, "
         f"{simulated / plain:.2f}x"

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import checkpoint as checkpoints
@@ -81,6 +82,50 @@ SETUPS = {
 def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
     ranks, setup = SETUPS[name]
     same_on(ranks, plain_training, setup)
+
+
+# -- gradients that the program keeps from call to call ------------------------------------------------------
+
+
+def keeping_gradients(graphed: Callable[..., Any], zeroes: str, clips: bool) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        if zeroes == "first":
+            optimizer.zero_grad()
+        elif zeroes == "in place":
+            optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, x)
+        loss.backward()
+        if clips:
+            shardgrad.clip_grad_norm_(model, 0.01)
+        optimizer.step()
+        return loss, model[1].first.weight.grad.to_local()
+
+    held: list[Any] = []
+    seen: list[Tensor] = []
+    for number in range(7):
+        _, gradient = step(batch(number))
+        seen.append(gradient.cpu())
+        held.append(model[0].first.weight.grad)
+        if dist.get_world_size() == 1:
+            # Views are searched for among all objects, also those that threads of other ranks are using.
+            held.append(model[0].second.weight.grad.to_local())
+        if zeroes == "outside":
+            optimizer.zero_grad()
+    require_replays(step, 1, 4)
+    return seen + [(h.to_local() if isinstance(h, DTensor) else h).cpu() for h in held]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("zeroes", ["first", "in place", "outside", "never"])
+def test_gradients_kept_from_call_to_call_are_those_of_eager_steps(
+    zeroes: str, clips: bool, ranks: int
+) -> None:
+    same_on(ranks, keeping_gradients, zeroes, clips)
 
 
 def everything(graphed: Callable[..., Any]) -> list[Any]:
@@ -432,17 +477,47 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
     elif change == "skipped":
         loss_of(model, batch(98)).backward()
         optimizer.zero_grad()
+    elif change == "reads again":  # a backward that made a graph, of which the program has dropped the rest
+        inputs = batch(97).requires_grad_()
+        torch.autograd.grad(loss_of(model, inputs), inputs, create_graph=True)
 
 
 CHANGES = (
     *("frozen", "load", "in place", "group", "another group", "reshard"),
-    *("evaluated", "kept whole", "skipped", "moved away and back"),
+    *("evaluated", "kept whole", "skipped", "moved away and back", "reads again"),
 )
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_followed(change: str) -> None:
     same_on(2, changes_between, change)
+
+
+def resharded_after(steps: int) -> None:
+    """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(steps):
+        step(batch(number))
+    _change("reads again", model, optimizer)
+    step(batch(steps))
+    with torch.no_grad():
+        model(batch(99))
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert not left, f"after an evaluation {left} are unsharded"
+    step.close()
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
+    VirtualRanks(2).run(resharded_after, steps)
 
 
 def goes_back_to_a_checkpoint(graphed: Callable[..., Any], folder: str) -> list[Any]:
