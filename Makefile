@@ -1,13 +1,13 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make drills lint types docs bench clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills lint types docs bench clean
 #   make test-torch VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test test-torch drills lint types docs bench clean
+.PHONY: train test test-cuda test-torch drills lint types docs bench clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
@@ -26,6 +26,12 @@ train: .venv/installed
 
 test: .venv/installed
 	.venv/bin/python -m pytest $(ARGS)
+
+# torch.cuda without a GPU: see tests/cuda_runtime/README.md.
+CUDA_TESTS := tests/cuda_runtime tests/gpu
+test-cuda: .venv/installed
+	.venv/bin/python -m tests.cuda_runtime .venv-cuda
+	.venv-cuda/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
 
 # What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's libraries.
 VERSION := 2.15.0
@@ -54,7 +60,7 @@ bench: .venv/installed
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-torch-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Torch first and alone: building the ops needs it, so the project is installed without build isolation.

@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from shardgrad.checks.argument_types import refuse_wrong_types
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
@@ -40,6 +44,7 @@ from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, requir
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
+from shardgrad.sharding.dtensor import require_own_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
@@ -103,6 +108,8 @@ def fully_shard(
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
     _refuse_unsupported(mp_policy, offload_policy)
+    ignored = set(ignored_params or ())
+    refuse_wrong_types(mp_policy, gradient_policy, ignored)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -110,13 +117,13 @@ def fully_shard(
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
     memory = ShardMemory.of(data_mesh.device, offload_policy)
-    ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
     dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    refuse_hooks(names)
     _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
@@ -141,6 +148,7 @@ def fully_shard(
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
+    unit.compare_weights = compare_weights
     _commit(unit, collected, grouped)
     return module
 
@@ -168,8 +176,10 @@ def _group(
         group = PostForwardGroup(params, spec, mesh_after_forward)
     else:
         group = ParamGroup(params, spec)
+    sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
     keep_grad_dtypes(group)
+    note_weights(params if sums else [], sums)
     return group
 
 
@@ -283,6 +293,7 @@ def _reshard_plan(
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
+    watch_ranks()
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):
@@ -324,6 +335,11 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
 
+    def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit.reshard()
+        names = (prefix + name for name in module._parameters)
+        require_own_shards((name, state[name]) for name in names if name in state)
+
     def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:
             adopt(group)
@@ -334,7 +350,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
         if any(param is not None for param in module._parameters.values()):
             module.register_state_dict_pre_hook(to_shards)
-            module.register_load_state_dict_pre_hook(to_shards)
+            module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:

@@ -75,7 +75,8 @@ def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> N
     torchrun --nproc-per-node 2 -m shardgrad train.
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
-    from shardgrad.train.launch import newest_run, start, torchrun_world_size
+    from shardgrad.train.launch import newest_run, start
+    from shardgrad.train.launcher import torchrun_world_size
 
     with reported("shardgrad train"):
         given = read_settings(file) if file is not None else {}
