@@ -229,8 +229,7 @@ class GradShard:
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
-            if self.flat.device.type != "cpu":  # the program's gradient is dropped next
-                grad.to_local().record_stream(torch.accelerator.current_stream(self.flat.device))
+            keep_for_current_stream(grad.to_local())  # it is dropped next
             self.flags[index].fill_(1)
         self.flagged[index] = True
         self.objects.bind(index)
