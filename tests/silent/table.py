@@ -255,5 +255,5 @@ what was reported has been fixed since.
 _WHAT_HAPPENS_HERE = """\
 ## What happens here
 
-Where this project's column is not "right":
+Where this project's column is not "right". A `RuntimeError` is torch's own:
 """
