@@ -1,13 +1,13 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills lint types docs bench clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench clean
 #   make test-torch VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test test-cuda test-torch drills lint types docs bench clean
+.PHONY: train test test-cuda test-torch drills mutants lint types docs bench clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
@@ -41,6 +41,9 @@ test-torch: $(OTHER)/installed
 
 drills: .venv/installed
 	.venv/bin/python -m tests.drills $(ARGS)
+
+mutants: .venv/installed
+	.venv/bin/python -m tests.mutants try $(ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .

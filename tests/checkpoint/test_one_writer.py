@@ -333,6 +333,17 @@ def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(tm
     assert names(tmp_path) == ["step_000030", "step_000040"]
 
 
+def test_a_save_that_ends_late_is_there_when_it_returns_even_if_one_is_enough(tmp_path: Path) -> None:
+    series = Series(tmp_path, keep=1)
+    for step in (10, 20):
+        checkpoint.save(small(step), series.path_of(step))
+    for step in (20, 10):
+        series.publish(series.path_of(step))
+    assert names(tmp_path) == ["step_000010", "step_000020"]
+    save(series, 30)
+    assert names(tmp_path) == ["step_000030"]
+
+
 def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

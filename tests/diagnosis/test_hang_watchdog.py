@@ -25,3 +25,10 @@ def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> 
     assert is_looking.wait(10)
     watchdog.close()
     assert watchdog.closed
+
+
+@pytest.mark.parametrize(("ranks", "period_s"), [(1, 0.5), (256, 0.5), (4096, 8.0)])
+def test_all_ranks_together_ask_the_store_no_more_often_than_one_host_can_answer(
+    ranks: int, period_s: float
+) -> None:
+    assert HangWatchdog(dist.HashStore(), 0, ranks).period_s == period_s

@@ -69,6 +69,16 @@ def test_a_rank_that_has_begun_less_is_late_and_shows_its_stack() -> None:
     assert any("test_a_rank_that_has_begun_less" in frame for frame in finding.stack)
 
 
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_the_late_rank_is_found_wherever_it_stands(late: int) -> None:
+    ranks = {
+        rank: rank_that_began(UNITS[:2] if rank == late else UNITS, waits=rank != late) for rank in range(3)
+    }
+    finding = diagnose({rank: account_of(rank, recorder) for rank, recorder in ranks.items()}, 3)
+    assert finding.culprits == (late,)
+    assert finding.what.startswith(f"Rank {late} is late")
+
+
 def test_who_waits_for_a_late_rank_is_not_taken_for_late() -> None:
     heard = {
         0: account_of(0, rank_that_began(UNITS)),

@@ -12,6 +12,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
+from shardgrad.graphs.random_state import RandomState
 
 
 def training(**settings: Any) -> tuple[nn.Module, Any]:
@@ -75,6 +76,19 @@ def test_what_would_fail_on_a_device_is_a_warning_with_the_line() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(torch.ones(2, 4))  # said once
+
+
+def test_all_random_numbers_are_drawn_again_after_a_restore() -> None:
+    own = torch.Generator().manual_seed(3)
+
+    def drawn() -> list[float]:
+        return [*torch.rand(2).tolist(), *torch.rand(2, generator=own).tolist()]
+
+    state = RandomState(torch.device("cpu"), [own])
+    first = drawn()
+    assert drawn() != first
+    state.restore()
+    assert drawn() == first
 
 
 def test_a_block_mask_is_taken_apart_and_put_together() -> None:

@@ -138,6 +138,8 @@ def test_what_is_not_offered_is_refused_by_name() -> None:
     for options in ({"amsgrad": True}, {"differentiable": True}):
         with pytest.raises(UnsupportedError, match=next(iter(options))):
             AdamW(plain(2, 2).parameters(), **options)
+    with pytest.raises(UnsupportedError, match="differentiable"):
+        SGD(plain(2, 2).parameters(), lr=0.1, differentiable=True)
     AdamW(plain(2, 2).parameters(), fused=True, foreach=False, capturable=True)
 
 

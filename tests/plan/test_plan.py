@@ -364,6 +364,16 @@ def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
     assert advice[0].needed_nbytes < cramped.needed_nbytes
 
 
+def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> None:
+    plan = plan_of(rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1})), H100)
+    assert plan.fits
+    advice = advise(plan, Calibration())
+    speeds = [each.tokens_per_s for each in advice]
+    assert len(speeds) > 1
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[-1] > plan.tokens_per_s
+
+
 # -- the command ----------------------------------------------------------------------------------------
 
 

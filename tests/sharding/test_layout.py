@@ -6,9 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL, ShardLayout, alignment_numel
+from shardgrad.sharding.layout import TAG_NUMEL, ShardLayout, alignment_numel
 from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
+NCCL_NBYTES = 128  # pointers that are not multiples of this take its slow path
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 WORLD_SIZES = st.integers(1, 64)
 
@@ -49,7 +50,7 @@ def test_every_pointer_is_aligned_on_every_rank(
     layout = ShardLayout.of(shapes, world_size, alignment=alignment_numel([dtype]), with_flags=True)
     offsets = [offset for p in layout.pieces for offset in (p.shard_offset, p.unsharded_offset)]
     offsets += [layout.tail_offset, layout.chunk_numel]
-    assert all(offset * dtype.itemsize % ALIGNMENT_NBYTES == 0 for offset in offsets)
+    assert all(offset * dtype.itemsize % NCCL_NBYTES == 0 for offset in offsets)
 
 
 @given(SHAPES, st.sampled_from([(4, 2), (6, 3), (8, 4), (12, 2)]))
@@ -108,7 +109,7 @@ def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
     (piece,) = ShardLayout.of([shape], world_size, alignment=64, with_flags=False).pieces
     if is_direct:
         assert piece.span * world_size == piece.numel
-        assert piece.shard_numel * dtype.itemsize % ALIGNMENT_NBYTES == 0
+        assert piece.shard_numel * dtype.itemsize % NCCL_NBYTES == 0
 
 
 def test_small_uneven_and_crosswise_parameters_are_not_direct() -> None:

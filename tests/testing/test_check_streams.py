@@ -166,3 +166,22 @@ def test_nothing_listens_after_the_block() -> None:
     order.stop()
     assert order._listeners()
     assert all(listener not in registry.callback_list for registry, listener in order._listeners())
+
+
+def test_the_trace_is_followed_from_start_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.cuda import _gpu_trace as trace
+
+    monkeypatch.setattr(torch._C, "_activate_gpu_trace", lambda: None)
+    order = _Device()
+    order.start()
+    order.stream = 1
+    made = order.now()
+    trace.EventRecordCallbacks.fire_callbacks(7, 1)
+    order.stream = 2
+    assert not order.is_ordered(made)
+    trace.EventWaitCallbacks.fire_callbacks(7, 2)
+    assert order.is_ordered(made)
+    order.stop()
+    trace.EventWaitCallbacks.fire_callbacks(7, 3)
+    order.stream = 3
+    assert not order.is_ordered(made)

@@ -1,0 +1,49 @@
+"""Meshes that are given and those that are not: which are taken, started, or refused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardgrad.errors import MeshError
+from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
+
+
+@pytest.fixture
+def square() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 0), (None, 0), (None, 1)])
+def test_axes_in_another_order_than_torchs_are_refused_with_what_they_are(
+    square: DeviceMesh, replicate: int | None, shard: int
+) -> None:
+    info = SimpleNamespace(mesh=square, replicate_mesh_dim=replicate, shard_mesh_dim=shard)
+    with pytest.raises(MeshError, match=f"replicate_mesh_dim={replicate}, shard_mesh_dim={shard}"):
+        DataParallelMesh.of_info(info)
+
+
+def test_axes_in_torchs_order_are_taken(square: DeviceMesh) -> None:
+    info = SimpleNamespace(mesh=square, replicate_mesh_dim=0, shard_mesh_dim=1)
+    assert DataParallelMesh.of_info(info).mesh is square
+
+
+def test_without_a_process_group_the_launchers_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": 0, "WORLD_SIZE": 1}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    try:
+        assert default_mesh().shape == (1,)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
