@@ -6,7 +6,7 @@ Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in
 
 from __future__ import annotations
 
-from pickle import PicklingError
+import pickle
 
 __all__ = [
     "AlreadyShardedError",
@@ -149,7 +149,7 @@ class DeepcopyError(ShardgradError, AssertionError):
     """A sharded module was deep-copied."""
 
 
-class PickleError(ShardgradError, PicklingError):
+class PickleError(ShardgradError, pickle.PicklingError, TypeError):
     """A sharded module was pickled, as by `torch.save(model)`."""
 
 

@@ -123,7 +123,7 @@ def fully_shard(
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
     dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
-    refuse_hooks(names)
+    refuse_hooks(names.items())
     _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
     grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
@@ -293,7 +293,7 @@ def _reshard_plan(
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
-    watch_ranks()
+    watch_ranks(unit.mesh.device)
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):

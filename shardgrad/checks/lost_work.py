@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping
 from operator import attrgetter
 
 import torch
-from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.engine.grad_group import Waiting, grads_of
@@ -72,7 +71,7 @@ class LostWork:
             warnings.warn(f"shardgrad: {what}. Try: {fix}", LostWorkWarning, stacklevel=5)
 
 
-def refuse_hooks(params: Mapping[nn.Parameter, str]) -> None:
+def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
     """Refuses parameters with hooks that would never run.
 
     Args:
@@ -81,7 +80,7 @@ def refuse_hooks(params: Mapping[nn.Parameter, str]) -> None:
     Raises:
         GradientError: there is one.
     """
-    for param, name in params.items():
+    for param, name in params:
         if param._backward_hooks:
             raise GradientError(
                 f"a hook on {name} never runs: autograd meets the unsharded parameter, which has none",

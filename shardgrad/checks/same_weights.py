@@ -39,6 +39,7 @@ class _Noted:
     version: int
     local: torch.Tensor
     local_version: int
+    local_total: torch.Tensor | None  # collectives write without counting versions
 
     def is_current(self, p: FSDPParam) -> bool:
         """Returns whether the piece holds what was cut."""
@@ -73,14 +74,16 @@ def _sum(values: torch.Tensor) -> torch.Tensor | None:
     return octets[:words].view(torch.int64).sum() + octets[words:].sum()
 
 
+@torch.no_grad()
 def note_weights(params: Iterable[FSDPParam], sums: Iterable[torch.Tensor | None]) -> None:
     """Keeps the sums of parameters that have just been cut."""
     for p, total in zip(params, sums, strict=True):
         if total is not None:
             local = local_of(p.sharded)
-            _noted[p] = _Noted(total, p.sharded, p.sharded._version, local, local._version)
+            _noted[p] = _Noted(total, p.sharded, p.sharded._version, local, local._version, _sum(local))
 
 
+@torch.no_grad()
 def compare_weights(units: Sequence[Unit]) -> None:
     """Compares what ranks had. A collective over each mesh of the units, once; nothing for meta parameters.
 
@@ -103,7 +106,7 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
     noted = [each if (each := _noted.get(p)) is not None and each.is_current(p) else None for p in params]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     own = torch.stack([zero if each is None else each.total.to(device) & _MASK for each in noted])
-    is_unknown = torch.tensor([each is None for each in noted], dtype=torch.int64, device=device)
+    is_unknown = torch.stack([_is_written(p, each, device) for p, each in zip(params, noted, strict=True)])
     largest = torch.stack([own, -own, is_unknown])
     with recorder.group_log(ranks).waiting("checksums of the weights", largest):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
@@ -111,6 +114,14 @@ def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: tor
     numbers = differs.nonzero().flatten().tolist()
     if numbers:
         raise _error([params[i].name for i in numbers], int(own[numbers[0]]), ranks)
+
+
+def _is_written(p: FSDPParam, noted: _Noted | None, device: torch.device) -> torch.Tensor:
+    """Returns 1 if the piece of a parameter does not hold what was cut, else 0; an int64 scalar."""
+    now = None if noted is None else _sum(local_of(p.sharded))
+    if noted is None or now is None or noted.local_total is None:
+        return torch.tensor(noted is None, dtype=torch.int64, device=device)
+    return (now.to(device) != noted.local_total.to(device)).to(torch.int64)
 
 
 def _error(names: Sequence[str], own: int, ranks: dist.ProcessGroup) -> RankDisagreementError:

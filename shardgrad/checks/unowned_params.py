@@ -37,12 +37,17 @@ _CALL = nn.Module._call_impl.__code__
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
     """Notes on modules which of their parameters `ignored_params` named: under that name, any object is
-    fine, so that loading with `assign=True` and `module.to()` may put another one there.
+    fine, so that loading with `assign=True` and `module.to()` may put another one there. Parameters of other
+    modules, around the one that is sharded, are marked themselves.
     """
+    elsewhere = set(ignored)
     for module in modules if ignored else ():
         names = {name for name, param in module._parameters.items() if param in ignored}
         if names:
             module.__dict__[_IGNORED] = names | module.__dict__.get(_IGNORED, set())
+            elsewhere -= {param for param in module._parameters.values() if param is not None}
+    for param in elsewhere:
+        param.__dict__[_IGNORED] = True
 
 
 # Modules around units, and who looks at them: one of the units inside is enough.
@@ -105,7 +110,7 @@ class UnownedParams:
             if module not in self._unit.modules and (looks is None or looks() is None):
                 _around[module] = weakref.ref(self)
                 self._callers.append(weakref.ref(module))
-        return [module for reference in self._callers if (module := reference()) is not None]
+        return [caller for reference in self._callers if (caller := reference()) is not None]
 
     def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
         names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]
@@ -153,6 +158,7 @@ def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]
         for name, param in module._parameters.items()
         if not (param is None or name in ignored or isinstance(param, DTensor) or is_unsharded_param(param))
         and param not in shared
+        and _IGNORED not in param.__dict__
     ]
 
 

@@ -126,7 +126,7 @@ class FirstStepCheck:
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is built",
             )
         known = ((param, managed_by(param)) for param in _params(optimizer))
-        refuse_hooks({param: managed.name for param, managed in known if managed is not None})
+        refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
         self._samples, self._without = [], []
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):

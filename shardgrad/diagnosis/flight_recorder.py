@@ -114,13 +114,16 @@ class GroupLog:
         recorder = self._recorder
         recorder.waits_since_s = time.monotonic()
         recorder.waits_in = self, entry
-        if self.host_waits is None or not isinstance(work, self.host_waits):
-            work.wait()
-        else:
-            while not _has_ended(work):
-                verdict = recorder.verdict
-                if verdict is not None and verdict[0] is entry:
-                    raise verdict[1]
+        may_stop = self.host_waits is not None and isinstance(work, self.host_waits)
+        while True:
+            try:
+                _ = work.wait(_SLICE) if may_stop else work.wait()
+                break
+            except RuntimeError as error:
+                if not may_stop or "Operation timed out!" not in str(error):
+                    raise
+            if recorder.verdict is not None and recorder.verdict[0] is entry:
+                raise recorder.verdict[1]
         recorder.waits_in = None  # not if it raised: then it is what is asked for
 
     @contextmanager
@@ -192,17 +195,6 @@ class FlightRecorder:
     def group_logs(self) -> list[GroupLog]:
         """Returns the logs of all process groups that are alive."""
         return list(self._logs.values())
-
-
-def _has_ended(work: dist.Work) -> bool:
-    """Waits for a second; raises what the collective failed with."""
-    try:
-        work.wait(_SLICE)
-    except RuntimeError as error:
-        if "Operation timed out!" not in str(error):
-            raise
-        return False
-    return True
 
 
 recorder = FlightRecorder()

@@ -17,10 +17,12 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -32,7 +34,7 @@ from shardgrad.errors import CollectiveError
 __all__ = ["WaitingRanksWarning", "leave_to_program", "watch_ranks"]
 
 _PREFIX = "shardgrad/rank_watch"
-_FINAL = "final"  # the last post of a rank that has failed or ended
+_FINAL = "final"  # the last rank that has failed or ended
 _WATCHES = "watches"
 _PERIOD_S = 0.5
 _BLOCKED_S = 2.0  # after which a rank posts, and begins to read
@@ -48,17 +50,23 @@ class WaitingRanksWarning(UserWarning):
 class _RankWatch:
     """The thread of one process, for one world. See [Note: Rank watch]."""
 
-    def __init__(self, world: dist.ProcessGroup) -> None:
+    def __init__(self, world: dist.ProcessGroup, *, is_device_waited_for: bool) -> None:
         store = dist.distributed_c10d._get_default_store()
         another_connection = getattr(store, "clone", lambda: store)
         self._store = PrefixStore(f"{_PREFIX}/{world.group_name}", another_connection())
-        self.world = world
+        self._world = weakref.ref(world)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._training = TrainingThread(is_device_waited_for="gloo" not in dist.get_backend_config(world))
+        self._training = TrainingThread(is_device_waited_for=is_device_waited_for)
         self._has_posted = ""
+        self._suspected: Finding | None = None
         self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardgrad rank watch", daemon=True)
         self._thread.start()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the world is still the default process group."""
+        return dist.group.WORLD is not None and dist.group.WORLD is self._world()
 
     def close(self) -> None:
         """Ends the thread: one that returned from the store while the interpreter ends would abort it."""
@@ -69,49 +77,48 @@ class _RankWatch:
         ask_at_s = _BLOCKED_S
         with suppress(Exception):
             self._store.set(f"{_WATCHES}/{self._rank}", "")
-        while not self._is_closing.wait(_PERIOD_S):
+        while not self._is_closing.wait(_PERIOD_S) and self.is_current:
             with suppress(Exception):  # of a store that is gone, and of warnings that are made errors
                 blocked_s = self._training.look()
                 if recorder.reported is not None:
                     error, fix = recorder.reported
-                    self._post(Post(self._rank, self._training.call(), error=error, fix=fix), _FINAL)
+                    self._post(Post(self._rank, self._training.call(), error=error, fix=fix))
                 elif blocked_s < _BLOCKED_S:
                     self._take_back()
                     ask_at_s = _BLOCKED_S
                 else:
                     post = self._waiting()
-                    self._post(post, str(self._rank))
+                    self._post(post)
                     if blocked_s >= ask_at_s and self._tell(post, blocked_s):
                         ask_at_s = 10 * blocked_s
 
     def _waiting(self) -> Post:
-        waits_in = recorder.waits_in
-        name = "" if waits_in is None or waits_in[1] is None else waits_in[1].name
-        return Post(self._rank, self._training.call(), name)
+        call, waits_in = self._training.call(), recorder.waits_in
+        if waits_in is None or waits_in[1] is None:
+            return Post(self._rank, call)
+        return Post(self._rank, call, waits_in[1].name, waits_in[0].ranks)
 
-    def _post(self, post: Post, key: str) -> None:
+    def _post(self, post: Post) -> None:
         text = post.to_json()
         if text != self._has_posted:
-            self._store.set(key, text)
+            self._store.set(str(self._rank), text)
             self._has_posted = text
+            if post.error or post.has_ended:
+                self._store.set(_FINAL, str(self._rank))
 
     def _take_back(self) -> None:
+        self._suspected = None
         if self._has_posted:
             self._has_posted = ""
             self._store.delete_key(str(self._rank))
-            if self._store.check([_FINAL]) and Post.from_json(self._get(_FINAL)).rank == self._rank:
-                self._store.delete_key(_FINAL)
-
-    def _get(self, key: str) -> str:
-        text: str = self._store.get(key).decode()
-        return text
 
     def _tell(self, own: Post, blocked_s: float) -> bool:
         """Raises where the training thread waits, or warns; returns False if there was nothing to say."""
         finding = explain(self._read(own), self._world_size, self._rank)
         if finding is None and blocked_s > _NEVER_CAME_S:
             finding = self._who_never_came()
-        if finding is None:
+        if finding is None or finding != self._suspected:
+            self._suspected = finding  # what was posted may be about to be taken back: it has to last
             return False
         waits_in = recorder.waits_in
         if finding.is_final and waits_in is not None and waits_in[1] is not None:
@@ -121,14 +128,14 @@ class _RankWatch:
         return True
 
     def _read(self, own: Post) -> dict[int, Post]:
+        """Returns the posts of all ranks if all have posted, else that of one that has failed or ended."""
         posts = {self._rank: own}
-        if self._store.check([_FINAL]):
-            final = Post.from_json(self._get(_FINAL))
-            posts.setdefault(final.rank, final)
         others = [str(rank) for rank in range(self._world_size) if rank != self._rank]
-        if self._rank < _READERS and self._store.check(others):
-            for key in others:
-                posts.setdefault(int(key), Post.from_json(self._get(key)))
+        if self._rank >= _READERS or not self._store.check(others):
+            others = [self._store.get(_FINAL).decode()] if self._store.check([_FINAL]) else []
+        for key in others:
+            if key != str(self._rank) and self._store.check([key]):
+                posts[int(key)] = Post.from_json(self._store.get(key).decode())
         return posts
 
     def _who_never_came(self) -> Finding | None:
@@ -155,7 +162,7 @@ class _RankWatch:
             line = str(error).partition("\n")[0]
             fix = str(getattr(error, "fix", None) or "")
             own = replace(own, error=f"{type(error).__name__}: {line}", fix=fix)
-        self._post(own, _FINAL)
+        self._post(own)
 
 
 def _error(finding: Finding, own: Post) -> CollectiveError:
@@ -178,15 +185,15 @@ class _Watches:
         self.current: _RankWatch | None = None
         self.is_left_to_program = False
 
-    def start(self) -> None:
+    def start(self, device: torch.device) -> None:
         world = dist.group.WORLD
         if world is None or self.is_left_to_program or dist.get_world_size() == 1:
             return
-        if self.current is not None and self.current.world is world:
+        if self.current is not None and self.current.is_current:
             return
         if any(name in dist.get_backend_config(world) for name in _BACKENDS):
             self.stop()
-            self.current = _RankWatch(world)
+            self.current = _RankWatch(world, is_device_waited_for=device.type != "cpu")
             Finalize(None, _say_farewell, exitpriority=100)  # also in processes of multiprocessing
 
     def stop(self) -> None:
@@ -198,9 +205,13 @@ class _Watches:
 _watches = _Watches()
 
 
-def watch_ranks() -> None:
-    """Starts the thread, unless it runs, or the program has a watchdog."""
-    _watches.start()
+def watch_ranks(device: torch.device) -> None:
+    """Starts the thread, unless it runs, or the program has a watchdog.
+
+    Args:
+        device: where parameters compute. Hosts wait for one that is not the CPU, and not in collectives.
+    """
+    _watches.start(device)
 
 
 def leave_to_program() -> None:

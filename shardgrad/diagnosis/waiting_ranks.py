@@ -23,6 +23,7 @@ class Post:
         rank: global rank.
         call: what the program has called, and where: "full_tensor() at train.py:12".
         collective: of the engine, that it waits for: "all-gather of layers.0"; empty in one of torch's.
+        members: ranks that have to join that; empty where it is not known.
         error: what it has refused, or ended with; empty if nothing.
         fix: what to type instead of that.
         has_ended: its program has come to its end.
@@ -31,6 +32,7 @@ class Post:
     rank: int
     call: str
     collective: str = ""
+    members: tuple[int, ...] = ()
     error: str = ""
     fix: str = ""
     has_ended: bool = False
@@ -42,7 +44,8 @@ class Post:
     @classmethod
     def from_json(cls, text: str) -> Post:
         """Returns what `to_json` wrote."""
-        return cls(**json.loads(text))
+        fields = json.loads(text)
+        return cls(**{**fields, "members": tuple(fields["members"])})
 
     @property
     def place(self) -> str:
@@ -105,13 +108,10 @@ def explain(posts: Mapping[int, Post], world_size: int, rank: int) -> Finding | 
     own = posts[rank]
     others = [post for _, post in sorted(posts.items()) if post.rank != rank]
     for other in others:
-        if other.error:
-            what = f"rank {other.rank} has failed ({other.error}), and {own.sentence} waits for it"
+        if (other.error or other.has_ended) and (not own.members or other.rank in own.members):
+            how = f"has failed ({other.error})" if other.error else "has ended its program"
+            what = f"rank {other.rank} {how}, and {own.sentence} waits for it"
             return Finding(what, other.fix or _cure([own]), is_final=True)
-    for other in others:
-        if other.has_ended:
-            what = f"rank {other.rank} has ended its program, and {own.sentence} waits for it"
-            return Finding(what, _cure([own]), is_final=True)
     places: dict[str, Post] = {}
     for post in (own, *others):
         places.setdefault(post.place, post)

@@ -116,7 +116,8 @@ def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
     """Returns a policy that has no function, so that ranks can compare it."""
     if getattr(policy, _OVERRIDE, None) is None:
         return policy
-    return replace(policy, **{_OVERRIDE: None})
+    change: dict[str, Any] = {_OVERRIDE: None}
+    return replace(policy, **change)
 
 
 def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:

@@ -224,7 +224,7 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     trace, where = Trace(), "build()"
     try:
-        store = dist.FileStore(f"{folder}/store", world)
+        store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
         dist.init_process_group(
             _backend(rank, world),
             store=store,
@@ -246,7 +246,7 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
         left: Trace | _Failed = trace
     except BaseException as error:
         traceback.print_exc()
-        what, fix = (error.what, error.fix) if isinstance(error, OptionError) else (str(error), "")
+        what, fix = (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
         message = f"{type(error).__name__}: {what}".strip()
         left = _Failed(time.monotonic(), where, message, fix)
     torch.save(left, f"{folder}/{rank}.tmp")

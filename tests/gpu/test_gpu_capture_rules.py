@@ -6,6 +6,7 @@ hold the documentation, and what had to be guessed, to what a device does.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections.abc import Callable
@@ -27,14 +28,17 @@ def attempt(body: Callable[[torch.Tensor], object], mode: str = "global") -> lis
     """Captures `body` after one operation; returns the first lines of the errors, first error first."""
     x = torch.ones(16, device="cuda")
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
+    graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
     error: BaseException | None = None
     try:
-        with torch.cuda.graph(graph, capture_error_mode=mode):
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode=mode):
             x * 2
             body(x)
     except Exception as raised:
         error = raised
+        # Torch's allocator is not told that the capture is over, and would keep what other streams have used.
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     lines: list[str] = []
     while error is not None:
         lines.insert(0, str(error).partition("\n")[0].removeprefix("CUDA error: "))

@@ -17,6 +17,9 @@ PARTS = {
     "One rank does what the others do not": ranks_apart,
 }
 
+APART = [name for name, each in MISTAKES.items() if each.program.__module__ == ranks_apart.__name__]
+TOGETHER = [name for name in MISTAKES if name not in APART]  # leave the group as it was
+
 
 def _row(each: Mistake) -> str:
     says, cure = (f"`{text.replace('`', '').replace('|', '/')}`" for text in (each.says, each.cure))
@@ -38,4 +41,4 @@ def with_table(text: str) -> str:
     """Returns a page with the table in its place."""
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return before + BEGIN + table() + END + after
+    return before + BEGIN + table() + END + "\n" + after.lstrip("\n")

@@ -204,25 +204,6 @@ def more_batches_on_one_rank() -> None:
 
 
 @mistake(
-    typed="more batches on one rank, then an evaluation",
-    says="DesyncError: rank 1 is somewhere else: it sent the",
-    on={
-        0: "DesyncError: rank 1 is somewhere else: it sent the",
-        1: "DesyncError: rank 0 is somewhere else: it sent the",
-    },
-    cure="with shardgrad.participate(model):",
-)
-def more_batches_then_an_evaluation() -> None:
-    model = sharded()
-    for _ in range(2 + first()):
-        backward(model)
-    with torch.no_grad():
-        model(batch())
-        model(batch())
-    dist.barrier()
-
-
-@mistake(
     typed="`if loss.isnan(): continue` on one rank",
     says="DesyncError: rank 1 is somewhere else: it sent the",
     on={

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["APART", "MISTAKES", "TOGETHER", "WITHIN_S", "Mistake", "committed", "mistake", "text_of"]
+__all__ = ["MISTAKES", "WITHIN_S", "Mistake", "committed", "mistake", "text_of"]
 
 WITHIN_S = 10.0
 
@@ -64,9 +64,9 @@ def text_of(message: BaseException | str, category: type | None = None) -> str:
     return f"{(category or type(message)).__name__}: {message}"
 
 
-def committed(name: str) -> tuple[list[str], float]:
+def committed(module: str, name: str) -> tuple[list[str], float]:
     """Makes a mistake on this rank; returns the warnings and the error that it led to, and the seconds."""
-    program = MISTAKES[name].program
+    program: Program = getattr(importlib.import_module(module), name)
     begun_s = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -77,14 +77,3 @@ def committed(name: str) -> tuple[list[str], float]:
             errors = [text_of(error)]
     texts = [text_of(str(each.message), each.category) for each in caught]
     return texts + errors, time.monotonic() - begun_s
-
-
-def _names_in(*modules: str) -> list[str]:
-    before = set(MISTAKES)
-    for module in modules:
-        importlib.import_module(f"tests.mistakes.{module}")
-    return [name for name in MISTAKES if name not in before]
-
-
-TOGETHER = _names_in("building", "running", "optimizing", "saving")  # leave the group as it was
-APART = _names_in("ranks_apart")

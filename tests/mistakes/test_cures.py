@@ -32,7 +32,7 @@ def a_copy_by_state_dict() -> bool:
 def an_unsharded_state_dict() -> bool:
     full = {name: value + 1 for name, value in net().state_dict().items()}
     model = sharded()
-    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, dict(full), options=StateDictOptions(full_state_dict=True))
     backward(model)
     return all(torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters())
 

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from tests.mistakes.apart import named_apart
-from tests.mistakes.page import PAGE, with_table
-from tests.mistakes.table import APART, MISTAKES, TOGETHER, WITHIN_S, committed
+from tests.mistakes.page import APART, PAGE, TOGETHER, with_table
+from tests.mistakes.table import MISTAKES, WITHIN_S, committed
 from tests.support.ranks import Ranks
 
 Said = tuple[dict[int, list[str]], float]
@@ -31,7 +31,9 @@ def commit_apart(name: str) -> Said:
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_a_mistake_is_named_with_its_cure_on_every_rank(two_ranks: Ranks, name: str) -> None:
-    for rank, (texts, seconds) in enumerate(two_ranks.run(committed, name)):
+    for rank, (texts, seconds) in enumerate(
+        two_ranks.run(committed, MISTAKES[name].program.__module__, name)
+    ):
         assert any(MISTAKES[name].is_named(rank, text) for text in texts), texts
         assert seconds < WITHIN_S
 
