@@ -292,6 +292,7 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
     assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+    assert guess.mfu == pytest.approx(deep.mfu, rel=0.02)
 
 
 def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
@@ -427,7 +428,8 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
         "optimizer state",
         "fits",
         "exposed",
-        "tokens/s",
+        "tokens/s, a rank",
+        "tokens/s, all ranks",
         "axis replicate",
     ):
         assert words in " ".join(result.stdout.split()), "wherever a line ends"
