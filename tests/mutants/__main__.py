@@ -84,7 +84,8 @@ def try_(
     chosen.sort(key=lambda each: hashlib.sha256(each.name.encode()).digest())
     if draw is not None:
         known = noticed_by()
-        quick = [each for each in chosen if each.name in known and known[each.name].cpu_s < _QUICK_S]
+        chosen = [each for each in chosen if each.name in known and not each.is_native]  # nothing to compile
+        quick = [each for each in chosen if known[each.name].cpu_s < _QUICK_S]
         chosen = random.Random(seed).sample(quick, min(draw, len(quick)))
         click.echo(f"{len(chosen)} of {len(quick)} mutants, drawn with --seed {seed}")
     before = latest() if resume or missed else {}

@@ -42,6 +42,7 @@ class Result:
         failed: id of the test that failed, or of the file that could not be imported; "" if all passed.
         passed: ids of the tests that passed.
         why: the end of the failure's report, or what else ended the trial.
+        is_gone: whether there is no such test.
         cpu_s: seconds of CPU, with those of all its processes that have ended.
         wall_s: seconds.
     """
@@ -49,6 +50,7 @@ class Result:
     failed: str
     passed: tuple[str, ...]
     why: str
+    is_gone: bool
     cpu_s: float
     wall_s: float
 
@@ -129,6 +131,7 @@ class Trial:
             facts["failed"],
             tuple(facts["passed"]),
             facts["why"],
+            facts.get("is_gone", False),
             self._usage.ru_utime + self._usage.ru_stime,
             time.monotonic() - self._started_s,
         )
@@ -197,7 +200,8 @@ def _be_the_trial(
         facts = {"failed": report.failed, "passed": report.passed, "why": report.why}
         if code and not report.failed:
             # A test that is not there notices nothing; anything else that stops pytest was noticed.
-            facts["failed"] = "" if code == pytest.ExitCode.USAGE_ERROR else tests[0]
+            facts["is_gone"] = code == pytest.ExitCode.USAGE_ERROR
+            facts["failed"] = "" if facts["is_gone"] else tests[0]
             facts["why"] = (folder / "output").read_text()[-1500:]
         _say(folder, facts)
         status = 0

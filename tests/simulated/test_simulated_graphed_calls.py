@@ -127,6 +127,21 @@ def modes() -> None:
     step.close()
 
 
+def a_capture_inside_a_capture() -> None:
+    pool = shardgrad.graphs.GraphPool(torch.device(NAME, 0))
+    with (
+        pool.turn(),
+        pool.capture(),
+        pytest.raises(CaptureError, match="inside a capture"),
+        pool.capture(),
+    ):
+        pass
+
+
+def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_goes_on() -> None:
+    VirtualRanks(1).run(a_capture_inside_a_capture)
+
+
 def autocast() -> None:
     @shardgrad.graphed_step(warmup=1)
     def step(x: Tensor) -> Tensor:
