@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from shardgrad.cli.command import Command
 from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -23,7 +24,10 @@ _SHAPE = (2, 32)  # sequences, and bytes of each: enough for every operation to 
 _NONE = "none"
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=["shardgrad doctor", "shardgrad doctor --preset none     # versions and devices only"],
+)
 @click.option(
     "--preset",
     type=click.Choice([*PRESETS, _NONE]),
@@ -68,8 +72,9 @@ def _device(cpu: bool) -> torch.device:
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     import torch
 
-    from shardgrad import ops
+    from shardgrad import ops, version
 
+    yield "shardgrad", version.described()
     yield "python", platform.python_version()
     yield "torch", torch.__version__
     yield "CUDA", torch.version.cuda or "not in this build of torch"

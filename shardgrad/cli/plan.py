@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardgrad.cli.reporting import reported
+from shardgrad.cli.command import Command
 from shardgrad.extras import require
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardgrad.plan.request import Request
 
 
-@click.command()
+@click.command(cls=Command)
 @click.option(
     "--preset", default="8b", show_default=True, help="Built-in model; also 70b and moe-670b, for plans only."
 )
@@ -130,8 +130,7 @@ def plan(**options: Any) -> None:
     Sizes are those of rank 0, which holds at least as much as any other rank. docs/explanation/scaling.md
     describes the method and its accuracy.
     """
-    with reported("shardgrad plan"):
-        _plan(**options)
+    _plan(**options)
 
 
 def _plan(*, advice: bool, picture: Path | None, as_json: bool, **options: Any) -> None:

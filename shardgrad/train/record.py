@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from shardgrad import __version__
 from shardgrad.checkpoint.files import content_of, make_folder, replace_synced
 from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.parallel import World, available_cores
+from shardgrad.version import commit
 
 _METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
 
@@ -52,7 +54,7 @@ class RunRecord:
     """Writes the run folder; exists on rank 0 only.
 
     - `config.json`: every setting, resolved; `--resume` reads it.
-    - `environment.json`: versions and hardware.
+    - `environment.json`: versions, the commit of shardgrad, and hardware.
     - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or checkpoint.
     - `loss.png`: the loss curve.
 
@@ -159,6 +161,8 @@ def _endings() -> Iterator[str]:
 def _environment(world: World) -> dict[str, Any]:
     device = world.device
     facts: dict[str, Any] = {
+        "shardgrad": __version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),

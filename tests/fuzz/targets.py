@@ -498,6 +498,7 @@ def feed_command(words: list[str]) -> str:
         raise result.exception
     assert "\x1b" not in result.output
     assert "Traceback" not in result.output
+    assert "was not expected" not in result.output, result.output
     return f"exit status {result.exit_code}"
 
 

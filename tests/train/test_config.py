@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from shardgrad.cli import main
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import start
+from shardgrad.train.launch import prepare
 
 SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 
@@ -133,7 +133,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(
         monkeypatch.setenv(variable, "1")
     monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
-        start({"run_dir": "nowhere"}, resume=None, debug=False)
+        prepare({"run_dir": "nowhere"}, resume=None, debug=False)
 
 
 def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:
