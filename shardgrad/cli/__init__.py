@@ -18,8 +18,10 @@ _COMMANDS = {
     },
     "A run": {
         "train": ("shardgrad.cli.train", "Train a language model on bytes."),
+        "generate": ("shardgrad.cli.generate", "Continue a text with the model of a run."),
     },
     "After a run": {
+        "explain": ("shardgrad.cli.explain", "Say where a step's time goes, and what changes would save."),
         "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
     },
     "This program": {
@@ -37,6 +39,7 @@ def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
 
 
 @click.group(
+    name="shardgrad",
     cls=LazyGroup,
     commands_by_section=_COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -28,8 +28,10 @@ _SECTIONS = {
         "mesh",
         "device",
         "engine",
+        "stage",
         "precision",
         "activation_checkpointing",
+        "compile",
         "graph",
         "timeout",
     ),
@@ -41,6 +43,10 @@ _SECTIONS = {
         "eval_samples",
         "check_every",
         "on_nonfinite",
+        "profile",
+        "tensorboard",
+        "wandb",
+        "sample_bytes",
         "plot",
     ),
     "Run folder and checkpoints": (
@@ -92,11 +98,15 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
     def completed(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
         return [choice for choice in choices if choice.startswith(incomplete)]
 
+    bare: dict[str, Any] = {}
+    if one.metadata["bare"] is not None:
+        bare = {"is_flag": False, "flag_value": one.metadata["bare"]}
     return click.option(
         flag,
         one.name,
         type=plain,
         default=None,
+        **bare,
         metavar=metavar,
         help=words,
         shell_complete=completed if choices else None,

@@ -114,6 +114,10 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
 def _check_inputs(config: TrainConfig) -> None:
     if config.hf is not None:
         require("transformers", feature="--hf")
+    if config.tensorboard:
+        require("tensorboard", feature="--tensorboard")
+    if config.wandb:
+        require("wandb", feature="--wandb")
     if config.data is not None and not Path(config.data).exists():
         raise UsageError(
             f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
