@@ -33,6 +33,7 @@ _SECTIONS = {
     "Measurements": ("is_measured", "mfu", "compute_s"),
     "What is printed": ("advice", "tokens_per_step", "picture", "trace", "as_json"),
 }
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
     "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
@@ -216,15 +217,21 @@ def _plan(
     tokens_per_step: int | None,
     **options: Any,
 ) -> None:
+    from shardgrad.plan.request import require_share
+
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
     if picture is not None:
         require("matplotlib", feature="--picture")
     for flag, path in (("--picture", picture), ("--trace", trace)):
         if path is not None:
-            _check_folder(flag, path)
+            _check_file(flag, path)
     if request.hf is not None:
         require("transformers", feature="--hf")
+    if trace is not None and request.on_host:
+        raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
+    if tokens_per_step is not None:
+        require_share(request, tokens_per_step)
     _check_preset(request)
 
     import json
@@ -273,12 +280,15 @@ def _plan(
         report.show(made, found, console)
 
 
-def _check_folder(flag: str, path: Path) -> None:
+def _check_file(flag: str, path: Path) -> None:
     from shardgrad.train.failure import UsageError
 
-    nearest = next(folder for folder in path.absolute().parents if folder.exists())
-    if path.is_dir() or not nearest.is_dir():
-        raise UsageError(f"{flag} {path} cannot be a file: correct the path.")
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): correct the path.") from error
+    if path.is_dir() or (flag == "--picture" and path.suffix not in _PICTURES):
+        raise UsageError(f"{flag} {path} cannot be written: try a name that ends in .png.")
 
 
 def _check_preset(request: Request) -> None:

@@ -89,13 +89,8 @@ class Replay:
         """Returns the seconds of all collectives, and those in which no compute runs beside them."""
         compute = _union([(self.begins[n], self.ends[n]) for n in self._of("compute")])
         moved = _union([(self.begins[n], self.ends[n]) for n in self._of(*COLLECTIVES)])
-        hidden = sum(
-            max(0.0, min(end, other_end) - max(begin, other_begin))
-            for begin, end in moved
-            for other_begin, other_end in compute
-        )
         total = sum(end - begin for begin, end in moved)
-        return total, total - hidden
+        return total, total - _overlap(moved, compute)
 
     def _of(self, *kinds: str) -> list[int]:
         return [number for number, op in enumerate(self.ops) if op.kind in kinds]
@@ -128,6 +123,19 @@ def replay(ops: Sequence[Op]) -> Replay:
         if op.link:
             latest["link", op.link] = number
     return Replay(tuple(ops), tuple(begins), tuple(ends), tuple(causes), max(ends, default=0.0))
+
+
+def _overlap(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> float:
+    """Returns the length that two sorted lists of disjoint intervals share."""
+    shared, place = 0.0, 0
+    for begin, end in first:
+        while place < len(second) and second[place][1] <= begin:
+            place += 1
+        number = place
+        while number < len(second) and second[number][0] < end:
+            shared += min(end, second[number][1]) - max(begin, second[number][0])
+            number += 1
+    return shared
 
 
 def _union(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -11,7 +11,15 @@ from shardgrad.train.config import mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig
 
-__all__ = ["LARGE_PRESETS", "MOST_RANKS", "PLAN_PRESETS", "PRECISIONS", "Request", "require_range"]
+__all__ = [
+    "LARGE_PRESETS",
+    "MOST_RANKS",
+    "PLAN_PRESETS",
+    "PRECISIONS",
+    "Request",
+    "require_range",
+    "require_share",
+]
 
 # Presets for plans only. Of the last, `plan/moe.py` has the configuration.
 LARGE_PRESETS: Mapping[str, TransformerConfig] = {
@@ -134,6 +142,18 @@ class Request:
     def but(self, **changes: object) -> Request:
         """Returns the same request with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def require_share(request: Request, tokens_per_step: int) -> int:
+    """Returns how many sequences of a step each rank takes; refuses tokens that the ranks cannot share."""
+    share = request.seq_len * request.ranks
+    if tokens_per_step < share or tokens_per_step % share:
+        near = max(1, round(tokens_per_step / share)) * share
+        raise UsageError(
+            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of {request.seq_len} tokens "
+            f"in multiples of {share}; try {near}."
+        )
+    return tokens_per_step // share
 
 
 def require_range(flag: str, value: float | None, most: float) -> None:

@@ -14,7 +14,7 @@ from shardgrad.plan.advice import is_hopeless
 from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Plan, make_plan
-from shardgrad.plan.request import LARGE_PRESETS, Request
+from shardgrad.plan.request import LARGE_PRESETS, Request, require_share
 from shardgrad.train.display import nice_nbytes
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.presets import PRESETS
@@ -84,19 +84,13 @@ def search(
     Raises:
         UsageError: the tokens cannot be divided over the ranks, or nothing fits.
     """
-    share = request.seq_len * request.ranks
-    if tokens_per_step < share or tokens_per_step % share:
-        near = max(1, round(tokens_per_step / share)) * share
-        raise UsageError(
-            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of {request.seq_len} tokens "
-            f"in multiples of {share}; try {near}."
-        )
+    sequences = require_share(request, tokens_per_step)
     if calibration.mfu is not None or calibration.compute_s is not None:
         calibration = Calibration(scale=make_plan(request, machine, calibration).compute_scale)
     found: list[Setting] = []
     for base in _bases(request, machine):
-        for batch_size in _batches(tokens_per_step // share):
-            accumulate = tokens_per_step // share // batch_size
+        for batch_size in _batches(sequences):
+            accumulate = sequences // batch_size
             tried = base.but(batch_size=batch_size, accumulate=accumulate)
             fitting = [
                 setting

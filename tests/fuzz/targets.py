@@ -419,6 +419,7 @@ def feed_plan(options: list[tuple[str, str]]) -> str:
         result = CliRunner().invoke(main, words)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
+    assert "was not expected" not in result.output, result.output
     return f"exit status {result.exit_code}"
 
 
