@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         OffloadPolicy,
         UnshardHandle,
     )
+    from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "GradScaler",
     "GradientPolicy",
     "GraphPool",
+    "KeptGradientWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
@@ -65,6 +67,7 @@ _DEFINED_IN = {
     "GradScaler": "optim.grad_scaler",
     "GradientPolicy": "policies",
     "GraphPool": "graphs",
+    "KeptGradientWarning": "sharding.gradient_objects",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",

@@ -220,6 +220,24 @@ class FSDPModule:
     ) -> None:
         """Accepted: unused parameters always send zeros, and keep None if no rank used them."""
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients of all parameters below, whether their units are sharded or not right now.
+
+        FSDP2 has torch's method, which looks at registered parameters, so that the gradients of units that an
+        evaluation left unsharded stay.
+
+        Streams: zeros, if any are written, on the current stream.
+        Capture: safe.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._units(recurse=True):
+            for grads in unit.grad_groups:
+                shard = grads.shard
+                if shard is not None and set_to_none:
+                    shard.unbind()
+                elif shard is not None:
+                    shard.zero(range(shard.count))
+
     def reset_iter_state(self) -> None:
         """Clears an iteration that an exception cut short; the next forward would do it by itself.
 

@@ -49,6 +49,27 @@ def unshard_shows_whole_parameters() -> None:
     assert is_sharded(model.layers[0].up)
 
 
+def gradients_after_zeroing_an_evaluated_model(set_to_none: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=False)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(1))
+    assert not is_sharded(model.head)
+    model.zero_grad(set_to_none)
+    model.reshard()
+    gradients = [param.grad for param in model.parameters() if isinstance(param, DTensor)]
+    assert gradients
+    for grad in gradients:
+        assert grad is None if set_to_none else grad is not None and not grad.to_local().any()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_after_an_evaluation_finds_the_units_that_it_left_unsharded(
+    two_ranks: Ranks, set_to_none: bool
+) -> None:
+    two_ranks.run(gradients_after_zeroing_an_evaluated_model, set_to_none)
+
+
 def train_with_early_unshards(engine: Engine) -> Tensors:
     """Gathers every unit by hand before forward, waits for some handles only."""
     model = engine.shard_tower(tower())

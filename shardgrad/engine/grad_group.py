@@ -23,7 +23,7 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.layout import ShardLayout
 
@@ -282,7 +282,7 @@ class GradGroup:
                 self.refresh_trainable()
             group = self.group
             shard = self._shard = GradShard(
-                [p.sharded for p in self.params],
+                self.params,
                 self.packer.layout,
                 group.mesh,
                 group.gradient_dtype,
@@ -455,13 +455,16 @@ class GradGroup:
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
         packed = pack(route, comm_ctx, shard)
-        stream = streams.reduce
+        stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
             streams.on(stream),
         ):
             for slot in packed.slots:
                 slot.start_reading(stream)
+            if shard is not None:
+                is_captured = is_capturing(group.mesh.device)
+                shard.objects.part_with_kept(reader, shard.pending_scale, capturing=is_captured)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)

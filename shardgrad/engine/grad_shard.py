@@ -1,10 +1,10 @@
 """The gradient shard: one persistent flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is one DTensor over one address for the life of the model. A reduction overwrites
-it if it is None, else adds to it; neither allocates. A gradient that is another tensor (assigned by hand, or
-accumulated by autograd through a DTensor operation) is copied into the shard and the binding restored.
-A parameter that got no gradient on any rank stays None.
+Each parameter's gradient is a DTensor over one address for the life of the model. A reduction overwrites it
+if it is None, else adds to it; neither allocates, but see [Note: Kept gradients] in `gradient_objects.py`.
+A gradient that is another tensor (assigned by hand, or accumulated by autograd through a DTensor operation)
+is copied into the shard and the binding restored. A parameter that got no gradient on any rank stays None.
 
 [Note: Live flags]
 Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per parameter
@@ -21,27 +21,24 @@ one, and the flags on the device decide at each replay.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
-from operator import attrgetter, is_, is_not
-from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.engine.streams import StreamEvent, Streams, is_capturing
+from shardgrad.engine.param import FSDPParam
+from shardgrad.engine.streams import StreamEvent, Streams, is_capturing, keep_for_current_stream
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.gradient_objects import Bound, GradientObjects
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["GradShard", "HostState"]
 
-# Per parameter, the gradient that is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
-HostState = tuple[tuple[torch.Tensor | None, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
+# Per parameter, what is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
+HostState = tuple[tuple[Bound, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
 
 
 class GradShard:
@@ -52,17 +49,16 @@ class GradShard:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
+        params: Sequence[FSDPParam],
         layout: ShardLayout,
         mesh: DataParallelMesh,
         dtype: torch.dtype,
         policy: GradientPolicy,
         home: ShardMemory,
     ) -> None:
-        self.params = list(params)  # the trainable sharded ones, in layout order
+        self.params = [p.sharded for p in params]  # the trainable ones, in layout order
         self._layout = layout
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
-        self._read = attrgetter(policy.attribute)
         self.mesh = mesh
         self._home = home
         self.needs_staging = home.is_offloaded  # not on the mesh's device, where a reduction needs room
@@ -76,20 +72,11 @@ class GradShard:
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        self._grads = [
-            dtensor_like(in_own_storage(view), cast(DTensor, param))
-            for param, view in zip(self.params, self._views, strict=True)
-        ]
-        self._scaled = [ScaledGradient(grad, self.apply_scale) for grad in self._grads]
+        names = [p.name for p in params]
+        self.objects = GradientObjects(self.params, names, self._views, self.apply_scale, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self.own_ids = {id(None), *map(id, self._grads), *map(id, self._scaled)}  # never taken over
-        for param in self.params:
-            if policy.decoupled:
-                setattr(param, self.attribute, getattr(param, self.attribute, None))
-            elif param.dtype != dtype:
-                param.grad_dtype = dtype
 
     # -- before and after a reduction -------------------------------------------------------------------
 
@@ -102,7 +89,7 @@ class GradShard:
         """
         self.wait_on_host()
         self.nonfinite = None
-        if not any(map(is_not, map(self._read, self.params), repeat(None))):
+        if self.objects.are_absent():
             self.pending_scale = None
             return False
         self.apply_scale()
@@ -147,7 +134,7 @@ class GradShard:
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self.flagged = list(anywhere)
         self.touched = tuple(touched)
-        for param, own, live in zip(self.params, self._grads, anywhere, strict=True):
+        for param, own, live in zip(self.params, self.objects.plain, anywhere, strict=True):
             if not live:
                 continue
             if getattr(param, self.attribute, None) is not own:
@@ -188,7 +175,7 @@ class GradShard:
 
     def grad(self, place: int) -> DTensor:
         """Returns a parameter's gradient, bound or not."""
-        return self._grads[place]
+        return self.objects.plain[place]
 
     @property
     def count(self) -> int:
@@ -207,8 +194,8 @@ class GradShard:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
         # In a steady step every gradient is bound as it was: one pass in C over however many there are.
-        bound = self._grads if self.pending_scale is None else self._scaled
-        if len(places) == self.count and all(map(is_, map(self._read, self.params), bound)):
+        own = self.objects
+        if len(places) == self.count and own.are_bound(scaled=self.pending_scale is not None):
             return [True] * self.count
         live = []
         for i in places:
@@ -217,13 +204,13 @@ class GradShard:
                 if self.flagged[i]:
                     self.flags[i].zero_()
                     self.flagged[i] = False
-            elif grad is not self._grads[i] and grad is not self._scaled[i]:
+            elif grad is not own.plain[i] and grad is not own.scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
-        own = self._grads[index]
+        own = self.objects.plain[index]
         if not isinstance(grad, DTensor) or grad.placements != own.placements or grad.shape != own.shape:
             raise ForeignParameterError(
                 "a gradient was replaced by a tensor that is not sharded like its parameter",
@@ -237,22 +224,19 @@ class GradShard:
             self._views[index].copy_(grad.to_local())
             self.flags[index].fill_(1)
         self.flagged[index] = True
-        setattr(self.params[index], self.attribute, own)
+        self.objects.bind(index)
 
     # -- for graphs -------------------------------------------------------------------------------------
 
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""
-        gradients = tuple(map(self._read, self.params))
-        return gradients, self.pending_scale, self.nonfinite, tuple(self.flagged)
+        return self.objects.bound(), self.pending_scale, self.nonfinite, tuple(self.flagged)
 
     def restore(self, state: HostState) -> None:
         """Makes the host know what it knew when `state` was read; device memory is not touched."""
-        gradients, self.pending_scale, self.nonfinite, flagged = state
+        bound, self.pending_scale, self.nonfinite, flagged = state
         self.flagged = list(flagged)
-        if not all(map(is_, map(self._read, self.params), gradients)):
-            for param, grad in zip(self.params, gradients, strict=True):
-                setattr(param, self.attribute, grad)
+        self.objects.restore(bound)
 
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
@@ -267,7 +251,7 @@ class GradShard:
             self.nonfinite = None
             if self.pending_scale is not None:
                 self.pending_scale = None
-                self._rebind(self._scaled, self._grads)
+                self.objects.rebind(scaled=False)
         for place in chosen:
             self._views[place].zero_()
 
@@ -280,7 +264,7 @@ class GradShard:
         Capture: safe.
         """
         self.pending_scale = factor if self.pending_scale is None else self.pending_scale * factor
-        self._rebind(self._grads, self._scaled)
+        self.objects.rebind(scaled=True)
 
     def apply_scale(self) -> None:
         """Multiplies the gradients by the pending scale, if there is one.
@@ -290,11 +274,7 @@ class GradShard:
         """
         scale, self.pending_scale = self.pending_scale, None
         if scale is not None:
+            keep_for_current_stream(scale)  # a reduction that adds reads it on its own stream
             with torch.no_grad():
                 self.values.mul_(scale)
-            self._rebind(self._scaled, self._grads)
-
-    def _rebind(self, old: Sequence[DTensor], new: Sequence[DTensor]) -> None:
-        for param, before, after in zip(self.params, old, new, strict=True):
-            if getattr(param, self.attribute, None) is before:
-                setattr(param, self.attribute, after)
+            self.objects.rebind(scaled=False)

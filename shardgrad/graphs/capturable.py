@@ -51,6 +51,9 @@ class Capturable:
                     fix=f"rename the method to {new}",
                 )
 
+    def begin_call(self, reader: torch.Stream | None) -> None:
+        """Called first in every call, on the pool's stream, which has waited for the program's, `reader`."""
+
     def guards(self) -> Hashable:
         """Returns the host state that may change and that decides what a step launches.
 
@@ -60,6 +63,10 @@ class Capturable:
 
     def quiesce(self) -> None:
         """Completes all work in flight. Called before a capture, at its end inside it, and after it."""
+
+    def before_replays(self) -> Callable[[], None]:
+        """Called before a capture. Returns a function that is called before each of its replays."""
+        return _nothing
 
     def abort_capture(self) -> None:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""

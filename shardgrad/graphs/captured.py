@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from shardgrad.graphs.capturable import Capturable
@@ -19,13 +19,19 @@ class CapturedStep:
         outputs: of the captured call.
         capturables: of the step.
         guards: theirs, at the beginning of the captured call.
+        before_replays: what they returned then.
 
     Attributes:
         outputs: as given; every replay overwrites them.
     """
 
     def __init__(
-        self, graph: SplitGraph, outputs: Any, capturables: Sequence[Capturable], guards: Sequence[Hashable]
+        self,
+        graph: SplitGraph,
+        outputs: Any,
+        capturables: Sequence[Capturable],
+        guards: Sequence[Hashable],
+        before_replays: Sequence[Callable[[], None]],
     ) -> None:
         self._graph = graph
         self._capturables = capturables
@@ -36,7 +42,13 @@ class CapturedStep:
             else each.snapshot()
             for each, before in zip(capturables, guards, strict=True)
         ]
+        self._before_replays = before_replays
         self.outputs = outputs
+
+    def prepare(self) -> None:
+        """Makes ready for a replay."""
+        for prepare in self._before_replays:
+            prepare()
 
     def replay(self) -> Any:
         """Takes a step; returns the outputs, the same tensors each time."""

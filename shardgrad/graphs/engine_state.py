@@ -18,9 +18,11 @@ from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of
+from shardgrad.engine.streams import Stream
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.graphs.capturable import Capturable, adapt
+from shardgrad.graphs.carried import CarriedScalars
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
 
@@ -37,6 +39,7 @@ _GRAD_SHARD = attrgetter("shard")
 _GRAD_SWITCHES = attrgetter("switches")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
+_OWN = attrgetter("own")
 _PENDING = attrgetter("pending_scale", "nonfinite")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -55,6 +58,8 @@ class ModuleState(Capturable):
         self._module = module
         self._modules = list(module.modules())
         self._units = units_under(module)
+        self._carried = CarriedScalars()
+        self._reader: Stream = None
         self._collect()
 
     def _collect(self) -> None:
@@ -74,7 +79,7 @@ class ModuleState(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         shards = map(_GRAD_SHARD, self._grad_groups)
-        self._gradients = _GradFacts([shard for shard in shards if shard is not None])
+        self._gradients = _GradFacts([shard for shard in shards if shard is not None], self._carried)
 
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns the objects that `_collect` started from; units get their root in the first forward."""
@@ -86,6 +91,7 @@ class ModuleState(Capturable):
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
+        self._join_post_optim_events()
         with torch._C.DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return self._read()
 
@@ -131,14 +137,25 @@ class ModuleState(Capturable):
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
+        self._join_post_optim_events()
         for context in self._contexts:
             context.quiesce()
             context.comm_ctx.streams.forget_events()
+        self._gradients.carry_pending()
+
+    def _join_post_optim_events(self) -> None:
+        """Makes the current stream wait for what the next forward was to wait for instead of the stream."""
+        for context in self._contexts:
+            event, context.post_optim_event = context.post_optim_event, None
+            if event is not None:
+                streams = context.comm_ctx.streams
+                streams.event_of(event).wait(streams.current())
 
     def abort_capture(self) -> None:
         """See `Capturable`."""
         for context in self._contexts:
             context.comm_ctx.streams.forget_events()
+            context.post_optim_event = None  # recorded in the capture, if at all
             context.abort()
 
     def before_eager_region(self) -> None:
@@ -152,11 +169,33 @@ class ModuleState(Capturable):
         for context in self._contexts:
             context.parameters_written()
 
+    def begin_call(self, reader: Stream) -> None:
+        """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
+        self._reader = reader
+        for shard in self._shards():
+            shard.objects.part_with_kept(reader, shard.pending_scale)
+
+    def before_replays(self) -> Callable[[], None]:
+        """See `Capturable`."""
+        found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
+        # After the capture, the factor that the graph leaves is pending; before its first replay, still this.
+        pending: list[torch.Tensor | None] | None = [shard.pending_scale for shard, _ in found]
+
+        def part_with_overwritten() -> None:
+            nonlocal pending
+            for i, (shard, part) in enumerate(found):
+                part(self._reader, shard.pending_scale if pending is None else pending[i])
+            pending = None
+
+        return part_with_overwritten
+
+    def _shards(self) -> list[GradShard]:
+        return [grads.shard for grads in self._grad_groups if grads.shard is not None]
+
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
-        shards = [grads.shard for grads in self._grad_groups if grads.shard is not None]
-        states = [(shard, shard.host_state()) for shard in shards]
+        states = [(shard, shard.host_state()) for shard in self._shards()]
         switches = self._switches()
 
         def restore() -> None:
@@ -205,8 +244,9 @@ class ModuleState(Capturable):
             shard = grads.shard
             if shard is not None:
                 yield f"gradient shard of {unit}", shard.flat
-                if shard.pending_scale is not None:
-                    yield f"pending scale of the gradients of {unit}", shard.pending_scale
+                for what, scalar in zip(("pending scale", "verdict"), _PENDING(shard), strict=True):
+                    if scalar is not None:
+                        yield f"{what} of the gradients of {unit}", scalar
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
 
@@ -239,39 +279,56 @@ class _GradFacts:
 
     Args:
         shards: of one model.
+        carried: where graphs read and leave what gradients owe.
     """
 
-    def __init__(self, shards: Sequence[GradShard]) -> None:
+    def __init__(self, shards: Sequence[GradShard], carried: CarriedScalars) -> None:
         self._shards = list(shards)
         self._params: dict[str, list[nn.Parameter]] = {}
         for shard in self._shards:
             self._params.setdefault(shard.attribute, []).extend(shard.params)
-        self._own_ids = set[int]().union(*(shard.own_ids for shard in self._shards))
-        self._gradients: list[torch.Tensor | None] = []
-        self._bound: tuple[int, ...] = ()
+        self._objects = [shard.objects for shard in self._shards]
+        self._merged: list[dict[int, int]] = []
+        self._own: dict[int, int] = {}
+        self._carried = carried
 
     def read(self) -> Hashable:
         """Returns what the host decides by: which gradients are bound, scaled, and known to be there.
 
-        Tensors that the program has assigned are taken over first.
+        Tensors that the program has assigned are taken over first, and what gradients owe is carried.
         """
-        gradients = self._read_gradients()
-        if len(gradients) != len(self._gradients) or not all(map(is_, gradients, self._gradients)):
-            if not self._own_ids.issuperset(map(id, gradients)):
-                for shard in self._shards:
-                    shard.settle(range(shard.count))
-                gradients = self._read_gradients()
-            self._gradients, self._bound = gradients, tuple(map(id, gradients))
-        pending = tuple(map(is_not, self.pending(), repeat(None)))
-        return self._bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+        if not all(map(is_, map(_OWN, self._objects), self._merged)) or not self._merged:
+            self._merged = list(map(_OWN, self._objects))
+            self._own = dict(chain.from_iterable(each.items() for each in self._merged))
+        bound = self._bound()
+        if None in bound:
+            for shard in self._shards:
+                shard.settle(range(shard.count))
+            bound = self._bound()
+        pending = self.carry_pending()
+        return bound, pending, tuple(chain.from_iterable(map(_FLAGGED, self._shards)))
+
+    def carry_pending(self) -> Hashable:
+        """Moves what gradients owe to where graphs read it; see `CarriedScalars`.
+
+        Gradients that are None owe nothing. Returns which scalars there are.
+        """
+        if any(map(is_not, self.pending(), repeat(None))):
+            for shard in self._shards:
+                if shard.objects.are_absent():
+                    shard.pending_scale = shard.nonfinite = None
+        pending = self._carried.carry(self.pending())
+        for shard, scale, verdict in zip(self._shards, pending[::2], pending[1::2], strict=True):
+            shard.pending_scale, shard.nonfinite = scale, verdict
+        return self._carried.pattern
 
     def pending(self) -> list[torch.Tensor | None]:
-        """Returns `pending_scale` and `nonfinite` of each shard; `read` tells only if they are there."""
+        """Returns `pending_scale` and `nonfinite` of each shard."""
         return list(chain.from_iterable(map(_PENDING, self._shards)))
 
-    def _read_gradients(self) -> list[torch.Tensor | None]:
+    def _bound(self) -> tuple[int | None, ...]:
         read = (map(attrgetter(name), params) for name, params in self._params.items())
-        return list(chain.from_iterable(read))
+        return tuple(map(self._own.get, map(id, chain.from_iterable(read))))
 
 
 class FlatOptimizerState(Capturable):
@@ -307,10 +364,16 @@ class GradScalerState(Capturable):
 
     def __init__(self, scaler: GradScaler) -> None:
         self._scaler = scaler
+        self._carried = CarriedScalars()
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
-        return self._scaler.guards()
+        self._scaler.verdicts = self._carried.carry(self._scaler.verdicts)
+        return self._scaler.guards(), self._carried.pattern
+
+    def quiesce(self) -> None:
+        """See `Capturable`."""
+        self._scaler.verdicts = self._carried.carry(self._scaler.verdicts)
 
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tre
 
 from shardgrad.errors import StepOutputError
 
-__all__ = ["clones", "detached", "local_tensor", "scalars", "used_on"]
+__all__ = ["apart_from", "clones", "detached", "local_tensor", "scalars", "used_on"]
 
 
 def detached(outputs: Any) -> Any:
@@ -34,6 +35,26 @@ def detached(outputs: Any) -> Any:
 
     leaves, spec = tree_flatten_with_path(outputs)
     return tree_unflatten([check(path, leaf) for path, leaf in leaves], spec)
+
+
+def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
+    """Returns the outputs, with copies of those that lie in memory that the step's state has.
+
+    A graph's outputs are kept as long as the graph; gradients that are kept are parted with
+    ([Note: Kept gradients] in `sharding/gradient_objects.py`), and would no longer be what a replay writes.
+
+    Streams: the current one.
+    Capture: safe.
+    """
+    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in map(local_tensor, state)]
+
+    def copied(leaf: torch.Tensor | None) -> torch.Tensor | None:
+        if leaf is None:
+            return None
+        address = local_tensor(leaf).data_ptr()
+        return leaf.clone() if any(begin <= address < end for begin, end in places) else leaf
+
+    return tree_map(copied, outputs)
 
 
 def clones(outputs: Any) -> Any:

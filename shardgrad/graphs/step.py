@@ -30,7 +30,7 @@ from shardgrad.graphs.captured import CapturedStep
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
-from shardgrad.graphs.outputs import clones, detached, used_on
+from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.preflight.issues import Issue, explain
 from shardgrad.graphs.preflight.warmup import WarmUp
@@ -256,6 +256,8 @@ class GraphedStep(Generic[_P, _R]):
             _thread.step = None
 
     def _run(self, kind: _InputKind, caller: Stream) -> Any:
+        for each in self._capturables:
+            each.begin_call(caller)
         # The kind's key equals the call's, and is often the same object as the last time.
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
@@ -271,7 +273,7 @@ class GraphedStep(Generic[_P, _R]):
                 lambda: detached(self._function(*args, **kwargs)),
                 key,
                 self.eager_steps,
-                lambda: [*kind.buffers.buffers, *(t for c in self._capturables for _, t in c.tensors())],
+                lambda: [*kind.buffers.buffers, *self._state()],
             )
             self.eager_steps += 1
             if self.eager_steps == 2:  # the first may begin with gradients of the program's
@@ -292,6 +294,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _replay(self, captured: CapturedStep, kind: _InputKind, caller: Stream) -> Any:
         settings, capturables, device = self._settings, self._capturables, self.pool.device
+        captured.prepare()
         if self.replays <= settings.verify:
             args, kwargs = kind.buffers.arguments
             return compare_runs(
@@ -379,13 +382,14 @@ class GraphedStep(Generic[_P, _R]):
         guards = [each.guards() for each in self._capturables]
         for each in self._capturables:
             each.quiesce()
+        before_replays = [each.before_replays() for each in self._capturables]
         snapshots = [each.snapshot() for each in self._capturables]
         random = RandomState(self.pool.device, self._generators)
         graph = SplitGraph(self.pool, self._capturables, self._eager_optimizers, self._generators)
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured():
-                outputs = detached(self._function(*args, **kwargs))
+                outputs = apart_from(self._state(), detached(self._function(*args, **kwargs)))
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
@@ -395,7 +399,11 @@ class GraphedStep(Generic[_P, _R]):
             raise
         self.captures += 1
         graphs_captured(self)
-        return CapturedStep(graph, outputs, self._capturables, guards)
+        return CapturedStep(graph, outputs, self._capturables, guards, before_replays)
+
+    def _state(self) -> list[torch.Tensor]:
+        """Returns the memory in which the step's state lives."""
+        return [tensor for each in self._capturables for _, tensor in each.tensors()]
 
     def _report(self, what: str, issues: Sequence[Issue], error: Exception | None) -> None:
         """Raises or warns: the step runs eagerly."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +68,6 @@ class GradScaler:
         self._enabled = enabled
         self._initial = (init_scale, 0)
         self._state: _ScalerState | None = None
-        # For each optimizer since the last `update`: None after `unscale_`, after `step` its verdict.
         self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = weakref.WeakKeyDictionary()
 
     def scale(self, outputs: Any) -> Any:
@@ -210,6 +209,15 @@ class GradScaler:
         """Returns the host state that decides a step: settings, and optimizers unscaled since `update`."""
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
         return settings, self._state is None, tuple(map(id, self._found))
+
+    @property
+    def verdicts(self) -> list[torch.Tensor | None]:
+        """For each optimizer since the last `update`: None after `unscale_`, after `step` its verdict."""
+        return list(self._found.values())
+
+    @verdicts.setter
+    def verdicts(self, verdicts: Iterable[torch.Tensor | None]) -> None:
+        self._found.update(zip(list(self._found), verdicts, strict=True))
 
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the present host state."""

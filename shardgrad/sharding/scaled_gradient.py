@@ -55,6 +55,10 @@ class ScaledGradient(DTensor):
         """Returns the local tensor as it is, without the factor."""
         return self._gradient._local_tensor
 
+    def part(self) -> None:
+        """Forgets the shard, which goes on without this object; it has no pending scale."""
+        self._apply_scale = _nothing
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -76,3 +80,7 @@ class ScaledGradient(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.scaled().__reduce_ex__(protocol)
+
+
+def _nothing() -> None:
+    pass

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import shardgrad
 from shardgrad import checkpoint as checkpoints
@@ -81,6 +82,50 @@ SETUPS = {
 def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
     ranks, setup = SETUPS[name]
     same_on(ranks, plain_training, setup)
+
+
+# -- gradients that the program keeps from call to call ------------------------------------------------------
+
+
+def keeping_gradients(graphed: Callable[..., Any], zeroes: str, clips: bool) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        if zeroes == "first":
+            optimizer.zero_grad()
+        elif zeroes == "in place":
+            optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, x)
+        loss.backward()
+        if clips:
+            shardgrad.clip_grad_norm_(model, 0.01)
+        optimizer.step()
+        return loss, model[1].first.weight.grad.to_local()
+
+    held: list[Any] = []
+    seen: list[Tensor] = []
+    for number in range(7):
+        _, gradient = step(batch(number))
+        seen.append(gradient.cpu())
+        held.append(model[0].first.weight.grad)
+        if dist.get_world_size() == 1:
+            # Views are searched for among all objects, also those that threads of other ranks are using.
+            held.append(model[0].second.weight.grad.to_local())
+        if zeroes == "outside":
+            optimizer.zero_grad()
+    require_replays(step, 1, 4)
+    return seen + [(h.to_local() if isinstance(h, DTensor) else h).cpu() for h in held]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("zeroes", ["first", "in place", "outside", "never"])
+def test_gradients_kept_from_call_to_call_are_those_of_eager_steps(
+    zeroes: str, clips: bool, ranks: int
+) -> None:
+    same_on(ranks, keeping_gradients, zeroes, clips)
 
 
 def everything(graphed: Callable[..., Any]) -> list[Any]:

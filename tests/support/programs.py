@@ -30,6 +30,7 @@ def _become(
     forks: bool,
 ) -> None:
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
     os.chdir(ROOT)
     os.environ.clear()
     os.environ.update(environment)

@@ -80,7 +80,8 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
         str(folder),
     ]
     process = subprocess.Popen(
-        ["setsid", "--ctty", "--wait", *command],
+        # The tests may run under nohup, and an ignored signal stays ignored in children.
+        ["env", "--default-signal=HUP", "setsid", "--ctty", "--wait", *command],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdin=theirs,
         stdout=theirs,

@@ -1,0 +1,275 @@
+"""The objects that programs see as gradients, and what happens to those that a program keeps.
+
+[Note: Kept gradients]
+In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward makes a new
+tensor. Here it writes to the same memory every time. So before memory whose gradient is None is written, the
+engine looks whether the program still holds anything over it: the gradient itself, or another tensor with its
+storage. That is moved to a copy, and a new gradient object takes the place over the old address. Every
+gradient has a storage that no other one has, so reference counts tell, in a few passes in C over however many
+there are, and a program that keeps none pays nothing else. Alternatives: docs/design/kept_gradients.md.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
+from operator import attrgetter, is_, is_not, ne
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardgrad.policies import GradientPolicy
+from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.scaled_gradient import ScaledGradient
+
+__all__ = ["ABSENT", "PLAIN", "SCALED", "Bound", "GradientObjects", "KeptGradientWarning"]
+
+# What is bound to a parameter.
+ABSENT, PLAIN, SCALED = 0, 1, 2
+# One of these, or a tensor that the program has assigned.
+Bound = int | torch.Tensor
+
+Stream = torch.Stream | None
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+class KeptGradientWarning(UserWarning):
+    """Something that is no tensor keeps the memory of a gradient that is about to be overwritten."""
+
+
+def _references_when_bound() -> int:
+    """Returns how many references to a tensor's object a `.grad` is, which depends on torch's version."""
+    param, grad = torch.zeros(1), torch.zeros(1)
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) - before
+
+
+class GradientObjects:
+    """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what is bound.
+
+    Args:
+        params: sharded parameters.
+        names: theirs, for warnings.
+        views: where the gradient of each lies, in the local shape.
+        apply_scale: see `ScaledGradient`.
+        policy: names the attribute of parameters that gradients are bound to.
+
+    Attributes:
+        plain: the gradients.
+        scaled: their stand-ins while a scale is pending.
+        own: what an object is, by its `id`: ABSENT, PLAIN or SCALED. Another dict once they change.
+        overwritten: places whose gradients are None where the capture that runs, or ran last, reduces them.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        names: Sequence[str],
+        views: Sequence[torch.Tensor],
+        apply_scale: Callable[[], None],
+        policy: GradientPolicy,
+    ) -> None:
+        self._params = params
+        self._names = names
+        self._views = views
+        self._apply_scale = apply_scale
+        self.attribute = policy.attribute
+        self._read = attrgetter(policy.attribute)
+        self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
+        # Tensors without memory (meta, fake) have the storage of the flat buffer.
+        self._is_watched = bool(views) and views[0].untyped_storage().device.type != "meta"
+        self.plain: list[DTensor] = []
+        self.scaled: list[ScaledGradient] = []
+        self._locals: list[torch.Tensor] = []
+        self._storages: list[int] = []
+        for place in range(len(views)):
+            self._make(place)
+        self._watch()
+        self._unkept = self._counts()  # while nothing else refers to them; later objects have the same
+        self.overwritten: list[int] = []
+        for param in params:
+            if policy.decoupled:
+                setattr(param, self.attribute, getattr(param, self.attribute, None))
+            elif param.dtype != views[0].dtype:
+                param.grad_dtype = views[0].dtype
+
+    def _make(self, place: int) -> None:
+        """Makes the objects of a place, the next one or one that exists."""
+        local = in_own_storage(self._views[place])
+        plain = dtensor_like(local, cast(DTensor, self._params[place]))
+        self.plain[place : place + 1] = [plain]
+        self.scaled[place : place + 1] = [ScaledGradient(plain, self._apply_scale)]
+        self._locals[place : place + 1] = [local]
+        self._storages[place : place + 1] = [local.untyped_storage()._cdata]
+
+    def _watch(self) -> None:
+        self.own = {id(None): ABSENT}
+        self.own.update((id(grad), PLAIN) for grad in self.plain)
+        self.own.update((id(grad), SCALED) for grad in self.scaled)
+        self._watched: list[torch.Tensor] = [*self.plain, *self.scaled, *self._locals]
+
+    # -- what is bound ----------------------------------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Returns what is bound to the parameters, in order."""
+        return list(map(self._read, self._params))
+
+    def are_absent(self) -> bool:
+        """Returns whether no parameter has a gradient."""
+        return not any(map(is_not, map(self._read, self._params), repeat(None)))
+
+    def are_bound(self, *, scaled: bool) -> bool:
+        """Returns whether every parameter has its plain gradient, or its scaled one."""
+        return all(map(is_, map(self._read, self._params), self.scaled if scaled else self.plain))
+
+    def bound(self) -> tuple[Bound, ...]:
+        """Returns what the gradients of the parameters are."""
+        gradients = self.gradients()
+        return tuple(map(self.own.get, map(id, gradients), gradients))  # type: ignore[arg-type]
+
+    def bind(self, place: int, what: Bound = PLAIN) -> None:
+        """Binds one of the objects of a place to its parameter, or a tensor of the program."""
+        objects = None, self.plain[place], self.scaled[place]
+        grad = what if isinstance(what, torch.Tensor) else objects[what]
+        if getattr(self._params[place], self.attribute, None) is not grad:
+            setattr(self._params[place], self.attribute, grad)
+
+    def restore(self, bound: Sequence[Bound]) -> None:
+        """Binds what was bound when `bound` returned this."""
+        if not all(map(is_, self.bound(), bound)):
+            for place, what in enumerate(bound):
+                self.bind(place, what)
+
+    def rebind(self, *, scaled: bool) -> None:
+        """Puts scaled gradients in the place of plain ones that are bound, or the other way round."""
+        old, new = (self.plain, self.scaled) if scaled else (self.scaled, self.plain)
+        for param, before, after in zip(self._params, old, new, strict=True):
+            if getattr(param, self.attribute, None) is before:
+                setattr(param, self.attribute, after)
+
+    # -- what the program keeps -------------------------------------------------------------------------
+
+    def _counts(self) -> list[int]:
+        """Returns how often plain gradients, then scaled ones, local tensors and storages are referred to."""
+        return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
+
+    def _counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
+        """Returns the counts that there are while the program holds nothing but what is bound."""
+        expected, size = list(self._unkept), len(self.plain)
+        for place, what in enumerate(bound):
+            if what is PLAIN or what is SCALED:
+                expected[place if what is PLAIN else place + size] += self._references_when_bound
+        return expected
+
+    def _kept(self, counts: Sequence[int], expected: Sequence[int]) -> list[int]:
+        """Returns the places of which the program holds more than is expected."""
+        differ, size = list(map(ne, counts, expected)), len(self.plain)
+        return [place for place in range(size) if any(differ[place::size])]
+
+    def part_with_kept(self, reader: Stream, scale: torch.Tensor | None, *, capturing: bool = False) -> None:
+        """Parts with gradients that a reduction is about to overwrite, since they are None.
+
+        In a capture, where nothing can be copied, it takes note of them in `overwritten`.
+
+        Args:
+            reader: see `part_with`.
+            scale: see `part_with`.
+            capturing: whether work of the current stream is captured.
+        """
+        if not any(map(is_, map(self._read, self._params), repeat(None))):
+            return
+        if capturing:
+            self.overwritten += [place for place, what in enumerate(self.bound()) if what is ABSENT]
+            return
+        counts = self._counts()
+        if counts != self._unkept and self._is_watched:
+            bound = self.bound()
+            kept = self._kept(counts, self._counts_if_none_is_kept(bound))
+            self.part_with([place for place in kept if bound[place] is ABSENT], reader, scale)
+
+    def before_replays(self) -> Callable[[Stream, torch.Tensor | None], None]:
+        """Returns what parts, before each replay, with gradients that the capture about to begin overwrites.
+
+        What is bound is the same before each of them. It takes what `part_with` takes.
+        """
+        overwritten: list[int] = []
+        self.overwritten = overwritten
+        bound = self.bound()
+        expected = self._counts_if_none_is_kept(bound)
+
+        def part_with_overwritten(reader: Stream, scale: torch.Tensor | None) -> None:
+            if overwritten and self._is_watched:
+                counts = self._counts()
+                if counts != expected:
+                    self.part_with(sorted({*self._kept(counts, expected)} & {*overwritten}), reader, scale)
+
+        return part_with_overwritten
+
+    def part_with(self, places: Sequence[int], reader: Stream, scale: torch.Tensor | None) -> None:
+        """Moves gradients that the program keeps to copies, along with all tensors that share their memory.
+
+        New ones over the old addresses take their place, also where they are bound.
+
+        Args:
+            places: of the gradients.
+            reader: the stream on which the program reads; None on the CPU.
+            scale: what the copies are multiplied by, if a scale is pending.
+
+        Streams: the copies are made on the current stream, where the gradients have to be final.
+        Capture: not safe.
+        """
+        if not places:
+            return
+        if scale is not None and reader is not None:  # it is dropped next
+            scale.record_stream(torch.accelerator.current_stream(scale.device))
+        bound, storages, unkept = self.bound(), self._storages, self._unkept[3 * len(self.plain) :]
+        aliases = _tensors_by_storage({storages[p] for p in places if _uses_of(storages[p]) > unkept[p]})
+        unseen = []
+        for place in places:
+            local, storage = self._locals[place], self._locals[place].untyped_storage()
+            copy = self._views[place].clone() if scale is None else self._views[place] * scale
+            if reader is not None:
+                copy.record_stream(reader)
+            for tensor in (local, *(alias for alias in aliases[storage._cdata] if alias is not local)):
+                where = tensor.storage_offset(), tensor.shape, tensor.stride()
+                tensor.data = tensor.new_empty(0).set_(copy.untyped_storage(), *where)
+            self.scaled[place].part()
+            if _uses_of(storage._cdata) > 1:  # besides `storage`
+                torch.autograd.graph.increment_version(local)
+                unseen.append(self._names[place])
+            self._make(place)
+            self.bind(place, bound[place])
+        self._watch()
+        if unseen:
+            warnings.warn(
+                "shardgrad: a gradient is about to be overwritten, and an autograd graph, or something else "
+                f"that is no tensor, keeps its memory: {', '.join(unseen)}. It will show the next gradient, "
+                "and backward through it will raise. Use p.grad.clone() there",
+                KeptGradientWarning,
+                stacklevel=2,
+            )
+
+
+def _tensors_by_storage(storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
+    """Returns the tensors with these storages, as far as the garbage collector knows; a search of 0.1 s."""
+    found: dict[int, list[torch.Tensor]] = {storage: [] for storage in storages}
+    if not storages:
+        return defaultdict(list)
+    with torch._C.DisableTorchFunctionSubclass():
+        for each in gc.get_objects():
+            if not issubclass(type(each), torch.Tensor):  # isinstance would ask objects for their `__class__`
+                continue
+            try:
+                storage = each.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):  # a layout that has none
+                continue
+            if storage in found:
+                found[storage].append(each)
+    return defaultdict(list, found)

@@ -1,0 +1,241 @@
+"""A gradient that the program keeps does not change with the next one, as in plain torch."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.sharding.gradient_objects import KeptGradientWarning
+from tests.support.ranks import Ranks
+
+SIZE = 6
+Hold = Callable[[Any], Any]
+
+
+def sharded(**options: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(3)]).double()
+    for layer in list(model)[:-1]:
+        shardgrad.fully_shard(layer, **options)
+    shardgrad.fully_shard(model, **options)
+    return model
+
+
+def backward(model: nn.Module, number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    model(torch.randn(4, SIZE, dtype=torch.float64, generator=generator)).square().mean().backward()
+
+
+def forget(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = None
+
+
+def value(held: Any) -> Tensor:
+    tensor = held.full_tensor() if isinstance(held, DTensor) else held
+    return tensor.detach().clone()
+
+
+def addresses(model: nn.Module) -> list[int]:
+    return [param.grad.to_local().data_ptr() for param in model.parameters()]  # type: ignore[union-attr]
+
+
+def without_grad(grad: Any) -> Any:
+    with torch.no_grad():
+        return grad.to_local()
+
+
+HOLDS: dict[str, Hold] = {
+    "the gradient": lambda grad: grad,
+    "the gradient, detached": lambda grad: grad.detach(),
+    "its local tensor": lambda grad: grad.to_local(),
+    "its local tensor, without grad mode": without_grad,
+    "a view": lambda grad: grad.to_local().view(-1)[1:],
+    "a view of a view as numbers": lambda grad: torch.view_as_real(
+        torch.view_as_complex(grad.to_local()[:, :2])
+    ),
+    "a transposed view": lambda grad: grad.to_local().t(),
+    "the whole": lambda grad: grad.full_tensor(),
+}
+
+
+def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
+    options = {} if ranks > 1 else {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}
+    model = sharded(**options)
+    backward(model, 0)
+    before = addresses(model)
+    tasks = []
+    for number in range(1, 4):
+        forget(model)
+        backward(model, number)
+        if clips:
+            shardgrad.clip_grad_norm_(model.parameters(), 0.01)
+        held = hold(model[1].weight.grad)
+        tasks.append((held, value(held)))
+    forget(model)
+    backward(model, 4)
+    for held, then in tasks:
+        assert torch.equal(value(held), then)
+    assert len({tuple(then.flatten().tolist()) for _, then in tasks}) == 3
+    assert addresses(model) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("clips", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("held", HOLDS)
+def test_what_a_program_keeps_of_a_gradient_outlives_the_next_ones(
+    two_ranks: Ranks, held: str, clips: bool, ranks: int
+) -> None:
+    two_ranks.run(_run_held, held, clips, ranks)
+
+
+def _run_held(held: str, clips: bool, ranks: int) -> None:
+    what_is_held_stays(HOLDS[held], clips, ranks)
+
+
+def per_task_gradients_are_those_of_plain_torch() -> None:
+    def gradients(model: nn.Module) -> list[list[Tensor]]:
+        tasks = []
+        for number in range(3):
+            backward(model, number)
+            tasks.append([param.grad for param in model.parameters()])
+            model.zero_grad()
+        backward(model, 4)
+        return [[value(grad) for grad in task] for task in tasks]
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(SIZE, SIZE) for _ in range(3)]).double()
+    for ours, theirs in zip(gradients(sharded()), gradients(plain), strict=True):
+        for got, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(got, expected)
+
+
+def test_gradients_of_several_tasks_are_those_of_plain_torch(two_ranks: Ranks) -> None:
+    two_ranks.run(per_task_gradients_are_those_of_plain_torch)
+
+
+def a_kept_gradient_follows_what_is_added_to_it() -> None:
+    model = sharded()
+    backward(model, 0)
+    held = model[0].weight.grad
+    first = value(held)
+    backward(model, 0)
+    assert held is model[0].weight.grad
+    torch.testing.assert_close(value(held), 2 * first)
+    model.zero_grad(set_to_none=False)
+    assert not value(held).any()
+
+
+def test_what_is_added_to_a_gradient_is_seen_in_it_as_in_plain_torch(two_ranks: Ranks) -> None:
+    two_ranks.run(a_kept_gradient_follows_what_is_added_to_it)
+
+
+def a_kept_gradient_can_be_put_back() -> None:
+    model = sharded()
+    weight: Any = model[0].weight
+    backward(model, 0)
+    held = weight.grad
+    first = value(held)
+    forget(model)
+    backward(model, 1)
+    second = value(weight.grad)
+    weight.grad = held
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=1.0)
+    before = value(weight)
+    optimizer.step()
+    torch.testing.assert_close(before - value(weight), first)
+    assert not torch.equal(first, second)
+
+
+def test_a_kept_gradient_can_be_put_back_and_is_what_the_optimizer_sees(two_ranks: Ranks) -> None:
+    two_ranks.run(a_kept_gradient_can_be_put_back)
+
+
+def a_gradient_kept_of_one_parameter_alone() -> None:
+    model = sharded()
+    weight, bias = model[0].weight, model[0].bias
+    backward(model, 0)
+    held, then = weight.grad, value(weight.grad)
+    weight.grad = None  # the others accumulate
+    total = value(bias.grad)
+    backward(model, 0)
+    assert torch.equal(value(held), then)
+    assert torch.equal(value(weight.grad), then)
+    torch.testing.assert_close(value(bias.grad), 2 * total)
+
+
+def test_one_gradient_is_kept_and_others_accumulate(two_ranks: Ranks) -> None:
+    two_ranks.run(a_gradient_kept_of_one_parameter_alone)
+
+
+def nothing_is_copied_for_who_keeps_nothing() -> None:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = None
+    for number in range(3):
+        optimizer.zero_grad()
+        backward(model, number)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        shardgrad.clip_grad_norm_(model.parameters(), 0.5)
+        norm = sum(param.grad.full_tensor().norm() for param in model.parameters())  # type: ignore[union-attr]
+        optimizer.step()
+        now = [id(param.grad) for param in model.parameters()]
+        assert ids in (None, now)
+        ids = now
+        assert norm > 0
+
+
+def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time(two_ranks: Ranks) -> None:
+    two_ranks.run(nothing_is_copied_for_who_keeps_nothing)
+
+
+def an_autograd_graph_over_a_gradient() -> None:
+    model = sharded()
+    backward(model, 0)
+    grads: Any = [layer.weight.grad.to_local() for layer in model]  # type: ignore[union-attr]
+    scale = torch.ones_like(grads[0]).requires_grad_()
+    rows = torch.ones(1, SIZE, dtype=torch.float64, requires_grad=True)
+    product = (grads[0].view(-1) * scale.view(-1)).sum()  # keeps a view that Python made
+    linear = nn.functional.linear(rows, grads[1]).sum()  # keeps a transposed view that Python never saw
+    expected = grads[0].clone()
+    del grads
+    forget(model)
+    with pytest.warns(KeptGradientWarning, match=r"keeps its memory: 1\.weight\. It"):
+        backward(model, 1)
+    product.backward()
+    torch.testing.assert_close(scale.grad, expected)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        linear.backward()
+
+
+def test_a_graph_over_an_overwritten_gradient_is_right_or_raises(two_ranks: Ranks) -> None:
+    two_ranks.run(an_autograd_graph_over_a_gradient)
+
+
+def memory_goes_with_what_was_kept() -> None:
+    model = sharded()
+    backward(model, 0)
+    gc.collect()
+    before = sum(issubclass(type(each), Tensor) for each in gc.get_objects())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for number in range(3):
+            held = model[0].weight.grad.to_local()
+            forget(model)
+            backward(model, number)
+            del held
+    gc.collect()
+    assert sum(issubclass(type(each), Tensor) for each in gc.get_objects()) == before
+
+
+def test_copies_of_what_was_kept_go_with_it(two_ranks: Ranks) -> None:
+    two_ranks.run(memory_goes_with_what_was_kept)

@@ -1,0 +1,214 @@
+"""What a call leaves to the next one, if either is a graph: clip factors, verdicts, the program's event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardgrad
+from tests.simulated.programs.graphed import (
+    Setup,
+    batch,
+    build,
+    loss_of,
+    require_replays,
+    same_on,
+    weights,
+)
+
+CLIPS_HARD = 0.01
+
+
+def scaled_batch(number: int, rows: int = 4) -> Tensor:
+    """Returns data whose gradients are clipped by another factor at every step."""
+    return batch(number, rows) * 10.0 ** (number % 4)
+
+
+def update_of_the_step_before(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss, shardgrad.clip_grad_norm_(model, CLIPS_HARD)
+
+    seen = [value.item() for number in range(9) for value in step(scaled_batch(number))]
+    require_replays(step, 1, 6)
+    return seen + weights(model)
+
+
+def gradients_and_update(graphed: Callable[..., Any]) -> list[Any]:
+    """Two graphs of gradients, for two shapes, and one of the update, which reads what either left."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def gradients(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss, shardgrad.clip_grad_norm_(model, CLIPS_HARD)
+
+    pool = {"pool": gradients.pool} if isinstance(gradients, shardgrad.graphs.GraphedStep) else {}
+
+    @graphed(model, optimizer, **pool)
+    def update(x: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seen = []
+    for number in range(20):
+        seen += [value.item() for value in gradients(scaled_batch(number, 4 if number % 2 else 6))]
+        update(batch(0))
+    require_replays(gradients, 2, 17)
+    require_replays(update, 1, 17)
+    return seen + weights(model)
+
+
+def eager_update(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def gradients(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, CLIPS_HARD)
+        return loss
+
+    seen = []
+    for number in range(12):
+        seen.append(gradients(scaled_batch(number, 4 if number % 2 else 6)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    require_replays(gradients, 2, 9)
+    return seen + weights(model)
+
+
+def units_clipped_apart(graphed: Callable[..., Any]) -> list[Any]:
+    """Blocks have one factor or two by turns: graphs must not take one for the other."""
+    model = build(Setup(depth=2))
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def update(x: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    seen = []
+    for number in range(12):
+        loss = loss_of(model, scaled_batch(number))
+        loss.backward()
+        for part in (model,) if number % 2 else tuple(model):
+            seen.append(shardgrad.clip_grad_norm_(part, CLIPS_HARD).item())
+        update(batch(0))
+    require_replays(update, 2, 9)
+    return seen + weights(model)
+
+
+def scaler_updated_in_the_next_call(graphed: Callable[..., Any]) -> list[Any]:
+    """The scaler's verdict crosses a border; every third step has an infinity."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    scaler = shardgrad.GradScaler(init_scale=64.0, growth_interval=3)
+
+    @graphed(model, optimizer, scaler)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        optimizer.zero_grad()
+        return loss
+
+    pool = {"pool": step.pool} if isinstance(step, shardgrad.graphs.GraphedStep) else {}
+
+    @graphed(scaler, **pool)
+    def update(x: Tensor) -> None:
+        scaler.update()
+
+    seen = []
+    for number in range(20):
+        x = batch(number, 4 if number % 2 else 6)
+        if number % 3 == 2:
+            x[0, 0] = torch.inf
+        step(x)
+        update(batch(0))
+        seen.append(scaler.get_scale())
+    require_replays(step, 2, 17)
+    require_replays(update, 1, 17)
+    return seen + weights(model)
+
+
+def event_of_the_optimizer(graphed: Callable[..., Any]) -> list[Any]:
+    """FSDP2's `set_post_optim_event`, called in the step that the event is recorded in."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _record_post_optim_event(model, x.device)
+        return loss
+
+    seen = [step(batch(number)).item() for number in range(7)]
+    require_replays(step, 1, 4)
+    return seen + weights(model)
+
+
+def update_on_another_stream(graphed: Callable[..., Any]) -> list[Any]:
+    """The program's stream does not wait for the optimizer's; only the event says when it is done."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def gradients(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    seen, last = [], batch(0)
+    stream = torch.Stream(last.device)
+    for number in range(8):
+        seen.append(gradients(batch(number)))
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            optimizer.step()
+            optimizer.zero_grad()
+            _record_post_optim_event(model, last.device)
+        seen[-1] = seen[-1].item()
+    require_replays(gradients, 1, 5)
+    torch.accelerator.synchronize()
+    return seen + weights(model)
+
+
+def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream())
+    model.set_post_optim_event(event)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        update_of_the_step_before,
+        gradients_and_update,
+        eager_update,
+        units_clipped_apart,
+        scaler_updated_in_the_next_call,
+        event_of_the_optimizer,
+        update_on_another_stream,
+    ],
+    ids=lambda program: program.__name__.replace("_", " "),
+)
+def test_a_border_of_a_graph_changes_no_bit(program: Callable[..., Any]) -> None:
+    same_on(2, program)
