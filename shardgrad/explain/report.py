@@ -16,6 +16,7 @@ __all__ = ["as_json", "show"]
 
 _FAITHFUL = 0.05  # a replay that differs by more says little about changes
 _MOST_NAMES = 8
+_WORTH = 0.002  # changes that save less are not shown
 
 
 def show(step: Step, played: Replay, savings: Sequence[Saving], console: Console) -> None:
@@ -26,12 +27,11 @@ def show(step: Step, played: Replay, savings: Sequence[Saving], console: Console
         sentence += f" replayed, {_ms(step.seconds)} recorded"
     console.print(f"[bold]{sentence}; {_ms(exposed)} of {_ms(moved)} of communication is exposed.[/bold]")
     if step.note:
-        console.print(f"[dim]{step.note}[/dim]", soft_wrap=True)
+        console.print(step.note, style="dim", markup=False)
     if not _is_faithful(step, played):
         console.print(
             "The replay differs from the record by more than 5 %: waits are missing in the trace, so what "
-            "changes would save is not certain. Profile with shardgrad train --profile.",
-            soft_wrap=True,
+            "changes would save is not certain. Profile with shardgrad train --profile."
         )
     console.print(_shares("critical path, by kind", played.on_critical_path(), played.seconds))
     bubbles = played.bubbles()
@@ -83,8 +83,9 @@ def _names(played: Replay) -> Table:
 
 
 def _savings(savings: Sequence[Saving]) -> Table | str:
+    savings = [each for each in savings if each.share < -_WORTH]
     if not savings:
-        return "No change that is known here applies to this step."
+        return "No change that is known here gains anything."
     table = Table("if", "step", "", "how", box=None, pad_edge=False)
     for each in savings:
         table.add_row(each.change.name, _ms(each.seconds), f"{each.share:+.1%}", each.change.how)

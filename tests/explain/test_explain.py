@@ -135,7 +135,7 @@ def test_the_command_names_what_a_step_waits_for_and_fits_100_columns(tmp_path: 
     written(device_trace(with_waits=True), tmp_path / "trace.json")
     result = CliRunner().invoke(main, ["explain", str(tmp_path), "--perfetto", str(tmp_path / "out.json")])
     assert result.exit_code == 0, result.output
-    for words in ("critical path", "compute is idle, and waits for", "reductions in bf16", "graphed"):
+    for words in ("critical path", "compute is idle, and waits for", "reductions in bf16", "links twice"):
         assert words in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert len(read_trace(tmp_path / "out.json").ops) == 3
