@@ -1,12 +1,13 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make drills lint types docs bench wheels clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills lint types docs bench wheels clean
+#   make test-torch VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test drills lint types docs bench wheels clean
+.PHONY: train test test-cuda test-torch drills lint types docs bench wheels clean
 
 TORCH := torch==2.13.0
 BUILD_TOOLS := 'setuptools>=77'
@@ -26,6 +27,18 @@ train: .venv/program
 
 test: .venv/installed
 	.venv/bin/python -m pytest $(ARGS)
+
+# torch.cuda without a GPU: see tests/cuda_runtime/README.md.
+CUDA_TESTS := tests/cuda_runtime tests/gpu
+test-cuda: .venv/installed
+	.venv/bin/python -m tests.cuda_runtime .venv-cuda
+	.venv-cuda/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
+
+# What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's libraries.
+VERSION := 2.15.0
+OTHER := .venv-torch-$(VERSION)
+test-torch: $(OTHER)/installed
+	$(OTHER)/bin/python -m pytest $(or $(ARGS),tests/compat tests/engine/test_training_parity.py)
 
 drills: .venv/installed
 	.venv/bin/python -m tests.drills $(ARGS)
@@ -51,7 +64,7 @@ wheels: .venv/torch
 	.venv/bin/python release/wheels.py $(ARGS)
 
 clean:
-	rm -rf .venv build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Torch first and alone: building the ops needs it, so the project is installed without build isolation.
@@ -72,3 +85,12 @@ clean:
 	@echo "shardgrad: installing what tests, checks and pages need"
 	$(PIP) --no-build-isolation --editable '.[cli,bench,plots,test,lint,docs,clients]' '$(TORCH)'
 	touch .venv/installed
+
+# The ops that .venv has compiled serve every version.
+$(OTHER)/installed: Makefile tests/support/nvidia_stubs.py | .venv/installed
+	"$(PYTHON)" -m venv $(OTHER)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock typing-extensions sympy networkx \
+		jinja2 fsspec numpy 'setuptools>=77' pytest pytest-timeout hypothesis
+	$(OTHER)/bin/python -m tests.support.nvidia_stubs
+	touch $@

@@ -7,7 +7,10 @@ without it `py3-none-any`. `release/backend.py` says when an isolated build asks
 
 CUDA kernels are linked in where torch was built for CUDA and an `nvcc` of the same major version is found
 in CUDA_HOME or on PATH. An isolated build leaves them out, unless SHARDGRAD_CUDA=1 asks for them: a library
-with them does not load where torch is without CUDA.
+with them does not load where torch is without CUDA. Two more variables change how:
+
+    TORCH_CUDA_ARCH_LIST=9.0         the architectures to compile for, as for torch's own extensions
+    SHARDGRAD_CUDA_RUNTIME=shared    link the runtime that torch loads, not the static one
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ def find_nvcc(cuda_version: str | None, *, is_isolated: bool) -> str | None:
 def architecture_flags(nvcc: str) -> list[str]:
     """Returns machine code for each architecture this nvcc knows, and PTX of the newest for later ones."""
     listing = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
-    known = [arch for arch in CUDA_ARCHITECTURES if f"compute_{arch}" in listing.split()]
+    asked = re.findall(r"(\d+)\.(\d)", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    wanted = ["".join(each) for each in asked] or CUDA_ARCHITECTURES
+    known = [arch for arch in wanted if f"compute_{arch}" in listing.split()]
     flags = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in known]
     return [*flags, f"-gencode=arch=compute_{known[-1]},code=compute_{known[-1]}"]
 
@@ -86,6 +91,17 @@ def static_cuda_runtime(nvcc: str) -> str:
         for archive in toolkit.glob(f"{directory}/libcudart_static.a"):
             return str(archive)
     raise FileNotFoundError(f"there is no libcudart_static.a in {toolkit}")
+
+
+def shared_cuda_runtime() -> Path:
+    """Returns the runtime that this process's torch has loaded."""
+    import torch  # noqa: F401
+
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        path = Path(line.split()[-1])
+        if path.name.startswith("libcudart.so"):
+            return path
+    raise FileNotFoundError("torch has loaded no libcudart.so")
 
 
 class BuildOps(build_ext):
@@ -130,8 +146,11 @@ class BuildOps(build_ext):
             target.parent.mkdir(parents=True, exist_ok=True)
             self.spawn([nvcc, *NVCC_FLAGS, *architecture_flags(nvcc), "-c", source, "-o", str(target)])
             ext.extra_objects.append(str(target))
-        # The static runtime: the library then depends on the driver alone, not on one runtime's file name.
-        ext.extra_objects.append(static_cuda_runtime(nvcc))
+        if os.environ.get("SHARDGRAD_CUDA_RUNTIME") == "shared":
+            ext.extra_objects.append(str(shared_cuda_runtime()))
+        else:
+            # The library then depends on the driver alone, not on one runtime's file name.
+            ext.extra_objects.append(static_cuda_runtime(nvcc))
         ext.libraries += ["rt", "pthread", "dl"]
 
 

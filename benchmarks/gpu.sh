@@ -1,30 +1,40 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in less than nine minutes: build, tests, benchmarks, and a table last.
+# Everything that wants a GPU, in three stages of at most eight minutes each, and a table last.
 #
-#   bash benchmarks/gpu.sh                       into benchmarks/results/gpu_<hardware>_<yyyymm>
-#   bash benchmarks/gpu.sh --out DIR             into DIR
-#   bash benchmarks/gpu.sh --out DIR --smoke     in a minute or two, without a GPU too; the numbers mean nothing
-#   bash benchmarks/gpu.sh --out DIR --only PART a single part, or a comma-separated list of them
-#   bash benchmarks/gpu.sh --list                names the parts, and leaves
+#   bash benchmarks/gpu.sh --stage 1             is it right: kernels, order, captures, NCCL
+#   bash benchmarks/gpu.sh --stage 2             how long steps take, beside other engines
+#   bash benchmarks/gpu.sh --stage 3             kernels, optimizers, sizes of batches
+#   bash benchmarks/gpu.sh                       all of them, as far as eight minutes reach
+#
+#   --out DIR      into DIR instead of benchmarks/results/gpu_<hardware>_<yyyymm>
+#   --smoke        in a minute or two, without a GPU too; the numbers mean nothing
+#   --only PART    a single part, or a comma-separated list of them
+#   --list         names the parts with their limits, and leaves
 #
 # Each part has a time limit, and begins whatever became of the one before. A part that was done is not done
 # again: call it once more with the same DIR for what failed, or for which there was no time (rm DIR/done/PART
 # to repeat one). DIR gets a log of each part, the records as *.jsonl, report.html, and summary.txt. The exit
 # status is 1 if a part failed. PYTHON names the interpreter; WHEELS names a folder of wheels (other engines, a
-# newer NCCL's Python package) that are made importable for the benchmarks without being installed.
+# newer NCCL's Python package) that are made importable for the benchmarks without being installed. A
+# shardgrad/_C.so that has kernels for this torch is taken as it is, and built otherwise.
 set -uo pipefail
 
-usage() { sed -n '2,16s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
+usage() { sed -n '2,20s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; }
 
 out=""
 smoke=""
+stage=""
 only=""
 list=""
 while (($#)); do
     case $1 in
-        --out | --only)
+        --out | --only | --stage)
             [[ -n ${2:-} ]] || { usage >&2; exit 2; }
-            if [[ $1 == --out ]]; then out=$2; else only=,$2,; fi
+            case $1 in
+                --out) out=$2 ;;
+                --only) only=,$2, ;;
+                --stage) stage=$2 ;;
+            esac
             shift
             ;;
         --smoke) smoke=1 ;;
@@ -55,10 +65,13 @@ if [[ -z $list ]]; then
     out=$(cd "$out" && pwd)
 fi
 
-readonly TOTAL_S=530
+readonly TOTAL_S=480
 began_s=$SECONDS
 failed=0
 parts=()
+
+# in_stage N: whether its parts are asked for.
+in_stage() { [[ -z $stage || $stage == "$1" ]]; }
 
 # part NAME LIMIT_S COMMAND...: runs a command, with what is left of the time at most.
 part() {
@@ -96,22 +109,30 @@ if [[ -n ${WHEELS:-} && -z $list ]]; then
         "$WHEELS"/*.whl && export PYTHONPATH="$out/site${PYTHONPATH:+:$PYTHONPATH}"
 fi
 
-if [[ $device == cuda ]]; then
+copies='import torch
+x = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+y = torch.empty_like(x)
+begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+for _ in range(3):
+    begin.record(); y.copy_(x); end.record(); end.synchronize()
+print(torch.cuda.get_device_name(), "copies", 2 * x.numel() / begin.elapsed_time(end) / 1e9, "TB/s")'
+has_kernels='import torch, shardgrad.ops
+assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"), "no CUDA kernels"'
+if [[ $device == cuda ]] && in_stage 1; then
     [[ -n $list ]] || nvidia-smi >"$out/nvidia-smi.txt" 2>&1
-    if command -v nvcc >/dev/null; then
+    if [[ -z $list ]] && "$python" -c "$has_kernels" 2>/dev/null; then
+        echo "shardgrad/_C.so has kernels and is not built again"
+    elif command -v nvcc >/dev/null; then
         # One thread for each architecture; the sources are compiled one after the other.
         export NVCC_APPEND_FLAGS="${NVCC_APPEND_FLAGS:-} --threads 0"
-        # Also where it was done before: the record may outlive the checkout.
-        [[ -e shardgrad/_C.so ]] || rm -f "$out/done/build"
+        rm -f "$out/done/build" # the record may outlive the checkout
         part build 120 "$python" setup.py build_ext --inplace
-        part compiled-ops 30 "$python" -c 'import torch, shardgrad.ops
-assert torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::adam_", "CUDA"), "no CUDA kernels"'
     else
         echo "no nvcc: the reference ops are used"
     fi
 fi
 
-test=("$python" -m pytest -q -p no:cacheprovider --timeout=60)
+test=("$python" -m pytest -q -p no:cacheprovider --timeout=30)
 steps=("$python" -m benchmarks training_step --device "$device" --timeout 60)
 kernels=("$python" -m benchmarks kernels --device "$device" --out "$out")
 optimizers=("$python" -m benchmarks optimizers --device "$device" --out "$out")
@@ -125,26 +146,50 @@ if [[ -n $smoke ]]; then
     part optimizers 60 "${optimizers[@]}" --smoke --case one_unit
     part graphed_replay 60 "${replay[@]}" --smoke
 else
-    part tests 110 "${test[@]}" tests/gpu
-    # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-    part steps-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
-        --limit-s 120 --out "$out/steps-gpt2"
+    if in_stage 1; then
+        # Each builds on the one before: what is wrong in an early part explains the later ones.
+        part copy 20 "$python" -c "$copies"
+        part test-kernels 60 "${test[@]}" tests/gpu/test_gpu_kernels.py tests/gpu/test_gpu_optimizers.py
+        if command -v compute-sanitizer >/dev/null; then
+            part memcheck 80 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+                "${test[@]}" --timeout=75 tests/gpu/test_gpu_kernels.py -k "pack or norm"
+        fi
+        part test-eager 50 "${test[@]}" -m "not slow" tests/gpu/test_gpu_one_rank.py tests/gpu/test_gpu_late_streams.py
+        part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
+        part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
+        part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+        part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
+    fi
     # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
     graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
-    part steps-300m 120 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
-        "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/steps-300m"
-    part steps-1b 150 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
-        "${graphs[@]}" --engine compute --out "$out/steps-1b"
-    part kernels 25 "${kernels[@]}" --ops segments --rounds 10
-    part optimizers 40 "${optimizers[@]}"
-    part graphed_replay 30 "${replay[@]}"
-    if ((count > 1)); then
-        part steps-ranks 200 "${steps[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
-            --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 150 --out "$out/steps-ranks"
-    else
-        # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
-        part steps-shared 90 "${steps[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
-            --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
+    if in_stage 2; then
+        # One rank: what an engine costs where nothing is sent, and what a graph takes away.
+        part steps-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
+            --limit-s 120 --out "$out/steps-gpt2"
+        part steps-300m 140 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
+            "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/steps-300m"
+        part steps-1b 160 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
+            "${graphs[@]}" --engine compute --out "$out/steps-1b"
+    fi
+    if in_stage 3; then
+        part kernels 25 "${kernels[@]}" --ops segments --rounds 10
+        part optimizers 40 "${optimizers[@]}"
+        part graphed_replay 30 "${replay[@]}"
+        for tokens in 256 4096 65536; do # of a step: where launches cost most, and where they cost nothing
+            rows=$((tokens > 1024 ? tokens / 1024 : 1))
+            part "steps-$tokens" 60 "${alone[@]}" --preset gpt2 --batch-size "$rows" --seq-len $((tokens / rows)) \
+                --rounds 10 --steps 3 --limit-s 40 --engine fsdp2 --engine compute "${graphs[@]}" \
+                --out "$out/steps-$tokens"
+        done
+        part test-slow 110 "${test[@]}" -m slow tests/gpu
+        if ((count > 1)); then
+            part steps-ranks 90 "${steps[@]}" --ranks "$count" --precision bf16 --clip 1 --preset 1b --batch-size 2 \
+                --seq-len 2048 --engine all --rounds 10 --steps 3 --limit-s 60 --out "$out/steps-ranks"
+        else
+            # Two ranks of one device: that losses agree over NCCL, eager and captured. Not a time.
+            part steps-shared 90 "${steps[@]}" --ranks 2 --share-device --preset tiny --engine shardgrad \
+                --engine shardgrad-graphed --engine ddp --rounds 2 --steps 2 --out "$out/steps-shared"
+        fi
     fi
 fi
 [[ -z $list ]] || exit 0

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
+    from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
+    from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
     from shardgrad.features.participation import participate
     from shardgrad.fully_shard import fully_shard
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
         CPUOffloadPolicy,
         DataParallelMeshDims,
         GradientPolicy,
+        GradientReductionHandle,
         MixedPrecisionPolicy,
         OffloadPolicy,
         UnshardHandle,
@@ -37,14 +40,17 @@ __all__ = [
     "FSDPModule",
     "GradScaler",
     "GradientPolicy",
+    "GradientReductionHandle",
     "GraphPool",
     "KeptGradientWarning",
+    "LostWorkWarning",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ShardgradError",
     "UncapturableStepWarning",
     "UnshardHandle",
     "UntrainedParameterWarning",
+    "WaitingRanksWarning",
     "__version__",
     "clip_grad_norm_",
     "fully_shard",
@@ -66,14 +72,17 @@ _DEFINED_IN = {
     "FSDPModule": "module",
     "GradScaler": "optim.grad_scaler",
     "GradientPolicy": "policies",
+    "GradientReductionHandle": "policies",
     "GraphPool": "graphs",
     "KeptGradientWarning": "sharding.gradient_objects",
+    "LostWorkWarning": "checks.lost_work",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",
     "UncapturableStepWarning": "graphs",
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
+    "WaitingRanksWarning": "diagnosis.rank_watch",
     "clip_grad_norm_": "optim.clip",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",

@@ -10,13 +10,16 @@ from dataclasses import dataclass, field
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardgrad.engine.param import CLAIM, FSDPParam, Owner, is_sharded_by_us
 from shardgrad.engine.unit import Guest, Unit, unit_of, units_under
 from shardgrad.errors import (
     AlreadyShardedError,
     ContainerError,
+    EngineError,
     OptionError,
     ParameterClaimedError,
 )
@@ -59,6 +62,7 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
     Raises:
         ContainerError: a container without forward.
         AlreadyShardedError: `fully_shard` has been applied before.
+        EngineError: DDP, FSDP1 or torch's FSDP2 has the module, or one below it.
         OptionError: not modules at all, or an empty list.
     """
     if not modules or not all(isinstance(module, nn.Module) for module in modules):
@@ -84,6 +88,28 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
                 got=f"{type(module).__name__}, which already is one",
                 fix="remove the second fully_shard call",
             )
+        for name, child in module.named_modules():
+            _refuse_other_engine(name, child, is_root=child is module)
+
+
+def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None:
+    """Refuses what torch's engines have; DDP may replicate a module inside, which is then left alone."""
+    if isinstance(module, DistributedDataParallel) and is_root:
+        engine, fix = "DistributedDataParallel", "fully_shard(ddp.module), and call that; or leave out DDP"
+    elif isinstance(module, FullyShardedDataParallel):
+        engine, fix = "FullyShardedDataParallel", "leave out FSDP1: docs/how_to/from_fsdp1.md"
+    elif isinstance(module, FSDPModule) and unit_of(module) is None:
+        engine = "torch's fully_shard"
+        fix = "from shardgrad import fully_shard, for every module; or shardgrad.patch()"
+    else:
+        return
+    raise EngineError(
+        f"{name or 'the module'} already belongs to {engine}",
+        expected="modules that no other engine shards or replicates",
+        got=type(module).__name__,
+        where=f"module {name or 'itself'}",
+        fix=fix,
+    )
 
 
 def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh) -> Collected:
@@ -117,7 +143,8 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
 
 def _managed_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
     """Yields a module and everything below it that belongs to no inner unit and to no DDP replica."""
-    if module in seen or "replicate" in (_get_registry(module) or {}):
+    is_replica = isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or {})
+    if module in seen or is_replica:
         return
     seen.add(module)
     yield prefix, module

@@ -6,8 +6,11 @@ Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in
 
 from __future__ import annotations
 
+from pickle import PicklingError
+
 __all__ = [
     "AlreadyShardedError",
+    "BackwardFinalizationError",
     "CaptureError",
     "CheckpointError",
     "CheckpointSaveError",
@@ -17,6 +20,7 @@ __all__ = [
     "DeepcopyError",
     "DesyncError",
     "DeviceError",
+    "EngineError",
     "ExtensionError",
     "ForeignParameterError",
     "ForwardMethodError",
@@ -31,6 +35,7 @@ __all__ = [
     "ParameterClaimedError",
     "ParticipationError",
     "PartnerUnavailableError",
+    "PickleError",
     "PlacementError",
     "RankDisagreementError",
     "ReplayMismatchError",
@@ -81,7 +86,7 @@ class ContainerError(ShardgradError, ValueError):
 
 
 class MeshError(ShardgradError, ValueError):
-    """The device mesh has a shape the engine cannot shard over."""
+    """The device mesh has a shape the engine cannot shard over, or there are no ranks to make one of."""
 
 
 class MeshNamesError(ShardgradError, AssertionError):
@@ -124,6 +129,10 @@ class AlreadyShardedError(ShardgradError, AssertionError):
     """`fully_shard` was called twice on one module."""
 
 
+class EngineError(ShardgradError, ValueError):
+    """A module that another data-parallel engine has, or is about to take: DDP, FSDP1 or torch's FSDP2."""
+
+
 class TiedParameterError(ShardgradError, ValueError):
     """Two units share a parameter and no unit contains both."""
 
@@ -132,8 +141,16 @@ class RootError(ShardgradError, RuntimeError):
     """A call that only the root unit can answer, or a model without a single root."""
 
 
+class BackwardFinalizationError(ShardgradError, RuntimeError):
+    """`finalize_backward` and what belongs to it, called where it cannot be."""
+
+
 class DeepcopyError(ShardgradError, AssertionError):
     """A sharded module was deep-copied."""
+
+
+class PickleError(ShardgradError, PicklingError):
+    """A sharded module was pickled, as by `torch.save(model)`."""
 
 
 class MetaParameterError(ShardgradError, RuntimeError):

@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Shard
 
+from shardgrad.checks.argument_types import refuse_wrong_types
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
+from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
 from shardgrad.collect_params import Claim, Collected, collect, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
+from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.comm_context import SecondStep
 from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
@@ -27,11 +31,20 @@ from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
+from shardgrad.features.param_dtypes import (
+    ParamDtypes,
+    dtypes_of,
+    keep_grad_dtypes,
+    refuse_late_grad_dtypes,
+    refuse_unknown_fields,
+    without_override,
+)
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
+from shardgrad.sharding.dtensor import require_own_shards
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 from shardgrad.sharding.offload import ShardMemory
 from shardgrad.sharding.placement import Place, places_of, travel_together
@@ -95,6 +108,8 @@ def fully_shard(
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
     _refuse_unsupported(mp_policy, offload_policy)
+    ignored = set(ignored_params or ())
+    refuse_wrong_types(mp_policy, gradient_policy, ignored)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -102,15 +117,16 @@ def fully_shard(
             raise unsupported('zero_stage="hfsdp" with dp_mesh_dims', instead="zero_stage=3")
         data_mesh = data_mesh.over_both_axes()
     memory = ShardMemory.of(data_mesh.device, offload_policy)
-    ignored = ignored_params or set()
     collected = collect(modules, ignored, data_mesh)
     names = {param: name for param, (name, _) in collected.params.items()}
     if stage.over_both_axes:
         _refuse_two_levels(names)
     places = places_of(names, data_mesh, shard_placement_fn)
-    _refuse_combinations(names, places, reshard_after_forward, stage, memory, mp_policy)
+    dtypes = dtypes_of(names, lambda p: (p.dtype, places[p].mesh), mp_policy, gradient_policy)
+    refuse_hooks(names)
+    _refuse_combinations(names, places, reshard_after_forward, stage, memory, dtypes)
     flag, _ = _reshard_plan(reshard_after_forward, data_mesh)
-    grouped = travel_together(places, is_extension)
+    grouped = travel_together(places, lambda p: (is_extension(p), dtypes[p]))
     groups = []
     for originals in grouped:
         group_mesh = places[originals[0]].mesh
@@ -120,18 +136,19 @@ def fully_shard(
         ]
         spec = GroupSpec(
             group_mesh,
-            mp_policy,
-            gradient_policy,
+            dtypes[originals[0]].mp_policy,
+            dtypes[originals[0]].gradient_policy,
             memory,
             stage,
             all_gather_input=_all_gather_input(stage, memory),
             second_step=_second_step(group_mesh),
-            regroup=regroup,
+            regroup=_regroup,
         )
         groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
-    unit = Unit(modules, groups, data_mesh, mp_policy, flag, lazy_init)
+    unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
+    unit.compare_weights = compare_weights
     _commit(unit, collected, grouped)
     return module
 
@@ -159,8 +176,17 @@ def _group(
         group = PostForwardGroup(params, spec, mesh_after_forward)
     else:
         group = ParamGroup(params, spec)
+    sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
+    keep_grad_dtypes(group)
+    note_weights(params if sums else [], sums)
     return group
+
+
+def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
+    """At lazy init, refuses what has come too late, and gives new extensions a separate group."""
+    refuse_late_grad_dtypes(group)
+    return regroup(group)
 
 
 def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
@@ -185,6 +211,8 @@ def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: Offload
         raise unsupported(
             type(offload_policy).__name__, instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()"
         )
+    for policy in (mp_policy, offload_policy):
+        refuse_unknown_fields(policy)
 
 
 def _data_mesh(mesh: DeviceMesh | None, dims: Any) -> DataParallelMesh:
@@ -207,7 +235,7 @@ def _refuse_combinations(
     reshard_after_forward: bool | int | None,
     stage: Stage,
     memory: ShardMemory,
-    mp_policy: MixedPrecisionPolicy,
+    dtypes: Mapping[nn.Parameter, ParamDtypes],
 ) -> None:
     """Refuses parameters that some other argument of the call does not go together with."""
     is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
@@ -223,11 +251,11 @@ def _refuse_combinations(
             )
         if is_extension(param):
             require_extension(param, name, reshard_after_forward, memory)
-        elif is_float8(param.dtype) and mp_policy.param_dtype not in (None, param.dtype):
+        elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (None, param.dtype):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
-                got=f"param_dtype={mp_policy.param_dtype}",
+                got=f"param_dtype={dtypes[param].mp_policy.param_dtype}",
                 where=f"parameter {name}",
                 fix="a separate unit without mp_policy, or pass it in ignored_params",
             )
@@ -265,6 +293,7 @@ def _reshard_plan(
 def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter]]) -> None:
     """Makes the changes. Nothing here raises on user input."""
     watch_optimizers(unit.modules)
+    watch_ranks()
     _take_inherited(collected.inherited)
     for group, originals in zip(unit.groups, params, strict=True):
         for p, original in zip(group.params, originals, strict=True):
@@ -306,6 +335,11 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
 
+    def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        unit.reshard()
+        names = (prefix + name for name in module._parameters)
+        require_own_shards((name, state[name]) for name in names if name in state)
+
     def take_over(*_: Any, **__: Any) -> None:
         for group in unit.groups:
             adopt(group)
@@ -316,7 +350,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
         if any(param is not None for param in module._parameters.values()):
             module.register_state_dict_pre_hook(to_shards)
-            module.register_load_state_dict_pre_hook(to_shards)
+            module.register_load_state_dict_pre_hook(to_own_shards)
             if module not in unit.modules:
                 guard_owner(module, partial(unit.group_owning, module))
     for module in unit.modules:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,19 +16,25 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.fsdp import UnshardHandle
+from torch.nn.parallel import DistributedDataParallel
 
-from shardgrad.checks.misuse import guarded_methods
+from shardgrad.checks.misuse import MIXED_TENSORS, guarded_methods
+from shardgrad.checks.optimizer_hooks import note_cast
+from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit, unit_of
+from shardgrad.engine.unit import Unit, outside_graphs, unit_of
 from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
+    EngineError,
+    ForeignParameterError,
     ForwardMethodError,
     OptionError,
     OptionTypeError,
+    PickleError,
     RootError,
     UnsupportedError,
 )
@@ -37,6 +45,7 @@ from shardgrad.features.custom_comms import (
     set_collectives,
     start_symmetric_memory,
 )
+from shardgrad.policies import GradientReductionHandle
 
 __all__ = [
     "FSDPModule",
@@ -80,7 +89,7 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
         "FSDP does not support deepcopy. Please use state dict for serialization.",
         expected="copy.deepcopy before fully_shard, or state_dict()",
         got=f"copy.deepcopy of {type(self).__name__}",
-        fix="build a second model and load model.state_dict() into it",
+        fix="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
     )
 
 
@@ -91,6 +100,7 @@ class _UnshardHandle(UnshardHandle):
 
     def wait(self) -> None:
         """Makes the parameters unsharded for the current stream; once is enough."""
+        self._unit.held = True
         self._unit.wait_for_unshard(self._context)
 
 
@@ -121,6 +131,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.
 
+        Once waited for, they stay unsharded after a forward with gradients too, until a backward or `reshard`
+        reshards them: a pipeline stage goes backward in two parts, and both look for unsharded parameters.
+
         Args:
             async_op: return at once with a handle; forward waits for it by itself.
 
@@ -136,6 +149,12 @@ class FSDPModule:
             return handle
         handle.wait()
         return None
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """True keeps the memory of unsharded parameters, and so their addresses, when they are resharded."""
+        for unit in self._units(recurse):
+            for group in unit.groups:
+                group.keeps_memory = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Says whether backward needs this unit's parameters; an embedding's does not."""
@@ -174,9 +193,36 @@ class FSDPModule:
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
-        unit = self._unit
-        context = lazy_init(unit)
-        context.is_last_backward = is_last_backward
+        set_is_last_backward(self._unit, is_last_backward)
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """True makes backwards accumulate, or leave reductions in flight, until `finalize_backward`.
+
+        On the root, before forward; a collective if nothing has run yet. `set_is_last_backward` counts again
+        once it is False.
+
+        Raises:
+            RootError: not the root.
+            BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
+        """
+        set_manual(self._unit, enabled)
+
+    @outside_graphs
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduces the gradients that backwards have left, and reshards, as the settings of the moment say.
+
+        On the root, after `set_manual_backward_finalization(True)` and all backwards. A collective.
+
+        Args:
+            async_op: return at once with a handle, whose `wait` has to be called before gradients are used.
+
+        Streams: as a backward; the current stream waits for the gradients, here or in `wait`.
+
+        Raises:
+            RootError: not the root.
+            BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not waited for.
+        """
+        return finalize(self._unit, async_op=async_op)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """False accumulates gradients on each rank, in the reduce dtype, without communication."""
@@ -223,8 +269,7 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters below, whether their units are sharded or not right now.
 
-        FSDP2 has torch's method, which looks at registered parameters, so that the gradients of units that an
-        evaluation left unsharded stay.
+        FSDP2 has torch's method, which looks at registered parameters: the gradients of unsharded units stay.
 
         Streams: zeros, if any are written, on the current stream.
         Capture: safe.
@@ -405,6 +450,56 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
 
+    # -- what a sharded module does not take part in ----------------------------------------------------
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As `nn.Module.load_state_dict`, for a state dict of shards.
+
+        Raises:
+            ForeignParameterError: the state dict has unsharded tensors.
+        """
+        try:
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+        except RuntimeError as error:
+            if MIXED_TENSORS not in str(error):
+                raise
+            raise ForeignParameterError(
+                "an unsharded state dict was loaded into a sharded model",
+                expected="the DTensors of a sharded model's state_dict()",
+                got="torch.Tensor",
+                where=f"{type(self).__name__}.load_state_dict",
+                fix="from torch.distributed.checkpoint.state_dict import StateDictOptions, "
+                "set_model_state_dict; set_model_state_dict(model, full, "
+                "options=StateDictOptions(full_state_dict=True))",
+            ) from error
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses pickling; `copy.copy` also comes here.
+
+        Raises:
+            PickleError: for any other caller.
+        """
+        if sys._getframe(1).f_code is copy.copy.__code__:
+            return super().__reduce_ex__(protocol)
+        raise PickleError(
+            f"a sharded module cannot be pickled: {type(self).__name__}",
+            expected="its state dict: each rank has a part of the parameters",
+            got="torch.save(model), pickle, or a process that was spawned with the model",
+            fix="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+        )
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What DistributedDataParallel looks for first: the place to tell it that it comes too late."""
+        if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
+            raise AttributeError("_ddp_params_and_buffers_to_ignore")
+        raise EngineError(
+            "DistributedDataParallel was put around a sharded module, which reduces its gradients itself",
+            expected="one of the two",
+            got=f"DistributedDataParallel({type(self).__name__})",
+            fix="leave out DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
+        )
+
     # -- inside -----------------------------------------------------------------------------------------
 
     @property
@@ -425,9 +520,13 @@ class FSDPModule:
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """`module.to()` and its kin: moves the shards, then takes the moved storage over."""
         self.reshard()
+        groups = self._unit.groups
+        dtypes = [group.dtype for group in groups]
         result = super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for group in self._unit.groups:
+        for group in groups:
             adopt(group)
+        if dtypes != [group.dtype for group in groups]:
+            note_cast()
         return result
 
 

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
 __all__ = [
+    "REDUCES_IN_GRAD_DTYPE",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "GradientPolicy",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",
 ]
 
+# From torch 2.15 on, `reduce_dtype=None` means the parameter's `grad_dtype`, and not `param_dtype` any more.
+REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+
 # None where the installed torch does not have it yet.
 DataParallelMeshDims = getattr(torch_fsdp, "DataParallelMeshDims", None)
+
+
+class _GradientReductionHandle:
+    """What `finalize_backward(async_op=True)` returns."""
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the gradients."""
+
+
+# Torch's class, from 2.15 on.
+GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", _GradientReductionHandle)
 
 
 @dataclass(frozen=True)

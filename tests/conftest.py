@@ -1,4 +1,4 @@
-"""Fixtures shared by every test that needs ranks."""
+"""Fixtures shared by every test that needs ranks, and the time limits of tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.support.ranks import Ranks
+from tests.support.time_limits import pytest_timeout_set_timer
+
+__all__ = ["pytest_timeout_set_timer"]
 
 torch.set_num_threads(1)  # tensors here are small, and ranks and another pytest want the other cores
 

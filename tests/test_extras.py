@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from shardgrad.cli import main
 from shardgrad.errors import PartnerUnavailableError
 from shardgrad.extras import EXTRAS, require
+from tests.support.processes import communicate
 
 ROOT = Path(__file__).parents[1]
 SITE = Path(torch.__file__).parents[1]
@@ -97,7 +98,7 @@ def test_two_ranks_train_with_nothing_but_torch_installed(
 ) -> None:
     ranks = [run_with_torch_alone("-c", TWO_RANKS, str(rank), str(tmp_path / "store")) for rank in range(2)]
     for rank in ranks:
-        _, errors = rank.communicate(timeout=100)
+        _, errors = communicate(rank, 100)
         assert rank.returncode == 0, errors
 
 
@@ -105,7 +106,7 @@ def test_the_command_line_names_its_extra_in_one_sentence(
     run_with_torch_alone: Callable[..., subprocess.Popen[str]],
 ) -> None:
     process = run_with_torch_alone("-m", "shardgrad", "train")
-    _, errors = process.communicate(timeout=100)
+    _, errors = communicate(process, 100)
     assert process.returncode == 2
     assert errors == (
         "shardgrad: the command line needs click, rich and numpy, which are not installed: "

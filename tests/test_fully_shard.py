@@ -360,3 +360,19 @@ def test_a_parameter_replaced_by_a_plain_one_is_named(two_ranks: Ranks) -> None:
 
 def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(wrong_gradients_are_refused)
+
+
+def takes_the_cpu() -> None:
+    built_for = torch._C._accelerator_getAccelerator
+    torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # what a CUDA build says, GPU or not
+    try:
+        model = shardgrad.fully_shard(stack(4, 4))
+        model(torch.ones(1, 4)).sum().backward()
+        assert {param.device.type for param in model.parameters()} == {"cpu"}
+        assert shardgrad.GraphPool().device.type == "cpu"
+    finally:
+        torch._C._accelerator_getAccelerator = built_for
+
+
+def test_a_cuda_build_on_a_machine_without_a_gpu_takes_the_cpu(two_ranks: Ranks) -> None:
+    two_ranks.run(takes_the_cpu)

@@ -49,11 +49,10 @@ def unshard_shows_whole_parameters() -> None:
     assert is_sharded(model.layers[0].up)
 
 
-def gradients_after_zeroing_an_evaluated_model(set_to_none: bool) -> None:
-    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=False)
+def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
+    model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(1))
+    model.unshard()
     assert not is_sharded(model.head)
     model.zero_grad(set_to_none)
     model.reshard()
@@ -64,10 +63,27 @@ def gradients_after_zeroing_an_evaluated_model(set_to_none: bool) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_after_an_evaluation_finds_the_units_that_it_left_unsharded(
+def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
     two_ranks: Ranks, set_to_none: bool
 ) -> None:
-    two_ranks.run(gradients_after_zeroing_an_evaluated_model, set_to_none)
+    two_ranks.run(gradients_after_zeroing_an_unsharded_model, set_to_none)
+
+
+def what_is_unsharded_by_hand_stays_so() -> None:
+    model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=True)
+    held, other = model.layers[0], model.layers[1]
+    held.unshard(async_op=True).wait()
+    with torch.no_grad():
+        token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
+    held.unshard(async_op=True).wait()
+    loss = token_loss(model, SHARDGRAD.tokens(0))
+    assert not is_sharded(held.up)
+    assert is_sharded(other.up)
+    loss.backward()
+    assert is_sharded(held.up)
+    token_loss(model, SHARDGRAD.tokens(0))
+    assert is_sharded(held.up)
 
 
 def train_with_early_unshards(engine: Engine) -> Tensors:
@@ -303,6 +319,10 @@ def train_with_a_registered_method(engine: Engine) -> Tensors:
         optim.step()
         optim.zero_grad()
     return engine.snapshot(model)
+
+
+def test_a_unit_unsharded_by_hand_stays_so_from_forward_to_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(what_is_unsharded_by_hand_stays_so)
 
 
 def test_unshard_shows_whole_parameters_until_reshard(two_ranks: Ranks) -> None:

@@ -63,6 +63,7 @@ class FileLock:
         self._count = 0
         self._process = 0
         self._is_released = threading.Event()
+        self._renewing = threading.Lock()
 
     @classmethod
     def take(cls, path: Path, what: Path) -> FileLock:
@@ -90,7 +91,8 @@ class FileLock:
             if self._count or self._process != os.getpid():
                 return
             del _held[str(self._path)]
-            self._is_released.set()
+            with self._renewing:  # or a renewal would be taken for one of the next holder
+                self._is_released.set()
             self._path.unlink(missing_ok=True)  # before it is unlocked: the file is ours until then
             os.close(self._descriptor)
 
@@ -159,9 +161,10 @@ class FileLock:
     def _renew(self) -> None:
         while not self._is_released.wait(RENEWAL_S):
             try:
-                if not _is_same_file(self._descriptor, self._path):
-                    return
-                os.utime(self._path)
+                with self._renewing:
+                    if self._is_released.is_set() or not _is_same_file(self._descriptor, self._path):
+                        return
+                    os.utime(self._descriptor)
             except OSError:  # a full disk or a network that is away: the holder has other ways to notice
                 continue
 

@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import UnitBypassedError
 
-__all__ = ["guard_owner", "guarded_methods"]
+__all__ = ["MIXED_TENSORS", "guard_owner", "guarded_methods"]
 
-_TORCH_MESSAGE = "got mixed torch.Tensor and DTensor"
+# In torch's own error.
+MIXED_TENSORS = "got mixed torch.Tensor and DTensor"
 
 
 def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> None:
@@ -63,7 +65,7 @@ def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
             return method(self, *args, **kwargs)
         except RuntimeError as error:
             unit = unit_of(self)
-            if _TORCH_MESSAGE not in str(error) or unit is None or unit.is_unsharded:
+            if MIXED_TENSORS not in str(error) or unit is None or unit.is_unsharded:
                 raise
             raise _bypassed(self, unit.name, method.__name__) from error
 
@@ -82,13 +84,15 @@ def _bypassed(module: nn.Module, unit_name: str, method: str | None = None) -> U
             f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"
         )
         fix = f'shardgrad.register_fsdp_forward_method(model, "{caller}")'
-    return UnitBypassedError(
+    error = UnitBypassedError(
         f"{how}, while its parameters are sharded: got mixed torch.Tensor and DTensor",
         expected="parameters used inside their unit's forward, or in a registered method",
         got="a computation on this rank's shards, whose gradients would not be averaged",
         where=f"rank {dist.get_rank() if dist.is_initialized() else 0}, unit {unit_name or 'root'!r}",
         fix=fix,
     )
+    recorder.report(error)  # other ranks may not have made the mistake, and wait
+    return error
 
 
 def _method_on_stack() -> str | None:

@@ -10,7 +10,9 @@ What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
 * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
-* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`).
+* after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
+* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`);
+* before each step, work of the program that the step would lose is named (`lost_work.py`).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 from torch.optim.optimizer import (
@@ -31,11 +34,16 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
-from shardgrad.checks.untrained_params import FirstStepCheck, concerns_unit
+from shardgrad.checks.lost_work import LostWork
+from shardgrad.checks.untrained_params import (
+    FirstStepCheck,
+    concerns_unit,
+    refuse_state_of_other_dtype,
+)
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
 
-__all__ = ["watch_optimizers"]
+__all__ = ["note_cast", "watch_optimizers"]
 
 
 @dataclass
@@ -45,12 +53,16 @@ class _Watched:
     Attributes:
         version: of the optimizer and the models when this was found out; see `_OptimizerHooks._version`.
         groups: parameter groups that its steps write; empty if it has no parameter of a sharded model.
+        dtypes: of these groups' parameters.
+        lost_work: looks for work that its steps would lose.
         first_step: checks its first step; None if there is nothing to check.
         is_checked: True once that is done.
     """
 
     version: tuple[int, int]
     groups: list[weakref.ref[ParamGroup]]
+    dtypes: list[torch.dtype]
+    lost_work: LostWork
     first_step: FirstStepCheck | None
     is_checked: bool = False
 
@@ -60,20 +72,24 @@ class _OptimizerHooks:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._models_ever = 0
+        self._changes = 0  # models sharded, or cast to another dtype
         self._handles: list[RemovableHandle] = []
         self._watched: weakref.WeakKeyDictionary[Optimizer, _Watched] = weakref.WeakKeyDictionary()
 
     def add(self, model: nn.Module) -> None:
         """Keeps the hooks registered for as long as `model` is alive."""
         self._models.add(model)
-        self._models_ever += 1
+        self._changes += 1
         weakref.finalize(model, self._remove_if_unused).atexit = False
         if not self._handles:
             self._handles = [
                 register_optimizer_step_pre_hook(self._before),
                 register_optimizer_step_post_hook(self._after),
             ]
+
+    def note_cast(self) -> None:
+        """Has every optimizer looked at again before its next step."""
+        self._changes += 1
 
     def _remove_if_unused(self) -> None:
         # torch iterates over its hooks during a step, and a model may be garbage collected there. Then the
@@ -86,6 +102,7 @@ class _OptimizerHooks:
         watched = self._look_up(optimizer)
         if watched.groups:
             refuse_uncapturable_step(optimizer)
+            watched.lost_work.look(optimizer, (group for each in watched.groups if (group := each())))
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)
 
@@ -108,15 +125,19 @@ class _OptimizerHooks:
     def _examine(self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None) -> _Watched:
         params = [param for optim_group in optimizer.param_groups for param in optim_group["params"]]
         groups = {group_of(managed): None for param in params if (managed := managed_by(param)) is not None}
+        dtypes = [group.dtype for group in groups]
+        if before is not None and before.dtypes != dtypes:
+            refuse_state_of_other_dtype(optimizer)
         first_step = None if before is None else before.first_step
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()
         is_checked = before is not None and before.is_checked
-        return _Watched(version, list(map(weakref.ref, groups)), first_step, is_checked)
+        lost_work = LostWork() if before is None else before.lost_work
+        return _Watched(version, list(map(weakref.ref, groups)), dtypes, lost_work, first_step, is_checked)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Returns numbers that change when the optimizer gets parameters, or a model is sharded."""
-        return sum(len(group["params"]) for group in optimizer.param_groups), self._models_ever
+        """Returns numbers that change when the optimizer gets parameters, or a model is sharded or cast."""
+        return sum(len(group["params"]) for group in optimizer.param_groups), self._changes
 
 
 def _is_any_step_running() -> bool:
@@ -139,3 +160,8 @@ def watch_optimizers(models: Iterable[nn.Module]) -> None:
     """Watches the steps of optimizers for as long as one of these sharded modules is alive."""
     for model in models:
         _hooks.add(model)
+
+
+def note_cast() -> None:
+    """Says that parameters of a sharded model have got another dtype."""
+    _hooks.note_cast()

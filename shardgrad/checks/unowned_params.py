@@ -1,14 +1,18 @@
 """Refusing a forward while a parameter under its root would be trained apart by every rank.
 
-A parameter that was attached after `fully_shard`, such as an adapter's or a new head's, belongs to no unit:
-its gradients are not averaged, and nothing in the loss shows that ranks drift apart. So the outermost forward
-looks through the modules under it once, and again whenever they have changed.
+A parameter that was attached after `fully_shard`, such as an adapter's or a new head's, belongs to no unit;
+nor does one of a module around the units that was not sharded. Its gradients are not averaged, and nothing in
+the loss shows that ranks drift apart. So the outermost forward of a unit looks once, and again whenever they
+have changed, through the modules under it, and through those that it runs inside of: they are on the stack.
 """
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch.distributed as dist
@@ -17,8 +21,9 @@ from torch.distributed._composable.contract import _get_registry
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.param import is_unsharded_param
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError
 
 __all__ = ["UnownedParams", "note_ignored"]
@@ -27,6 +32,7 @@ _Register = dict[str, nn.Parameter | None]
 _Slot = tuple[_Register, str]
 
 _IGNORED = "_shardgrad_ignored"
+_CALL = nn.Module._call_impl.__code__
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
@@ -39,15 +45,20 @@ def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]
             module.__dict__[_IGNORED] = names | module.__dict__.get(_IGNORED, set())
 
 
+# Modules around units, and who looks at them: one of the units inside is enough.
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnownedParams]] = weakref.WeakKeyDictionary()
+
+
 class UnownedParams:
     """Looks for trainable parameters that no unit owns, when a unit's forward is the outermost one.
 
     Args:
-        unit: what is under its modules is looked at.
+        unit: what is under its modules, and under those that call them, is looked at.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._callers: list[weakref.ref[nn.Module]] = []
         self._children: list[dict[str, nn.Module | None]] = []
         self._registers: list[_Register] = []
         self._known: tuple[list[Any], list[int]] | None = None
@@ -66,11 +77,17 @@ class UnownedParams:
         if self._unit.mesh.data_parallel_size == 1:
             return
         self._known = None
-        modules = list(_modules_of(self._unit))
-        apart = {name: _unowned(module) for name, module in modules}
+        roots = [*self._callers_now(), *self._unit.modules]
+        modules = list(_modules_under(roots))
+        # What two units share is refused by the second, and says so.
+        shared = {guest.param for root in roots for unit in units_under(root) for guest in unit.guests}
+        apart = {name: _unowned(module, shared) for name, module in modules}
         found = {name: [slot for slot in slots if _trains(slot)] for name, slots in apart.items()}
         if any(found.values()):
-            raise self._error([(name, attribute) for name, slots in found.items() for _, attribute in slots])
+            pairs = [(name, attribute) for name, slots in found.items() for _, attribute in slots]
+            error = self._error(pairs, dict(modules)[pairs[0][0]])
+            recorder.report(error)  # other ranks may have none, and wait
+            raise error
         self._frozen = list(chain.from_iterable(apart.values()))
         self._children = [module._modules for _, module in modules]
         self._registers = [module._parameters for _, module in modules]
@@ -81,21 +98,46 @@ class UnownedParams:
         children = chain.from_iterable(map(dict.values, self._children))
         return list(children), list(map(len, self._registers))
 
-    def _error(self, found: list[tuple[str, str]]) -> UnownedParameterError:
+    def _callers_now(self) -> list[nn.Module]:
+        """Returns the modules that call this unit, outermost first, but for those another unit looks at."""
+        for module in _modules_on_stack():
+            looks = _around.get(module)
+            if module not in self._unit.modules and (looks is None or looks() is None):
+                _around[module] = weakref.ref(self)
+                self._callers.append(weakref.ref(module))
+        return [module for reference in self._callers if (module := reference()) is not None]
+
+    def _error(self, found: list[tuple[str, str]], owner: nn.Module) -> UnownedParameterError:
         names = [f"{module}.{attribute}" if module else attribute for module, attribute in found]
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-        owner = dict(_modules_of(self._unit))[found[0][0]]
-        if any(isinstance(param, DTensor) or is_unsharded_param(param) for param in owner.parameters()):
+        is_around = owner not in dict(_modules_under(self._unit.modules)).values()
+        if is_around:
+            got = f"{len(names)} in modules around this unit, which fully_shard was not called on"
+            fix = "shardgrad.fully_shard(model) for the outermost module too, after those in it"
+        elif any(isinstance(param, DTensor) or is_unsharded_param(param) for param in owner.parameters()):
+            got = f"{len(names)} that were attached after fully_shard"
             fix = "attach it before fully_shard is called"
         else:
+            got = f"{len(names)} that were attached after fully_shard"
             fix = f"shardgrad.fully_shard(model.get_submodule({found[0][0]!r})), as for each new module"
         return UnownedParameterError(
             f"no unit owns {', '.join(names[:5])}{more}: every rank would train its own",
             expected="trainable parameters in a unit, in ignored_params, or DTensors",
-            got=f"{len(names)} that were attached after fully_shard",
+            got=got,
             where=f"rank {dist.get_rank()}, forward of unit {self._unit.name or 'root'!r}",
-            fix=f"{fix}; to train it apart, attach it first and name it in ignored_params",
+            fix=f"{fix}; to train it apart, name it in ignored_params",
         )
+
+
+def _modules_on_stack() -> list[nn.Module]:
+    """Returns the modules whose forward runs on this thread, outermost first."""
+    found: dict[nn.Module, None] = {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _CALL:
+            found[frame.f_locals["self"]] = None
+        frame = frame.f_back
+    return list(found)[::-1]
 
 
 def _trains(slot: _Slot) -> bool:
@@ -103,18 +145,19 @@ def _trains(slot: _Slot) -> bool:
     return param is not None and param.requires_grad
 
 
-def _unowned(module: nn.Module) -> list[_Slot]:
+def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]:
     """Returns where a module registers parameters of no unit, that the program has not taken on itself."""
     ignored = module.__dict__.get(_IGNORED, ())
     return [
         (module._parameters, name)
         for name, param in module._parameters.items()
         if not (param is None or name in ignored or isinstance(param, DTensor) or is_unsharded_param(param))
+        and param not in shared
     ]
 
 
-def _modules_of(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a unit's modules and all below them, by name, but for DDP's replicas."""
+def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Yields modules and all below them, by name, but for DDP's replicas."""
     seen: set[nn.Module] = set()
 
     def below(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -128,5 +171,5 @@ def _modules_of(unit: Unit) -> Iterator[tuple[str, nn.Module]]:
         for child_name, child in module.named_children():
             yield from below(f"{name}.{child_name}" if name else child_name, child)
 
-    for module in unit.modules:
-        yield from below("", module)
+    for root in roots:
+        yield from below("", root)

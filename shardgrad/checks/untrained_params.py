@@ -16,8 +16,10 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import SGD
 from torch.optim.optimizer import Optimizer
 
+from shardgrad.checks.lost_work import refuse_hooks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import FSDPParam, is_replaced, is_unsharded_param, local_of, managed_by
 from shardgrad.engine.param_group import group_of
@@ -25,7 +27,12 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import OptimizerParameterError
 from shardgrad.sharding.scaled_gradient import ScaledGradient
 
-__all__ = ["FirstStepCheck", "UntrainedParameterWarning", "concerns_unit"]
+__all__ = [
+    "FirstStepCheck",
+    "UntrainedParameterWarning",
+    "concerns_unit",
+    "refuse_state_of_other_dtype",
+]
 
 _SAMPLE_NUMEL = 4096
 
@@ -51,6 +58,30 @@ class _Sample:
     def is_unchanged(self) -> torch.Tensor:
         """Returns whether no value changed although some gradient is not zero; a bool device scalar."""
         return self._has_gradient & ~(self._values != self._before).any()
+
+
+def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
+    """Refuses an optimizer of torch whose moments have another dtype than their parameters.
+
+    Raises:
+        OptimizerParameterError: the model was cast after the optimizer's first step.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, SGD):
+        return  # others may keep them apart on purpose, and SGD adds up in whatever dtype
+    for param in _params(optimizer):
+        managed = managed_by(param)
+        for key, value in optimizer.state.get(param, {}).items() if managed is not None else ():
+            is_moment = isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
+            if managed is not None and is_moment and value.dtype != param.dtype:
+                raise OptimizerParameterError(
+                    f"the model was cast to {param.dtype} after steps of {type(optimizer).__name__}",
+                    expected=f"{key} in {param.dtype}",
+                    got=f"{key} in {value.dtype}",
+                    where=f"parameter {managed.name}",
+                    fix="cast the model before the optimizer is built, or use mp_policy="
+                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
+                    "optimizer.load_state_dict(optimizer.state_dict()) casts its state",
+                )
 
 
 def _memory_of(grad: torch.Tensor) -> torch.Tensor:
@@ -81,6 +112,7 @@ class FirstStepCheck:
 
         Raises:
             OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed.
+            GradientError: a parameter has a hook that never runs.
         """
         if _is_capturing(optimizer):
             return
@@ -93,6 +125,8 @@ class FirstStepCheck:
                 got="parameters whose memory is freed between steps",
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is built",
             )
+        known = ((param, managed_by(param)) for param in _params(optimizer))
+        refuse_hooks({param: managed.name for param, managed in known if managed is not None})
         self._samples, self._without = [], []
         training = [group for group in optimizer.param_groups if float(group.get("lr", 1.0)) != 0]
         for param in (param for group in training for param in group["params"]):
@@ -133,7 +167,7 @@ class FirstStepCheck:
                 f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
-        replaced = sum(map(is_replaced, _params(optimizer)))
+        replaced = sum(is_replaced(param) and managed_by(param) is None for param in _params(optimizer))
         if replaced:
             _warn(
                 optimizer,

@@ -6,11 +6,12 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from shardgrad.cli.command import Command
+from shardgrad.cli.reporting import escaped
 from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -36,13 +37,26 @@ _NONE = "none"
     help="Built-in model whose training step is checked; none checks the environment only.  [default: tiny]",
 )
 @click.option("--cpu", is_flag=True, help="Run the step on the CPU even if there is an accelerator.")
-def doctor(preset: str, cpu: bool) -> None:
+@click.option(
+    "--audit",
+    metavar="MODULE:FUNCTION",
+    help="Instead, compare your own program on several ranks with one rank: docs/how_to/audit_a_program.md.",
+)
+@click.option(
+    "--ranks", type=click.IntRange(min=2), default=2, help="Ranks of the program audited.  [default: 2]"
+)
+@click.option(
+    "--steps", type=click.IntRange(min=1), default=3, help="Steps of the program audited.  [default: 3]"
+)
+def doctor(preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) -> None:
     """Print versions and devices, and what prevents a training step from being captured as one graph.
 
     Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
     issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
     program.
     """
+    if audit is not None:
+        _audit(audit, ranks, steps)
     from rich.console import Console
     from rich.table import Table
 
@@ -60,6 +74,15 @@ def doctor(preset: str, cpu: bool) -> None:
     count = f"{len(issues) or 'No'} issue{'' if len(issues) == 1 else 's'}"
     console.print(f"\n{count} for a graph in this environment{tried}.")
     sys.exit(1 if issues else 0)
+
+
+def _audit(target: str, ranks: int, steps: int) -> NoReturn:
+    """Prints where a program on several ranks departs from one rank; exits with 1 if it does."""
+    from shardgrad.testing.audit import audit
+
+    found = audit(target, ranks=ranks, steps=steps)
+    click.echo(escaped(found))
+    sys.exit(0 if found.passed else 1)
 
 
 def _device(cpu: bool) -> torch.device:

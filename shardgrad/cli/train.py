@@ -144,7 +144,8 @@ def train(
     Starts its own ranks (--ranks, --mesh), or runs as one of the ranks that torchrun started.
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
-    from shardgrad.train.launch import newest_run, prepare, start, torchrun_world_size
+    from shardgrad.train.launch import newest_run, prepare, start
+    from shardgrad.train.launcher import torchrun_world_size
 
     given = read_settings(config_file) if config_file is not None else {}
     given |= {name: value for name, value in flags.items() if value not in (None, ())}

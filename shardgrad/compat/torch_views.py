@@ -2,7 +2,8 @@
 
 Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
 its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
-`post_backward()` and `_root_post_backward_final_callback()`. torch's `FSDPMemTracker` looks at parameters
+`post_backward()` and `_root_post_backward_final_callback()`; from torch 2.15 on, the public methods of
+`backward_finalization.py`. torch's `FSDPMemTracker` looks at parameters
 under `fsdp_params`, and wraps the functions that run before and after a unit's forward and backward. Views
 hold no state.
 
@@ -15,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._composable.contract import STATE_KEY
 from torch.utils.hooks import RemovableHandle
 
+from shardgrad.compat.backward_finalization import end_backward
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.root import RootContext, lazy_init
@@ -138,6 +139,11 @@ class StateView:
         return _ContextView(lazy_init(self._unit))
 
     @property
+    def _comm_ctx(self) -> object:
+        """What stages share after `share_comm_ctx`; pipeline schedules compare identities."""
+        return lazy_init(self._unit).comm_ctx.reduce_ring
+
+    @property
     def _fsdp_param_groups(self) -> list[_GroupView]:
         return [_GroupView(self._unit, group) for group in self._unit.groups]
 
@@ -188,10 +194,7 @@ class StateView:
 
     def _root_post_backward_final_callback(self) -> None:
         """Reduces the pending gradients of earlier micro-batches and waits for them. A collective."""
-        context = lazy_init(self._unit)
-        with torch.no_grad():
-            context.scheduler.begin_backward(in_autograd=False)
-            context.end_backward()
+        end_backward(lazy_init(self._unit))
 
 
 # The key of torch's own states.

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardgrad.diagnosis.flight_recorder import recorder
+
 __all__ = ["all_gather_object"]
 
 
@@ -25,13 +27,19 @@ def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
     payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = torch.empty(group.size(), dtype=torch.int64, device=device)
     size = torch.tensor([payload.numel()], dtype=torch.int64, device=device)
-    dist.all_gather(list(sizes.split(1)), size, group=group)
+    _all_gather(list(sizes.split(1)), size, group)
     lengths = sizes.tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
     rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in lengths]
-    dist.all_gather(rows, padded.to(device), group=group)
+    _all_gather(rows, padded.to(device), group)
     return [pickle.loads(_bytes_of(row.cpu(), length)) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _all_gather(rows: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    log = recorder.group_log(group)
+    entry = log.record("comparison of the ranks", None)
+    log.wait_for(dist.all_gather(rows, own, group=group, async_op=True), entry)
 
 
 def _bytes_of(row: torch.Tensor, length: int) -> bytes:

@@ -22,14 +22,18 @@ import zlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # programs that read what ranks recorded need no torch
     import torch
     import torch.distributed as dist
 
+    from shardgrad.errors import ShardgradError
+
 __all__ = ["Entry", "FlightRecorder", "GroupLog", "recorder"]
 
+_SLICE = timedelta(seconds=1)
 _ENTRIES = 64  # more than two ranks of one group can be apart by prefetching
 _MULTIPLIER = 0x5851F42D4C957F2D  # of Knuth's MMIX generator: odd, and mixes all 64 bits
 _MASK = 2**64 - 1
@@ -63,6 +67,7 @@ class GroupLog:
         fingerprint: of all of them, in their order.
         recent: the last ones.
         is_background: True if another thread than the training thread starts them, at its own pace.
+        host_waits: the type of what the host waits for, where waiting may be interrupted: over gloo.
     """
 
     def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
@@ -72,6 +77,7 @@ class GroupLog:
         self.fingerprint = 0
         self.recent: deque[Entry] = deque(maxlen=_ENTRIES)
         self.is_background = False
+        self.host_waits: type | None = None
         self._recorder = recorder
         self._keys: dict[tuple[str, int, torch.dtype | str], tuple[str, int]] = {}
 
@@ -95,12 +101,33 @@ class GroupLog:
         entry = Entry(self.count, name, what[1], dtype, self.fingerprint)
         self.recent.append(entry)
         self._recorder.progress_s = time.monotonic()
+        self._recorder.reported = None
         return entry
+
+    def wait_for(self, work: dist.Work, entry: Entry) -> None:
+        """Waits for a collective; over gloo, no longer than it can still end.
+
+        Raises:
+            CollectiveError: the watchdog has found out that a rank which has to join it never will.
+            RuntimeError: the backend's own.
+        """
+        recorder = self._recorder
+        recorder.waits_since_s = time.monotonic()
+        recorder.waits_in = self, entry
+        if self.host_waits is None or not isinstance(work, self.host_waits):
+            work.wait()
+        else:
+            while not _has_ended(work):
+                verdict = recorder.verdict
+                if verdict is not None and verdict[0] is entry:
+                    raise verdict[1]
+        recorder.waits_in = None  # not if it raised: then it is what is asked for
 
     @contextmanager
     def waiting(self, name: str, chunk: torch.Tensor | None = None) -> Iterator[None]:
         """Records a collective that the host waits for in the block."""
         entry = self.record(name, chunk)
+        self._recorder.waits_since_s = time.monotonic()
         self._recorder.waits_in = self, entry
         yield
         self._recorder.waits_in = None
@@ -116,6 +143,9 @@ class FlightRecorder:
         progress_s: `time.monotonic()` of the last sign of progress.
         waits_in: the collective that the host waits for, or waited for when it failed; with None in place of
             the entry, the collective that another thread started last in that group.
+        waits_since_s: `time.monotonic()` when that began.
+        reported: what this rank has refused since its last collective: the error's first line, and its fix.
+        verdict: the collective that cannot end any more, and why; see `rank_watch.py`.
     """
 
     def __init__(self) -> None:
@@ -124,6 +154,9 @@ class FlightRecorder:
         self.unit = ""
         self.progress_s = time.monotonic()
         self.waits_in: tuple[GroupLog, Entry | None] | None = None
+        self.waits_since_s = 0.0
+        self.reported: tuple[str, str] | None = None
+        self.verdict: tuple[Entry, Exception] | None = None
         self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = weakref.WeakKeyDictionary()
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
@@ -133,6 +166,10 @@ class FlightRecorder:
             self.step = step
         self.progress_s = time.monotonic()
 
+    def report(self, error: ShardgradError) -> None:
+        """Says that this rank has refused to go on, until it starts another collective."""
+        self.reported = f"{type(error).__name__}: {error.what}", error.fix or ""
+
     def group_log(self, group: dist.ProcessGroup) -> GroupLog:
         """Returns the log of a process group, the same object as long as the group is alive."""
         log = self._logs.get(group)
@@ -141,6 +178,7 @@ class FlightRecorder:
 
             ranks = tuple(dist.get_process_group_ranks(group))
             log = self._logs[group] = GroupLog(self, group.group_name, ranks)
+            log.host_waits = dist.Work if dist.get_backend(group) == "gloo" else None
         return log
 
     def waiting_for(self) -> tuple[str | None, Entry | None]:
@@ -154,6 +192,17 @@ class FlightRecorder:
     def group_logs(self) -> list[GroupLog]:
         """Returns the logs of all process groups that are alive."""
         return list(self._logs.values())
+
+
+def _has_ended(work: dist.Work) -> bool:
+    """Waits for a second; raises what the collective failed with."""
+    try:
+        work.wait(_SLICE)
+    except RuntimeError as error:
+        if "Operation timed out!" not in str(error):
+            raise
+        return False
+    return True
 
 
 recorder = FlightRecorder()

@@ -64,8 +64,10 @@ class GradCollector:
         """All that gradients have arrived on since the last pack, the pack stream first."""
         return (self.pack_stream, *self._foreign)
 
-    def take(self, unsharded: torch.Tensor, grad: torch.Tensor, streams: Streams) -> bool:
-        """Takes a parameter's gradient from autograd, leaving None; returns whether all are here.
+    def take(
+        self, unsharded: torch.Tensor, grad: torch.Tensor, streams: Streams, *, is_written: bool = False
+    ) -> bool:
+        """Takes a gradient, `is_written` by the program or autograd's; returns whether all are here.
 
         Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was written on.
 
@@ -76,7 +78,7 @@ class GradCollector:
         if grad.requires_grad:  # `create_graph=True`: the graph ends where gradients are reduced
             grad = grad.detach()
         index = self._index[id(unsharded)]
-        if not self._params[index].sharded.requires_grad:
+        if not (is_written or self._params[index].sharded.requires_grad):
             return False  # frozen since the forward
         if grad.layout is not torch.strided:
             raise GradientError(

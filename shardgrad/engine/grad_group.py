@@ -23,8 +23,9 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
+from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
@@ -153,7 +154,7 @@ class GradGroup:
         """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
 
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
-        place while gradients wait or a backward is expected, so that none is lost.
+        place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
 
         Streams: what waits is moved, if it has to be, on the reduce stream.
         """
@@ -171,8 +172,10 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
-        kept = set() if self._is_open else set(map(id, self.params))
-        placed = [p for p in params if p.sharded.requires_grad or id(p) in kept]
+        attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
+        kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
+        kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
+        placed = [p for p in params if p.sharded.requires_grad or p in kept]
         self._holds_places = len(placed) != sum(self._trainable)
         if self._packer is None or not is_same or placed != self.params:
             self._place(placed)
@@ -262,10 +265,12 @@ class GradGroup:
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
         hook = _hook_of(weakref.ref(self))
-        for p in self.params:
-            if p.unsharded is not None and p.unsharded.requires_grad and _HOOKED not in p.unsharded.__dict__:
-                p.unsharded.__dict__[_HOOKED] = True
-                p.unsharded.register_post_accumulate_grad_hook(hook)
+        for unsharded in self.unsharded:
+            if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
+                unsharded.__dict__[_HOOKED] = True
+                unsharded.register_post_accumulate_grad_hook(hook)
+                if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
+                    unsharded.grad_dtype = None  # what autograd gives, which may be wider than the parameter
 
     # -- the gradient shard -----------------------------------------------------------------------------
 
@@ -354,7 +359,7 @@ class GradGroup:
         """
         for unsharded in self.unsharded:
             if unsharded.grad is not None:
-                self.collector.take(unsharded, unsharded.grad, streams)
+                self.collector.take(unsharded, unsharded.grad, streams, is_written=True)
 
     def accumulate(self, comm_ctx: CommContext) -> None:
         """Adds the collected gradients to this rank's unsharded sum, without communication."""
@@ -463,8 +468,7 @@ class GradGroup:
             for slot in packed.slots:
                 slot.start_reading(stream)
             if shard is not None:
-                is_captured = is_capturing(group.mesh.device)
-                shard.objects.part_with_kept(reader, shard.pending_scale, capturing=is_captured)
+                shard.part_with_kept(reader)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)

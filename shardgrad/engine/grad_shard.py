@@ -27,10 +27,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
-from shardgrad.engine.streams import StreamEvent, Streams, is_capturing, keep_for_current_stream
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.errors import ForeignParameterError
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.gradient_objects import Bound, GradientObjects
+from shardgrad.sharding.gradient_objects import Bound, GradientObjects, keep_for_current_stream
 from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -72,23 +72,23 @@ class GradShard:
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
         self._views = layout.local_views(self.flat, mesh.shard_rank)
-        names = [p.name for p in params]
-        self.objects = GradientObjects(self.params, names, self._views, self.apply_scale, policy)
+        self.objects = GradientObjects(params, self._views, self.apply_scale, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
+        self._zeroed: set[int] = set()  # since the last reduction
+        self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
 
     # -- before and after a reduction -------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything, not add.
 
-        To add, gradients that are None are zeroed first, and foreign ones taken over.
-
-        Streams: writes, if any, go to the current stream.
+        To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
         """
         self.wait_on_host()
         self.nonfinite = None
+        self._zeroed.clear()
         if self.objects.are_absent():
             self.pending_scale = None
             return False
@@ -96,7 +96,14 @@ class GradShard:
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self._views[i].zero_()
+        if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
+            self._flags_before = self.flags.clone()
         return True
+
+    def part_with_kept(self, reader: Stream) -> None:
+        """Before a reduction's result is written: [Note: Kept gradients]. The program reads on `reader`."""
+        capturing = is_capturing(self.flat.device)
+        self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
         self,
@@ -134,6 +141,10 @@ class GradShard:
         anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
         self.flagged = list(anywhere)
         self.touched = tuple(touched)
+        before, self._flags_before = self._flags_before, None
+        if before is not None:
+            self.wait_on_host()
+            anywhere = (self.flags != before).tolist()
         for param, own, live in zip(self.params, self.objects.plain, anywhere, strict=True):
             if not live:
                 continue
@@ -172,10 +183,6 @@ class GradShard:
     def view(self, place: int) -> torch.Tensor:
         """Returns a parameter's part of `flat`, in the local shape."""
         return self._views[place]
-
-    def grad(self, place: int) -> DTensor:
-        """Returns a parameter's gradient, bound or not."""
-        return self.objects.plain[place]
 
     @property
     def count(self) -> int:
@@ -219,6 +226,7 @@ class GradShard:
                 fix="assign None, or change the gradient in place",
             )
         self.apply_scale()  # a new gradient does not share the pending scale of the others
+        self._zeroed.discard(index)
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
@@ -241,17 +249,19 @@ class GradShard:
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Their pending scale is forgotten with the values: zero times NaN is not zero.
+        Their pending scale is forgotten with the values: zero times NaN is not zero. So is a NaN that was
+        found, once all have been zeroed (an optimizer does it group by group).
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
+        self._zeroed.update(chosen)
         if len(chosen) < sum(live):
             self.apply_scale()  # the others are still to be multiplied
-        else:
+        elif self.pending_scale is not None:
+            self.pending_scale = None
+            self.objects.rebind(scaled=False)
+        if all(place in self._zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
-            if self.pending_scale is not None:
-                self.pending_scale = None
-                self.objects.rebind(scaled=False)
         for place in chosen:
             self._views[place].zero_()
 

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, getitem, is_
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -80,7 +80,7 @@ class FSDPParam:
 
     def registered(self) -> list[nn.Parameter]:
         """Returns what the owning modules register: `sharded`, unless a program has replaced it."""
-        registered = (module._parameters[attribute] for module, attribute in self.owners)
+        registered = (module._parameters.get(attribute) for module, attribute in self.owners)
         return [param for param in registered if param is not None]
 
     def register(self, param: nn.Parameter) -> None:
@@ -118,7 +118,7 @@ class Registration:
 
     def holds(self) -> bool:
         """Returns whether modules register just these parameters, with their memory where it was."""
-        registered = map(getitem, self._registers, self._attributes)
+        registered = map(dict.get, self._registers, self._attributes)
         return (
             all(map(is_, registered, self._params))
             and all(map(is_, map(_LOCAL, self._params), self._locals))

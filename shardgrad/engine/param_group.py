@@ -34,7 +34,7 @@ from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
-from shardgrad.policies import GradientPolicy
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
@@ -136,6 +136,7 @@ class ParamGroup:
         kind: in words, for the comparison between ranks.
         generation: how often parameters were replaced; a gradient shard of an earlier one is of no use.
         steps_taken: how often an optimizer has moved the parameters; see `checks/optimizer_hooks.py`.
+        keeps_memory: a reshard does not free the unsharded memory.
         alignment: elements that offsets in chunks are multiples of.
     """
 
@@ -156,6 +157,7 @@ class ParamGroup:
         self.holds_dtensors = any(p.sharding.came_as_dtensor for p in self.params)
         self.state = SHARDED
         self.collectives = CollectiveConfig()
+        self.keeps_memory = False
         self.steps_taken = 0
         self.generation = 0
         self._gathered_version = (-1, -1)  # of the values in unsharded memory, or on their way there
@@ -163,8 +165,9 @@ class ParamGroup:
         self._unsharded: UnshardedMemory | None = None
         self._inputs: list[AllGatherInput] = []
         self.set_tags("", 0)
-        self._set_dtypes(params[0].sharded.dtype)
-        self._allocate(on_meta=_is_meta(params[0].sharded))
+        first = params[0].sharded
+        self._set_dtypes(first.dtype)
+        self._allocate(on_meta=getattr(first, "_local_tensor", first).device.type == "meta")
         self._note_params()
 
     def set_tags(self, name: str, number: int) -> None:
@@ -200,7 +203,8 @@ class ParamGroup:
             self.reduce_dtype = self.gradient_dtype = torch.float32  # of no gradients
         else:
             self.shard_dtype, self.gather_dtype = dtype, self.mp_policy.param_dtype or dtype
-            self.reduce_dtype = self.mp_policy.reduce_dtype or self.gather_dtype
+            follows = dtype if REDUCES_IN_GRAD_DTYPE else self.gather_dtype
+            self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         self.alignment = alignment_numel(
             [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype]
@@ -273,7 +277,7 @@ class ParamGroup:
         for (p, old), view in zip(staying, smaller.local_views(), strict=True):
             view.copy_(old)
             p.alias(view)
-        smaller.collectives = self.collectives
+        smaller.collectives, smaller.keeps_memory = self.collectives, self.keeps_memory
         smaller._note_params()
         return smaller
 
@@ -409,8 +413,8 @@ class ParamGroup:
             # The gather has read the shard, which the program may write next.
             gather.wait(gather.streams.current())
             gather.release(gather.streams.gather)
-            if gather.is_zero_copy and self._unsharded is not None:
-                self._unsharded.free()
+            if gather.is_zero_copy:
+                self._free()
 
     def wait_until_read(self) -> None:
         """Makes the host wait until its memory has been read, if the shard lives there."""
@@ -443,7 +447,7 @@ class ParamGroup:
 
     def _free(self) -> None:
         """Gives the unsharded memory back, after the last use on the current stream."""
-        if self._unsharded is not None:
+        if self._unsharded is not None and not self.keeps_memory:
             self._unsharded.free()
 
     def reshard_after_forward(self) -> None:
@@ -463,8 +467,3 @@ class ParamGroup:
         params = self._sharded_params
         writes = sum(map(_VERSION, params)) + sum(map(_VERSION, map(_LOCAL, params)))
         return self.generation, self.steps_taken + writes
-
-
-def _is_meta(param: nn.Parameter) -> bool:
-    local = getattr(param, "_local_tensor", param)
-    return bool(local.device.type == "meta")

@@ -15,6 +15,8 @@ from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParamete
 
 __all__ = ["adopt", "require_data"]
 
+_NOT_SHARDED = (ParamState.UNSHARDED, ParamState.SHARDED_POST_FORWARD, ParamState.UNSHARDING_POST_FORWARD)
+
 
 def adopt(group: ParamGroup) -> bool:
     """Takes over what a sharded group's modules register now; returns whether addresses may have changed.
@@ -25,14 +27,7 @@ def adopt(group: ParamGroup) -> bool:
         ExtensionError: a parameter of a flat shard got all-gather extensions after the first forward.
         ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing has changed.
     """
-    if group.state not in (
-        ParamState.SHARDED,
-        ParamState.KEPT,
-        ParamState.UNSHARDING,
-        ParamState.KEPT_UNSHARDING,
-    ):
-        return False
-    if group.registration.holds():
+    if group.state in _NOT_SHARDED or group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
@@ -61,7 +56,7 @@ def require_data(group: ParamGroup) -> None:
 
 def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     """Returns what the modules register now, checked to be sharded like the parameter."""
-    registered = [module._parameters[attribute] for module, attribute in p.owners]
+    registered = [module._parameters.get(attribute) for module, attribute in p.owners]
     # Of a tied parameter loaded twice, one of the new objects serves as well as the other.
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
     param: object = shown
@@ -72,7 +67,8 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=f"unit {group.name or 'root'!r}",
-            fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
+            fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); parametrize, "
+            "or remove parameters, before fully_shard",
         )
     return shown  # type: ignore[return-value]
 

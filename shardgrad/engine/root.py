@@ -20,6 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
+from shardgrad.engine.streams import is_capturing
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError, TiedParameterError
 
@@ -43,15 +44,15 @@ class RootContext:
         self.keep_unsharded = False
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
+        self._is_captured = False  # the latest forward
         self._forward_root: Unit | None = None
         self._order: list[Unit] = []
         self._order_frozen = False
         self._position = 0
         self._gathered = 0
         self._backward_order: list[Unit] = []
-        groups = [group for unit in self.units for group in unit.groups]
         # The host has to wait for these before a program may write their shards.
-        self._offloaded = [group for group in groups if group.shard_memory.is_offloaded]
+        self._offloaded = [g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded]
 
     @property
     def is_last_backward(self) -> bool:
@@ -76,7 +77,7 @@ class RootContext:
 
         Streams: later all-gathers start after the current stream, where the optimizer wrote the parameters.
         """
-        opens_again = self._forward_root is unit and unit.may_nest
+        opens_again = self._forward_root is unit and unit.methods_running > 0
         if self.scheduler.backward_running or (
             self._forward_root is unit and not opens_again and not unit.runs_in_itself
         ):
@@ -86,17 +87,19 @@ class RootContext:
         replaced = [each.refresh() for each in self.units]
         if torch.is_grad_enabled():
             unit.require_complete()
-        self._forward_root = unit
-        self._position = 0
+        device = self.comm_ctx.device
+        if device.type != "cpu":
+            if is_capturing(device) != self._is_captured:  # by torch.cuda.graph, if not by graphed_step
+                self._is_captured = not self._is_captured
+                self.comm_ctx.streams.forget_events()
+                self.quiesce()
+            with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
+                (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
+        self._forward_root, self._position = unit, 0
         if not self._order_frozen:
             self._order.clear()
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if any(replaced) else event)
-        device = self.comm_ctx.device
-        if device.type != "cpu":
-            with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
-                moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, False)
-                args, kwargs = moved_args[0], moved_kwargs[0]
         return args, kwargs
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
@@ -194,7 +197,7 @@ class RootContext:
         """Returns the unit whose backward is expected after the one at `place`."""
         return self._backward_order[place - 1] if 0 < place <= len(self._backward_order) else None
 
-    def end_backward(self) -> None:
+    def end_backward(self, *, wait: bool = True) -> None:
         """Ends a backward: frees what is still unsharded, reduces what is left, waits for the gradients.
 
         Streams: the stream that called backward waits for every reduction.
@@ -206,7 +209,7 @@ class RootContext:
             self.scheduler.finish_reading()
             for unit in self.units:
                 unit.finish_backward()
-            self.scheduler.drain(self.grad_groups, wait=self.scheduler.is_last_backward)
+            self.scheduler.drain(self.grad_groups, wait=wait and self.scheduler.is_last_backward)
             if self.scheduler.is_last_backward:
                 self._backward_order.clear()
             self._wait_until_read()
@@ -302,6 +305,7 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
+    unit.compare_weights(units)
     context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
     earlier = {known for each in units if (known := context_of(each)) is not None}
@@ -323,8 +327,7 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
         for group in unit.groups:
             for p in group.params:
                 module, attribute = p.owners[0]
-                prefix = names.get(module, "")
-                p.name = f"{prefix}.{attribute}" if prefix else attribute
+                p.name = ".".join(filter(None, (names.get(module), attribute)))
 
 
 def _regroup(units: list[Unit]) -> None:

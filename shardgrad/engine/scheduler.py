@@ -23,8 +23,6 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-
-
 _GRAD = attrgetter("grad")
 
 

@@ -27,7 +27,6 @@ __all__ = [
     "StreamEvent",
     "Streams",
     "is_capturing",
-    "keep_for_current_stream",
     "streams_for",
     "wait_for_device",
     "wait_for_stream",
@@ -194,12 +193,6 @@ class AcceleratorStreams:
     def forget_events(self) -> None:
         """See `Streams.forget_events`."""
         self.era += 1
-
-
-def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Tells the allocator that the current stream reads a tensor of another one, which is dropped next."""
-    if tensor.device.type != "cpu":
-        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def is_capturing(device: torch.device) -> bool:

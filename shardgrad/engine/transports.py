@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -167,9 +168,7 @@ class _Pending:
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
-            recorder.waits_in = self._log, self._entry
-            checked(self._entry.name, self._group, self._work.wait)
-            recorder.waits_in = None  # not if it raised: then it is what is asked for
+            checked(self._entry.name, self._group, partial(self._log.wait_for, self._work, self._entry))
         return self._chunks
 
 
@@ -218,6 +217,8 @@ def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
     """Calls the backend, turning its errors into ours."""
     try:
         return call()
+    except CollectiveError:
+        raise
     except RuntimeError as error:
         raise CollectiveError(
             f"the {what} failed: another rank is late, gone, or running something else",

@@ -44,7 +44,7 @@ from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.sharding.mesh import DataParallelMesh
 
-__all__ = ["Guest", "Root", "Unit", "attach_unit", "unit_of", "units_under"]
+__all__ = ["Guest", "Root", "Unit", "attach_unit", "outside_graphs", "unit_of", "units_under"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -142,7 +142,10 @@ class Unit:
         forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
+        methods_running: registered methods that run; a forward inside one is no remainder of one that failed.
+        held: the program has unsharded them, and waited: a forward with gradients leaves them so.
         require_complete: called before an outermost forward with gradients; may refuse it.
+        compare_weights: called once ranks have agreed on the model, with all units; a collective.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
 
@@ -166,15 +169,18 @@ class Unit:
         self.backward_prefetch: list[Unit] = []
         self.max_reductions: int | None = None
         self.partner: CommContext | None = None
+        self.held = False
         self.context: Root | None = None
         self.guests: list[Guest] = []
         self.require_complete: Callable[[], None] = lambda: None
+        self.compare_weights: Callable[[Sequence[Unit]], None] = lambda units: None
         self.groups: list[ParamGroup] = []
         self.grad_groups: list[GradGroup] = []
         self.set_groups(groups)
         self._lazy_init = lazy_init
-        self._methods_running = 0
+        self.methods_running = 0
         self._outstanding = 0
+        self._open = 0  # calls whose backward has begun and not ended; several if a module calls itself
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
         self._running: list[nn.Module] = []  # forwards that have not come to their end, the innermost last
@@ -232,6 +238,7 @@ class Unit:
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
+        self.held = False
         for group in self.groups:
             group.reshard(drop_kept=drop_kept)
 
@@ -253,11 +260,13 @@ class Unit:
         return replaced
 
     def _reshards_after_forward(self, context: Root) -> bool:
-        if context.keep_unsharded or context.scheduler.reads_again:
+        if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
             return False
-        if self.reshard_after_forward is None:
-            return context.root is not self and not context.is_needed_next(self)
-        return self.reshard_after_forward
+        evaluates = not torch.is_grad_enabled()
+        if evaluates and any(p.sharded.grad is not None for group in self.groups for p in group.params):
+            return True  # clipping and optimizers look for these at model.parameters()
+        flag = self.reshard_after_forward
+        return flag if flag is not None else context.root is not self and not context.is_needed_next(self)
 
     # -- forward ----------------------------------------------------------------------------------------
 
@@ -282,23 +291,18 @@ class Unit:
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:  # backward may recompute it
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
     @contextmanager
     def running_method(self) -> Iterator[None]:
         """While active, a registered method runs, which may call forward as often as it likes."""
-        self._methods_running += 1
+        self.methods_running += 1
         try:
             yield
         finally:
-            self._methods_running -= 1
-
-    @property
-    def may_nest(self) -> bool:
-        """True if a forward of this unit inside another one is no remainder of one that failed."""
-        return self._methods_running > 0
+            self.methods_running -= 1
 
     @property
     def runs_in_itself(self) -> bool:
@@ -341,16 +345,14 @@ class Unit:
         return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
 
     def _watch(self, leaves: Sequence[Any], *, counted: bool) -> Sequence[Any]:
-        watched = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if not watched:
+        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if not found:
             return leaves
         if counted:
             self._outstanding += 1
-        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in watched])  # type: ignore[no-untyped-call]
+        aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in found])  # type: ignore[no-untyped-call]
         replaced = list(leaves)
-        for i, alias in zip(watched, aliases, strict=True):
+        for i, alias in zip(found, aliases, strict=True):
             replaced[i] = alias
         return replaced
 
@@ -413,6 +415,7 @@ class Unit:
             self.unshard(context)
             if not call.begun:
                 call.begun = True
+                self._open += 1
                 self._prefetch_backward(context, call.place)
             self.wait_for_unshard(context)
 
@@ -429,10 +432,11 @@ class Unit:
             raise RuntimeError(f"post-backward of {self.name} before forward")
         if counted and self._outstanding:
             self._outstanding -= 1
+        self._open = max(0, self._open - 1)
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
-            keep = again or context.keep_unsharded or context.scheduler.reads_again
+            keep = again or self._open > 0 or context.keep_unsharded or context.scheduler.reads_again
             if self.reshard_after_backward and not keep:
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
@@ -444,7 +448,7 @@ class Unit:
 
     def finish_backward(self) -> None:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
-        self._outstanding = 0
+        self._outstanding = self._open = 0
         self._next_backward = None
         is_read_again = self.context is not None and self.context.scheduler.reads_again
         if self.reshard_after_backward and not is_read_again:

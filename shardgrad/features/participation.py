@@ -65,7 +65,7 @@ def participate(model: nn.Module) -> Iterator[None]:
     context.gather_in_order()
     for grads in context.grad_groups:
         grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
-    enrolment = context.scheduler.enrolment = _Enrolment(context)
+    enrolment = context.scheduler.enrolment = _Enrolment(context) if torch.is_grad_enabled() else None
     try:
         yield
     except BaseException:
@@ -82,7 +82,7 @@ class _Enrolment:
     """
 
     def __init__(self, context: RootContext) -> None:
-        self._groups = context.grad_groups if torch.is_grad_enabled() else []
+        self._groups = context.grad_groups
         self._is_used = False
 
     @property
@@ -102,11 +102,12 @@ class _Enrolment:
         return [grads for grads in self._groups if grads.params]
 
 
-def _join_rest(context: RootContext, enrolment: _Enrolment) -> None:
+def _join_rest(context: RootContext, enrolment: _Enrolment | None) -> None:
     """Joins what this rank has not run: the rest of the all-gathers, then the reductions."""
     context.gather_rest()
     scheduler = context.scheduler
-    if scheduler.enrolment is enrolment and enrolment.is_open:  # not if the iteration was cleared
+    # Not if the iteration was cleared.
+    if enrolment is not None and scheduler.enrolment is enrolment and enrolment.is_open:
         scheduler.begin_backward(in_autograd=False)
         scheduler.reduce_ready()
         context.end_backward()

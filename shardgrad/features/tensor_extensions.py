@@ -108,7 +108,7 @@ def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
         if p.expected_local is not None:
             p.expected_local.data = p.expected_local.clone()
     extended = ExtensionGroup(leaving, group.spec)
-    extended.collectives = group.collectives
+    extended.collectives, extended.keeps_memory = group.collectives, group.keeps_memory
     return [extended] if staying is None else [staying, extended]
 
 

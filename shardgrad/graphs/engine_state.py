@@ -32,7 +32,7 @@ __all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
 _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
-_IS_LAST = attrgetter("is_last_backward")
+_BACKWARD = attrgetter("is_last_backward", "scheduler.reads_again")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
@@ -118,20 +118,21 @@ class ModuleState(Capturable):
         return (
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
-            tuple(map(_IS_LAST, self._contexts)),
+            tuple(map(_BACKWARD, self._contexts)),
             tuple(map(_GRAD_SWITCHES, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
-        training, unit_flags, is_last, grad_switches = switches
+        training, unit_flags, backward, grad_switches = switches
         for module, flag in zip(self._modules, training, strict=True):
             module.training = flag
         for unit, (after_forward, after_backward, in_backward) in zip(self._units, unit_flags, strict=True):
             unit.reshard_after_forward = after_forward
             unit.reshard_after_backward = after_backward
             unit.unshard_in_backward = in_backward
-        for context, flag in zip(self._contexts, is_last, strict=True):
-            context.is_last_backward = flag
+        for context, (is_last, reads_again) in zip(self._contexts, backward, strict=True):
+            context.is_last_backward = is_last
+            context.scheduler.reads_again = reads_again
         for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
             grads.switches = flags
 

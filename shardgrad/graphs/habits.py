@@ -19,10 +19,10 @@ class Habits:
 
     Args:
         optimizers: optimizers of the step.
-        warn: function that is called with what to say about the step.
+        warn: function that is called with what to say about the step, and the depth of the program's call.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[[str], None]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
         self._optimizers, self._warn = optimizers, warn
         self._new_keys = 0
 
@@ -32,7 +32,8 @@ class Habits:
         if self._new_keys == _NEW_KEYS:
             self._warn(
                 f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it is never "
-                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes with bucket=."
+                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes with bucket=.",
+                depth=5,
             )
 
     def stepped_eagerly(self) -> None:
@@ -44,7 +45,8 @@ class Habits:
         if any(bool(grad.count_nonzero()) for grad in left):
             self._warn(
                 "leaves gradients behind, to which the next step adds its own: call optimizer.zero_grad() at "
-                "the end of the step, inside it."
+                "the end of the step, inside it.",
+                depth=6,
             )
 
 

@@ -53,7 +53,8 @@ class GraphPool:
         )
         self.stream: Stream = torch.Stream(self.device) if self.can_capture else None
         self.nbytes = self.calls = 0
-        self._handle: Any = None
+        self._handle: Any = None  # of the memory, while it has graphs
+        self._graphs = 0
 
     @contextmanager
     def turn(self) -> Iterator[Stream]:
@@ -106,13 +107,24 @@ class GraphPool:
         finally:
             if collecting:
                 gc.enable()
+        self._graphs += 1
         try:
             graph.capture_end()
         except BaseException:
-            graph.reset()
+            self.destroy(graph)
             raise
         self._handle = graph.pool()
         self.nbytes += max(0, self._reserved() - reserved)
+
+    def destroy(self, graph: DeviceGraph) -> None:
+        """Destroys a graph that `capture` has yielded.
+
+        With the last one goes the memory: torch refuses captures into a pool whose graphs are gone.
+        """
+        graph.reset()
+        self._graphs -= 1
+        if not self._graphs:
+            self._handle = None
 
     def _begin(self, generators: Sequence[torch.Generator]) -> Any:
         graph: Any
@@ -137,13 +149,14 @@ class GraphPool:
 
     def _discard(self, graph: Any, generators: Sequence[torch.Generator]) -> None:
         """Ends a failed capture and destroys its graph."""
+        self._graphs += 1
         try:
             graph.capture_end()
         except Exception:
             # The cause is the exception that ended the block; this one adds nothing to it.
             if self.device.type == "cuda":
                 self._end_in_torch(generators)
-        graph.reset()
+        self.destroy(graph)
 
     def _end_in_torch(self, generators: Sequence[torch.Generator]) -> None:
         """Ends torch's side of a capture that CUDA has ended already."""
@@ -166,7 +179,7 @@ class GraphPool:
 
 
 def _default_device() -> torch.device:
-    return torch.accelerator.current_accelerator() or torch.device("cpu")
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -63,7 +63,8 @@ class SplitGraph:
         self._eager_optimizers = eager_optimizers
         self._generators = generators
         self._parts: list[DeviceGraph | _EagerRegion] = []
-        self._capture: AbstractContextManager[DeviceGraph] | None = None
+        self._capture: AbstractContextManager[DeviceGraph] | None = None  # under way, of `_graph`
+        self._graph: DeviceGraph
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -81,7 +82,7 @@ class SplitGraph:
 
     def _begin(self) -> None:
         capture = self._pool.capture(self._generators)
-        self._parts.append(capture.__enter__())
+        self._graph = capture.__enter__()
         self._capture = capture
 
     def _end(self) -> None:
@@ -90,6 +91,7 @@ class SplitGraph:
         capture, self._capture = self._capture, None
         if capture is not None:
             capture.__exit__(None, None, None)
+            self._parts.append(self._graph)
         for each in self._capturables:
             each.quiesce()
 
@@ -117,6 +119,7 @@ class SplitGraph:
 
     def reset(self) -> None:
         """Destroys the graphs."""
-        for part in self._parts:
+        while self._parts:
+            part = self._parts.pop()
             if not isinstance(part, _EagerRegion):
-                part.reset()
+                self._pool.destroy(part)

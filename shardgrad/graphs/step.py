@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, NoReturn, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
-from shardgrad.errors import CaptureError, OptionError
+from shardgrad.errors import CaptureError, CollectiveError, OptionError
+from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
 from shardgrad.graphs.habits import Habits
@@ -130,7 +132,8 @@ def graphed_step(
             CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly. "split" is
             like "eager", but splits the graph at the steps of optimizers that no graph can hold, and takes
             those in eager regions; `outside` names them. (`shardgrad.graphs.outside` makes a call in an eager
-            region under any setting.)
+            region under any setting.) Ranks capture together: if only some can, the collectives of the
+            others fail or time out, and they raise a CaptureError that names a rank that could not.
         verify: this many replays are repeated eagerly, from a copy of the state, and compared bit for bit.
         replay_twice_every: one in this many replays is repeated from a copy of the state and compared: a
             difference is silent data corruption. 0 for never.
@@ -226,7 +229,7 @@ class GraphedStep(Generic[_P, _R]):
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
-        self._habits = Habits(optimizers, lambda what: self._warn(what, depth=6))
+        self._habits = Habits(optimizers, self._warn)
         self.eager_steps = self.captures = self.replays = 0
 
     @property
@@ -263,26 +266,34 @@ class GraphedStep(Generic[_P, _R]):
         key = kind.key, guards
         captured = self._look_up(key)
         if captured is None and self._is_due(kind, guards):
-            captured = self._capture_or_refuse(kind, key)
-            if captured is not None:
-                self._graphs[key] = captured
-                self._evict()
+            try:
+                captured = self._capture_or_refuse(kind, key)
+                if captured is None:
+                    return self._run_eagerly(kind, key, caller)
+            except CollectiveError as error:
+                self._require_same_on_all_ranks(error)
+                raise
+            self._graphs[key] = captured
+            self._evict()
         if captured is None:
-            args, kwargs = kind.buffers.arguments
-            outputs = self._warmup.run(
-                lambda: detached(self._function(*args, **kwargs)),
-                key,
-                self.eager_steps,
-                lambda: [*kind.buffers.buffers, *self._state()],
-            )
-            self.eager_steps += 1
-            if self.eager_steps == 2:  # the first may begin with gradients of the program's
-                self._habits.stepped_eagerly()
-            kind.seen.add(guards)
-            return used_on(outputs, caller)
+            return self._run_eagerly(kind, key, caller)
         self._latest = key, captured
         self.replays += 1
         return self._replay(captured, kind, caller)
+
+    def _run_eagerly(self, kind: _InputKind, key: tuple[Hashable, Hashable], caller: Stream) -> Any:
+        args, kwargs = kind.buffers.arguments
+        outputs = self._warmup.run(
+            lambda: detached(self._function(*args, **kwargs)),
+            key,
+            self.eager_steps,
+            lambda: [*kind.buffers.buffers, *self._state()],
+        )
+        self.eager_steps += 1
+        if self.eager_steps == 2:  # the first may begin with gradients of the program's
+            self._habits.stepped_eagerly()
+        kind.seen.add(key[1])
+        return used_on(outputs, caller)
 
     def _look_up(self, key: tuple[Hashable, Hashable]) -> CapturedStep | None:
         if self._latest is not None and self._latest[0] == key:  # hashing thousands of guards is slow
@@ -370,6 +381,8 @@ class GraphedStep(Generic[_P, _R]):
             return None
         try:
             return self._capture(kind)
+        except CollectiveError:
+            raise  # another rank did not join, and would not join an eager step either
         except Exception as error:
             kind.is_refused = True
             first = "".join(f": {line}" for line in str(error).splitlines()[:1])
@@ -407,6 +420,7 @@ class GraphedStep(Generic[_P, _R]):
 
     def _report(self, what: str, issues: Sequence[Issue], error: Exception | None) -> None:
         """Raises or warns: the step runs eagerly."""
+        announce(f"{self._name} {what}")
         found = f"\n{explain(issues)}" if issues else ""
         if self._settings.on_uncapturable != "raise":
             self._warn(f"{what}. It runs eagerly.{found}", depth=6)
@@ -418,6 +432,18 @@ class GraphedStep(Generic[_P, _R]):
             fix="docs/how_to/migrate_to_graphed_step.md; or on_uncapturable='eager'. Calling again goes on "
             "eagerly",
         ) from error
+
+    def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
+        """Explains a collective that failed because a rank could not capture, or runs what others capture."""
+        what = announced()
+        if what:
+            raise CaptureError(
+                f"ranks did not capture {self._name} together. On {what}",
+                expected="a capture on every rank, or on none",
+                got=str(error).splitlines()[0],
+                where=f"rank {dist.get_rank()}",
+                fix="look at that rank: what it does in a step has to be what the others do",
+            ) from error
 
     def _warn(self, what: str, *, depth: int) -> None:
         warnings.warn(f"shardgrad: {self._name} {what}", UncapturableStepWarning, stacklevel=depth)

@@ -52,7 +52,10 @@ def clip_grad_norm_(
     """
     if not max_norm >= 0:
         raise OptionError(
-            "max_norm must not be negative", expected="a number >= 0, or inf", got=repr(max_norm)
+            "max_norm must not be negative",
+            expected="a number >= 0, or inf",
+            got=repr(max_norm),
+            fix="max_norm=1.0",
         )
     params: list[torch.Tensor]
     if isinstance(parameters, nn.Module):

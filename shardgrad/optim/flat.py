@@ -21,6 +21,7 @@ from shardgrad.optim.hyper import Hyper, OptimGroup
 from shardgrad.optim.norms import find_nonfinite
 from shardgrad.optim.segment import Launch, PlainSegment, Segment, ShardedSegment
 from shardgrad.optim.state import copies_into, load_state
+from shardgrad.sharding.dtensor import require_own_shards
 
 __all__ = ["FlatOptimizer", "Update"]
 
@@ -284,12 +285,15 @@ class FlatOptimizer(Optimizer):
         Raises:
             OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has hyperparameters that
                 cannot be; nothing was changed.
+            ForeignParameterError: another rank has saved it.
         """
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
+        for index, pieces in state_dict.get("state", {}).items():
+            require_own_shards((f"{key} of parameter {index}", value) for key, value in pieces.items())
         self._follow_program()
         for segment, index in self._segments:
             if not segment.is_allocated:

@@ -123,7 +123,7 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
     if places not in known:
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for place in places:
-            by_groups.setdefault(groups_cut_over(shard.grad(place)), []).append(place)
+            by_groups.setdefault(groups_cut_over(shard.objects.plain[place]), []).append(place)
         known[places] = [(groups, *_table(shard, together)) for groups, together in by_groups.items()]
     return known[places]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-__all__ = ["dtensor_like", "dtensor_over", "in_own_storage"]
+from shardgrad.errors import ForeignParameterError
+
+__all__ = ["dtensor_like", "dtensor_over", "in_own_storage", "require_own_shards"]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -48,3 +54,33 @@ def dtensor_over(
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
     """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may differ."""
     return dtensor_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())
+
+
+def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
+    """Refuses shards that another rank has saved.
+
+    `torch.save` writes this rank's shard of a DTensor, and `torch.load` takes it for the reader's. The mesh
+    that was saved along still says where the writer was.
+
+    Args:
+        tensors: names and values; what is not a DTensor is left alone.
+
+    Raises:
+        ForeignParameterError: there is one.
+    """
+    for name, tensor in tensors:
+        if not isinstance(tensor, DTensor) or not any(each.is_shard() for each in tensor.placements):
+            continue
+        mesh, own = tensor.device_mesh, dist.get_rank()
+        writer = mesh.get_coordinate()
+        if writer is None or int(mesh.mesh[tuple(writer)]) == own:
+            continue
+        saved_by = int(mesh.mesh[tuple(writer)])
+        raise ForeignParameterError(
+            f"rank {own} loads the shard of {name} that rank {saved_by} has saved",
+            expected="each rank's own shard",
+            got=f"a file that torch.save has written on rank {saved_by}",
+            where=f"rank {own}, {name}",
+            fix="torch.save on every rank, to a file of each; or torch.distributed.checkpoint or "
+            "shardgrad.checkpoint, which write one checkpoint together",
+        )

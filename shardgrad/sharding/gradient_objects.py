@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_, is_not, ne
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import nn
@@ -28,7 +28,15 @@ from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 from shardgrad.sharding.scaled_gradient import ScaledGradient
 
-__all__ = ["ABSENT", "PLAIN", "SCALED", "Bound", "GradientObjects", "KeptGradientWarning"]
+__all__ = [
+    "ABSENT",
+    "PLAIN",
+    "SCALED",
+    "Bound",
+    "GradientObjects",
+    "KeptGradientWarning",
+    "keep_for_current_stream",
+]
 
 # What is bound to a parameter.
 ABSENT, PLAIN, SCALED = 0, 1, 2
@@ -43,6 +51,12 @@ class KeptGradientWarning(UserWarning):
     """Something that is no tensor keeps the memory of a gradient that is about to be overwritten."""
 
 
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Tells the allocator that the current stream reads a tensor of another one, which is dropped next."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
 def _references_when_bound() -> int:
     """Returns how many references to a tensor's object a `.grad` is, which depends on torch's version."""
     param, grad = torch.zeros(1), torch.zeros(1)
@@ -51,12 +65,16 @@ def _references_when_bound() -> int:
     return sys.getrefcount(grad) - before
 
 
+class _Named(Protocol):
+    name: str
+    sharded: nn.Parameter
+
+
 class GradientObjects:
     """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what is bound.
 
     Args:
-        params: sharded parameters.
-        names: theirs, for warnings.
+        params: what has a name and a sharded parameter.
         views: where the gradient of each lies, in the local shape.
         apply_scale: see `ScaledGradient`.
         policy: names the attribute of parameters that gradients are bound to.
@@ -70,14 +88,13 @@ class GradientObjects:
 
     def __init__(
         self,
-        params: Sequence[nn.Parameter],
-        names: Sequence[str],
+        params: Sequence[_Named],
         views: Sequence[torch.Tensor],
         apply_scale: Callable[[], None],
         policy: GradientPolicy,
     ) -> None:
-        self._params = params
-        self._names = names
+        self._params = [p.sharded for p in params]
+        self._names = [p.name for p in params]
         self._views = views
         self._apply_scale = apply_scale
         self.attribute = policy.attribute
@@ -94,7 +111,7 @@ class GradientObjects:
         self._watch()
         self._unkept = self._counts()  # while nothing else refers to them; later objects have the same
         self.overwritten: list[int] = []
-        for param in params:
+        for param in self._params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
             elif param.dtype != views[0].dtype:
@@ -227,8 +244,8 @@ class GradientObjects:
         """
         if not places:
             return
-        if scale is not None and reader is not None:  # it is dropped next
-            scale.record_stream(torch.accelerator.current_stream(scale.device))
+        if scale is not None:
+            keep_for_current_stream(scale)
         bound, storages, unkept = self.bound(), self._storages, self._unkept[3 * len(self.plain) :]
         aliases = _tensors_by_storage({storages[p] for p in places if _uses_of(storages[p]) > unkept[p]})
         unseen = []

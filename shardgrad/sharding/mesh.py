@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
@@ -255,10 +257,22 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def default_mesh() -> DeviceMesh:
-    """Returns a 1-D mesh over all ranks, starting the default process group if there is none."""
+    """Returns a 1-D mesh over all ranks, starting the default process group if there is none.
+
+    Raises:
+        MeshError: the program was started without a launcher.
+    """
     if not dist.is_initialized():
+        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
+        if missing:
+            raise MeshError(
+                "fully_shard was called in a process that is no rank: no process group, no launcher",
+                expected="a program started by torchrun, or init_process_group before fully_shard",
+                got=f"no {', '.join(missing)} in the environment",
+                fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   (one for each GPU)",
+            )
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
     backend = dist.get_backend_config(dist.group.WORLD)
     if device_type != "cpu" and f"{device_type}:" not in str(backend):

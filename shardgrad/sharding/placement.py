@@ -81,7 +81,7 @@ def _dim(answer: Any, name: str) -> int:
 
 
 def travel_together(
-    places: Mapping[nn.Parameter, Place], kind: Callable[[nn.Parameter], bool]
+    places: Mapping[nn.Parameter, Place], kind: Callable[[nn.Parameter], object]
 ) -> list[list[nn.Parameter]]:
     """Returns the parameters that can share a collective, in the order they came.
 
@@ -89,7 +89,7 @@ def travel_together(
         places: those of one unit.
         kind: parameters for which it differs go apart, as those of several dtypes or meshes do.
     """
-    together: dict[tuple[torch.dtype, DataParallelMesh, bool], list[nn.Parameter]] = {}
+    together: dict[tuple[torch.dtype, DataParallelMesh, object], list[nn.Parameter]] = {}
     for param, place in places.items():
         together.setdefault((param.dtype, place.mesh, kind(param)), []).append(param)
     return list(together.values())

@@ -181,7 +181,7 @@ class Checkpoints:
 
 
 def _nbytes(path: Path) -> int:
-    return sum(entry.stat().st_size for entry in os.scandir(path))
+    return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(path))
 
 
 def is_whole(path: Path) -> bool:

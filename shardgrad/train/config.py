@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+import stat
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -247,17 +249,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: the file cannot be read or parsed, or has an unknown name.
     """
+    text = read_text(path)
     try:
-        with path.open("rb") as stream:
-            content = stream.read(_FILE_NBYTES + 1)
-        if len(content) > _FILE_NBYTES:
-            raise UsageError(
-                f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
-            )
-        text = content.decode("utf-8")
         raw = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
     except (ValueError, RecursionError) as error:  # both decoders' errors are ValueErrors
         kind = "TOML" if path.suffix == ".toml" else "JSON"
         raise UsageError(f"{path} is not valid {kind} ({error}): correct it there.") from error
@@ -272,6 +266,28 @@ def read_settings(path: Path) -> dict[str, Any]:
     if isinstance(checkpointing, bool):  # as earlier versions saved it
         settings["activation_checkpointing"] = "full" if checkpointing else "none"
     return settings
+
+
+def read_text(path: Path) -> str:
+    """Reads a file that a person wrote: a regular one of at most 1 MiB, in UTF-8.
+
+    Raises:
+        UsageError: the file is something else, or cannot be read.
+    """
+    try:
+        # Non-blocking, so that opening a named pipe does not wait for a writer.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
+            if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                raise UsageError(f"{path} is no regular file: give the path of one.")
+            content = stream.read(_FILE_NBYTES + 1)
+        text = content.decode("utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
+    except ValueError as error:  # not UTF-8, or a path that no file can have
+        raise UsageError(f"{path} cannot be read ({error}): correct the path, or the file.") from error
+    if len(content) > _FILE_NBYTES:
+        raise UsageError(f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path.")
+    return text
 
 
 def resumed(saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None) -> TrainConfig:
@@ -326,6 +342,8 @@ def _checked_kind(name: str, value: Any, kind: Any) -> Any:
         value = as_float(value, _flag(name))
     if type(value) is not expected:
         raise UsageError(f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}.")
+    if expected is str and "\0" in value:  # which no path may have
+        raise UsageError(f"{_flag(name)} has a null character: leave it out.")
     if expected is float and not math.isfinite(value):
         raise UsageError(f"{_flag(name)} is {value}: give a finite number.")
     if expected is int and abs(value) > _LARGEST:

@@ -61,15 +61,16 @@ def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: flo
     Raises:
         UsageError: there is no text at `path`, or not enough.
     """
-    if path is None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files, source = list(_files_under(root, suffix=".py")), f"Python's standard library ({root})"
-    else:
-        root, source = Path(path), path
+    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
+    source = f"Python's standard library ({root})" if path is None else path
+    try:
         if not root.exists():
             raise UsageError(f"There is no file or folder at {path}: correct --data.")
-        files = [root] if root.is_file() else list(_files_under(root, suffix=""))
-    text, file_count = _read(files, limit_nbytes)
+        suffix = ".py" if path is None else ""
+        files = [root] if root.is_file() else list(_files_under(root, suffix=suffix))
+        text, file_count = _read(files, limit_nbytes)
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be read ({error.strerror}): correct --data.") from error
     held_out = int(len(text) * validation_fraction)
     if min(held_out, len(text) - held_out) <= seq_len:
         raise UsageError(
@@ -87,7 +88,8 @@ def _files_under(root: Path, *, suffix: str) -> Iterator[Path]:
         # Assigned in place: os.walk visits the folders of this list, in its order.
         subfolders[:] = sorted(s for s in subfolders if s not in _SKIPPED_FOLDERS and not s.startswith("."))
         for name in sorted(names):
-            if name.endswith(suffix) and not name.startswith("."):
+            # Regular files: opening a named pipe waits for a writer, and a device has no end.
+            if name.endswith(suffix) and not name.startswith(".") and Path(folder, name).is_file():
                 yield Path(folder, name)
 
 
@@ -98,7 +100,8 @@ def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:
         if len(text) >= limit_nbytes:
             break
         with file.open("rb") as stream:
-            text += stream.read(limit_nbytes - len(text))
+            # Its size first: memory is reserved for as much as is asked for.
+            text += stream.read(min(limit_nbytes - len(text), os.fstat(stream.fileno()).st_size))
         file_count += 1
     return text, file_count
 

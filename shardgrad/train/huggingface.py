@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardgrad.extras import require
+from shardgrad.train.config import read_text
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import next_token_loss
 from shardgrad.train.presets import BYTE_VALUES, Scalar
@@ -63,38 +64,59 @@ def build_causal_lm(
         UsageError: the configuration cannot be read, or `transformers` cannot build a model from it.
         PartnerUnavailableError: `transformers` is not installed.
     """
-    require("transformers", feature="--hf")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    config = read_model_config(source, overrides)
+    from transformers import AutoModelForCausalLM
 
-    settings = _read_config(source) | dict(overrides)
-    kind = settings.pop("model_type", None)
     try:
-        config = AutoConfig.for_model(kind, **settings)
         with torch.random.fork_rng(), device:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call, unused-ignore]
             # it depends on the version
-    except (ValueError, KeyError, TypeError) as error:
-        reason = textwrap.shorten(str(error), 120)  # the message may list every architecture
-        raise UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise _unusable(source, error) from error
     if model.config.vocab_size < BYTE_VALUES:
         raise UsageError(f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}.")
     return CausalLM(model.float())
 
 
-def _read_config(source: str) -> dict[str, Any]:
+def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
+    """Returns the configuration of a model, of the class that `transformers` has for its type.
+
+    Args:
+        source: as for `build_causal_lm`.
+        overrides: fields to replace.
+
+    Raises:
+        UsageError: it cannot be read, or `transformers` refuses it.
+        PartnerUnavailableError: `transformers` is not installed.
+    """
+    require("transformers", feature="--hf")
+    from transformers import AutoConfig
+
+    settings = _settings_in(source) | dict(overrides)
+    kind = settings.pop("model_type")
+    try:
+        return AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # each class of transformers refuses values in its own way
+        raise _unusable(source, error) from error
+
+
+def _settings_in(source: str) -> dict[str, Any]:
     path = Path(source)
     if not path.suffix:
         return {"model_type": source}
     try:
-        settings = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UsageError(
-            f"--hf {source} cannot be read as JSON ({error}): correct the path or file."
-        ) from error
-    if not isinstance(settings, dict) or "model_type" not in settings:
+        settings = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--hf {source} is not valid JSON ({error}): correct it there.") from error
+    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
         raise UsageError(f"--hf {source} names no model_type: use the config.json of a transformers model.")
     return settings
+
+
+def _unusable(source: str, error: Exception) -> UsageError:
+    reason = textwrap.shorten(str(error) or type(error).__name__, 120)  # it may list every architecture
+    return UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}")
 
 
 def longest_module_list(model: nn.Module) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from shardgrad.extras import require
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import UsageError
+from shardgrad.train.launcher import is_restarted, require_resolvable_master, torchrun_world_size
 from shardgrad.train.rank import Job, Report, run_rank
 from shardgrad.train.spawn import spawn
 
@@ -50,33 +51,9 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
 def start(job: Job) -> Report:
     """Trains, and returns a report of how the run ended."""
     if torchrun_world_size() is not None:
+        require_resolvable_master()
         return run_rank(job, init_method="env://")
     return spawn(job, job.config.ranks or 1)
-
-
-def torchrun_world_size() -> int | None:
-    """Returns the number of ranks that torchrun, or a launcher with its variables, started; else None."""
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-            _number_in_environment(name)
-        return _number_in_environment("WORLD_SIZE")
-    return None
-
-
-def _number_in_environment(name: str) -> int:
-    """What a launcher has put into a variable; 0 where there is none."""
-    text = os.environ.get(name, "0")
-    if not (text.isascii() and text.isdigit() and len(text) <= 9):
-        raise UsageError(
-            f"{name} is {text!r:.50} in the environment, where launchers put a number: correct it, or unset "
-            "RANK and WORLD_SIZE to start without a launcher."
-        )
-    return int(text)
-
-
-def is_restarted() -> bool:
-    """Returns whether torchrun has restarted these ranks after a failure (`--max-restarts`)."""
-    return _number_in_environment("TORCHELASTIC_RESTART_COUNT") > 0
 
 
 def _has_checkpoint(folder: str | None) -> bool:

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.hang_watchdog import HangWatchdog, OnStall
+from shardgrad.diagnosis.rank_watch import leave_to_program
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.heap import keep_freed_memory
@@ -96,6 +97,7 @@ def join(config: TrainConfig, *, init_method: str) -> World:
 
 def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> HangWatchdog:
     """Starts the thread that answers other ranks' status queries; see :class:`HangWatchdog`."""
+    leave_to_program()
     store = dist.distributed_c10d._get_default_store()
     return HangWatchdog(store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall).start()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -93,21 +94,25 @@ def _start(job: Job, rank: int, ranks: int, init_method: str) -> _Child:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(
-        target=_child_main, args=(job, rank, ranks, init_method, theirs), name=f"rank {rank}", daemon=True
+        target=_child_main,
+        args=(job, rank, ranks, init_method, os.getpid(), theirs),
+        name=f"rank {rank}",
+        daemon=True,
     )
     process.start()
     theirs.close()
     return _Child(rank, process, ours)
 
 
-def _child_main(job: Job, rank: int, ranks: int, init_method: str, pipe: Connection) -> None:
+def _child_main(job: Job, rank: int, ranks: int, init_method: str, launcher: int, pipe: Connection) -> None:
     """Sets the environment as torchrun does, and runs the rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    report = run_rank(job, init_method=init_method)
-    pipe.send(report)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    report = run_rank(job, init_method=init_method, launcher=launcher)
+    with contextlib.suppress(OSError):  # the launcher was killed, and maybe what read its output
+        pipe.send(report)
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: after a failure the backends' threads may wait for ranks that have ended.
     os._exit(report.exit_status)
 

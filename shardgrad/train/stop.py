@@ -33,11 +33,15 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class StopRequest:
-    """Records a request to stop this process; a second, later request ends the process at once."""
+    """Records a request to stop this process; a second, later request ends the process at once.
 
-    def __init__(self) -> None:
+    Args:
+        launcher: process whose end is a request, too; None for the parent of this one.
+    """
+
+    def __init__(self, launcher: int | None = None) -> None:
         self._first_s: float | None = None
-        self._parent = os.getppid()
+        self._parent = os.getppid() if launcher is None else launcher  # which may have ended already
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.__main__ import BENCHMARKS
+from tests.support import processes
 from tests.support.programs import run
 
 ROOT = Path(__file__).parents[2]
@@ -133,7 +133,7 @@ def test_smoke_and_out_may_stand_anywhere(args: list[str], names: list[str], opt
 
 def test_several_benchmarks_run_one_after_the_other(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks", "calls", "construction", "--smoke", f"--out={tmp_path}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    done = processes.run(command, cwd=ROOT, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
         "calls.jsonl",
@@ -173,14 +173,11 @@ def test_loss_curves(tmp_path: Path) -> None:
 
 def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
     """Runs the script for GPUs; returns its status, and how each part went."""
-    done = subprocess.run(
+    done = processes.run(
         ["bash", "benchmarks/gpu.sh", "--smoke", "--out", str(out)],
         cwd=ROOT,
         env=os.environ | {"PYTHON": str(python)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        timeout_s=TIMEOUT_S,
     )
     summary = (out / "summary.txt").read_text(encoding="utf-8")
     parts = [line.split("  ", 1) for line in summary.splitlines()[-5:]]
@@ -225,11 +222,18 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    progress = str(tmp_path / "progress.json")
+    command = [sys.executable, "-m", "tests.fuzz.long", "--inputs", "100", f"--progress={progress}"]
+    stopped = processes.run([*command, "--minutes=0"], cwd=ROOT, timeout_s=TIMEOUT_S)
+    assert (stopped.returncode, stopped.stderr) == (1, "0 inputs are done: call again to go on.\n")
+    command.append(f"--out={tmp_path}")
+    done = processes.run(command, cwd=ROOT, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
-    assert sum(sum(found.values()) for found in record["summary"].values()) >= 100
+    rows = record["summary"]
+    every = rows.pop("all")
+    assert every == {"inputs": sum(row["inputs"] for row in rows.values()), "untyped": 0, "hangs": 0}
+    assert every["inputs"] >= 100
 
 
 def test_soak(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from benchmarks.pictures import draw
 from benchmarks.records import RESULTS, Record, read
 from benchmarks.report import render
 from benchmarks.tables import table_of, words
+from tests.support.processes import run
 
 NAMES = ("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", "compute", "collectives")
 BROWSERS = (
@@ -105,12 +106,9 @@ def open_in_browser(page: str, folder: Path, *options: str) -> subprocess.Comple
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
     always = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    return subprocess.run(
+    return run(
         [str(BROWSER), *always, *options, path.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
+        timeout_s=TIMEOUT_S,
     )
 
 

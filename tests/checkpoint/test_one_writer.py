@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -208,6 +209,29 @@ def refuses(path: Path) -> None:
         pytest.raises(CheckpointSaveError, match="being written"),
     ):
         FileLock.take(path, path.parent)
+
+
+def test_a_renewal_that_is_late_is_not_one_of_the_next_holder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renews, is_same_file = threading.Event(), lock._is_same_file
+
+    def slowly(descriptor: int, path: Path) -> bool:
+        found = is_same_file(descriptor, path)
+        if threading.current_thread().name == "lock":
+            renews.set()
+            time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(lock, "RENEWAL_S", 0.01)
+    monkeypatch.setattr(lock, "_is_same_file", slowly)
+    held = FileLock.take(tmp_path / ".lock", tmp_path)
+    assert renews.wait(60)
+    held.release()
+    (tmp_path / ".lock").touch()
+    os.utime(tmp_path / ".lock", (1, 1))
+    time.sleep(0.5)
+    assert (tmp_path / ".lock").stat().st_mtime == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 4000, b'{"host": 1, "process": "x"}', b"9" * 5000])

@@ -177,3 +177,68 @@ def test_ignored_parameters_and_replicas_of_ddp_are_left_to_the_program(two_rank
 
 def test_only_what_is_under_the_called_part_is_looked_at(two_ranks: Ranks) -> None:
     two_ranks.run(a_part_called_by_itself)
+
+
+# -- around the units ---------------------------------------------------------------------------------------
+
+
+class Agent(nn.Module):
+    """A sharded model, and a head that `fully_shard` was not called on."""
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.model(x))
+
+
+def refused_around_units_until_sharded() -> None:
+    agent = Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1))
+    for _ in range(2):  # also the second time
+        with pytest.raises(UnownedParameterError, match=r"no unit owns head\.weight, head\.bias"):
+            loss_of(SHARDGRAD, agent)
+    fully_shard(agent)
+    loss_of(SHARDGRAD, agent).backward()
+    agent.head.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(UnownedParameterError, match=r"head\.scale"):
+        loss_of(SHARDGRAD, agent)
+
+
+def frozen_around_units() -> None:
+    agent = Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1).requires_grad_(False))
+    for step in range(2):
+        loss_of(SHARDGRAD, agent, step).backward()
+    agent.head.requires_grad_(True)
+    with pytest.raises(UnownedParameterError, match=r"head\.weight"):
+        loss_of(SHARDGRAD, agent)
+
+
+def replicated_around_units() -> None:
+    loss_of(SHARDGRAD, Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))).backward()
+    loss_of(SHARDGRAD, replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))).backward()
+
+
+def each_block_a_root() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Block(), Block())
+    for block in model[1:]:
+        fully_shard(block)
+    with pytest.raises(UnownedParameterError, match=r"no unit owns 0\.weight, 0\.bias"):
+        loss_of(SHARDGRAD, model)
+    fully_shard(model[0])
+    loss_of(SHARDGRAD, model).backward()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        refused_around_units_until_sharded,
+        frozen_around_units,
+        replicated_around_units,
+        each_block_a_root,
+    ],
+)
+def test_parameters_of_modules_around_the_units_are_looked_at(
+    two_ranks: Ranks, program: Callable[[], None]
+) -> None:
+    two_ranks.run(program)

@@ -12,6 +12,6 @@ from tests.support.ranks import Ranks
 @pytest.fixture(scope="session")
 def client_ranks() -> Iterator[Ranks]:
     """Two ranks in which frameworks may be imported."""
-    ranks = Ranks(2, collective_timeout_s=60.0)
+    ranks = Ranks(2)
     yield ranks
     ranks.stop()

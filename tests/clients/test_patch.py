@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from torch.distributed.pipelining import stage
 
 import shardgrad
+from tests.support.processes import run
 
 THEIRS = [torch_fsdp.fully_shard]  # in a list, where no patch looks
 
@@ -102,14 +102,11 @@ def test_a_script_runs_unchanged(tmp_path: Path, named: str) -> None:
     (tmp_path / "program.py").write_text(SCRIPT)
     (tmp_path / "beside.py").write_text("HERE = 'found'")
     program = ["program.py"] if named == "script" else ["-m", "program"]
-    ran = subprocess.run(
+    ran = run(
         [sys.executable, "-m", "shardgrad.patch", *program, "--lr", "3", "-x"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
+        timeout_s=100,
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == "shardgrad.module ['--lr', '3', '-x'] __main__ found\n"

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import fsdp
 
 import shardgrad
+from tests.support.surface import rows_of, surface
+
+PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2_surface.md"
 
 # What torch has under a leading underscore and other programs call: pipelines, frameworks, nn.Module itself.
 PRIVATE_BUT_USED = {"_apply", "_get_fsdp_state", "_set_unshard_async_op"}
@@ -62,6 +67,27 @@ def test_names_that_programs_import_are_here() -> None:
     )
     for name in names:
         assert getattr(shardgrad, name) is getattr(fsdp, name, None), name
+
+
+def test_the_page_says_what_the_installed_torch_has() -> None:
+    version = ".".join(torch.__version__.split(".")[:2])
+    table = PAGE.read_text()[PAGE.read_text().index("| name |") :]
+    assert rows_of(table, version) == surface(Path(torch.__file__).parent)
+
+
+def test_every_method_of_every_version_is_here() -> None:
+    table = PAGE.read_text()[PAGE.read_text().index("| name |") :]
+    methods = {
+        name.removeprefix("FSDPModule."): parameters
+        for version in ("2.11", "2.12", "2.13", "2.14", "2.15")
+        for name, parameters in rows_of(table, version)
+        if name.startswith("FSDPModule.")
+    }
+    assert "finalize_backward" in methods
+    for name, parameters in methods.items():
+        signature = inspect.signature(getattr(shardgrad.FSDPModule, name))
+        bare = [p.replace(annotation=p.empty) for p in list(signature.parameters.values())[1:]]
+        assert str(inspect.Signature(bare)) == f"({parameters})", name
 
 
 def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:

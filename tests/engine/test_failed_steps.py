@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +21,7 @@ from tests.support.parity import (
     make_optimizer,
     token_loss,
     tower,
+    watching_collectives,
 )
 from tests.support.ranks import Ranks
 from tests.support.traps import Trap, TrapInBackward
@@ -107,6 +109,32 @@ def test_a_failure_with_whole_parameters_leaves_nothing_behind(two_ranks: Ranks,
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failed_first_step_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
     two_ranks.run(a_failed_first_step_changes_nothing, where)
+
+
+def collectives_after_a_failed_backward() -> None:
+    """The order in which units are gathered ahead begins afresh: none is gathered for the failed step."""
+    model = trapped_tower(1, None)
+    seen = []
+    for step in range(4):
+        model.layers[1].armed = "backward" if step == 2 else None
+        counts: Counter[tuple[str, int]] = Counter()
+
+        def count(name: str, given: Tensor, counts: Counter[tuple[str, int]] = counts) -> None:
+            counts[name, given.numel()] += 1
+
+        with watching_collectives(count):
+            if step == 2:
+                with pytest.raises(Trap):
+                    token_loss(model, SHARDGRAD.tokens(step)).backward()
+            else:
+                token_loss(model, SHARDGRAD.tokens(step)).backward()
+        seen.append(counts)
+    assert seen[1]
+    assert seen[3] == seen[1]
+
+
+def test_the_step_after_a_failed_backward_communicates_like_any_other(two_ranks: Ranks) -> None:
+    two_ranks.run(collectives_after_a_failed_backward)
 
 
 # -- disagreement -----------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import shardgrad
 from tests.support.parity import (
     SHARDGRAD,
+    WIDTH,
     Engine,
     Tensors,
     close_to_unsharded,
@@ -39,6 +40,22 @@ def gradients_keep_their_object_and_address(set_to_none: bool) -> None:
             assert known[1] == address, name
         optim.step()
         optim.zero_grad(set_to_none=set_to_none)
+
+
+def hooks_run_once_for_each_gradient() -> None:
+    model = SHARDGRAD.shard_tower(tower())
+    calls: list[Tensor] = []
+    model.head.weight.register_post_accumulate_grad_hook(calls.append)
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    hidden = model.layers[0](torch.ones(2, WIDTH)).sum()  # reduces, and gives the head nothing
+    hidden.backward()
+    assert len(calls) == 1
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    assert len(calls) == 2
+
+
+def test_a_hook_runs_only_after_a_reduction_that_brought_a_gradient(two_ranks: Ranks) -> None:
+    two_ranks.run(hooks_run_once_for_each_gradient)
 
 
 class Partly(nn.Module):

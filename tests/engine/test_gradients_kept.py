@@ -152,6 +152,28 @@ class SelfConditioned(nn.Module):
         return self.b(torch.tanh(self.a(x)))
 
 
+class UsesThenCallsItself(nn.Module):
+    """Needs its parameters before it calls itself, and so again after the inner call's backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(SIZE, SIZE).double(), nn.Linear(SIZE, SIZE).double()
+
+    def forward(self, x: Tensor, again: bool = True) -> Tensor:
+        x = torch.tanh(self.a(x))
+        return self.b(x + self(x, False) if again else x)
+
+
+def uses_parameters_before_it_calls_itself(shard: Shard) -> nn.Module:
+    model = mlp()
+    model.insert(2, UsesThenCallsItself())  # from the same random numbers on each rank
+    shard(model[2])
+    shard(model)
+    for number in range(2):
+        model(batch(number)).square().mean().backward()
+    return model
+
+
 def calls_itself(shard: Shard, depth: int, with_gradients: bool) -> nn.Module:
     model = SelfConditioned(depth, with_gradients)
     shard(model.a)
@@ -211,6 +233,16 @@ def freezes_between_forward_and_backward(shard: Shard) -> nn.Module:
     model[1].requires_grad_(False)
     model[3].weight.requires_grad_(False)
     loss.backward()
+    return model
+
+
+def freezes_what_it_has_written_a_gradient_of(shard: Shard) -> nn.Module:
+    model = shard_each(shard, mlp())
+    loss = model(batch()).square().mean()
+    weight = model[3].weight  # of the root, whole since the forward
+    (weight.grad,) = torch.autograd.grad(loss, [weight])
+    weight.requires_grad_(False)
+    model(batch(1)).square().mean().backward()
     return model
 
 
@@ -319,10 +351,12 @@ PROGRAMS = [
     extracts_features_by_an_exception,
     self_conditioned,
     recursive_with_gradients,
+    uses_parameters_before_it_calls_itself,
     fails_inside_itself_and_goes_on,
     freezes_between_micro_batches,
     unfreezes_between_micro_batches,
     freezes_between_forward_and_backward,
+    freezes_what_it_has_written_a_gradient_of,
     trains_other_layers_in_each_step,
     freezes_its_own_parameter_in_forward,
 ]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -216,7 +217,8 @@ def dtypes_on_the_wire(engine: Engine, policy: MixedPrecisionPolicy) -> tuple[se
 
 def travels_as_under_fsdp2(policy: MixedPrecisionPolicy) -> None:
     param = policy.param_dtype or torch.float32
-    expected = ({param}, {policy.reduce_dtype or param})
+    default = torch.float32 if REDUCES_IN_GRAD_DTYPE else param
+    expected = ({param}, {policy.reduce_dtype or default})
     assert dtypes_on_the_wire(FSDP2, policy) == expected
     assert dtypes_on_the_wire(SHARDGRAD, policy) == expected
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import shardgrad
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -130,6 +131,22 @@ def freeze_while_whole(engine: Engine) -> Tensors:
     return engine.snapshot(model)
 
 
+def frozen_with_a_gradient(engine: Engine) -> Tensors:
+    """The optimizer goes on using a gradient that a parameter got before it was frozen, as in plain torch."""
+    model = engine.shard_tower(tower())
+    source = torch.optim if engine.whole_batch else shardgrad.optim
+    optim = source.SGD(model.parameters(), lr=0.1)
+    token_loss(model, engine.tokens(0)).backward()
+    model.layers[0].up.weight.requires_grad_(False)
+    model.head.requires_grad_(False)
+    token_loss(model, engine.tokens(1)).backward()
+    optim.step()
+    optim.zero_grad()
+    token_loss(model, engine.tokens(2)).backward()
+    optim.step()
+    return engine.snapshot(model)
+
+
 def frozen_parameters_have_no_gradient() -> None:
     model = tower()
     model.layers[0].up.requires_grad_(False)
@@ -181,6 +198,10 @@ def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
 )
 def test_freezing_and_unfreezing_equals_an_unsharded_run(two_ranks: Ranks, program: object) -> None:
     two_ranks.run(close_to_unsharded, program)
+
+
+def test_a_gradient_from_before_freezing_is_applied_once(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, frozen_with_a_gradient)
 
 
 def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:

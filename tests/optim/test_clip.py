@@ -80,7 +80,7 @@ def mixed() -> None:
     def build(engine: Engine) -> nn.Sequential:
         model = stack(5, 6, 7, 3).double()
         if engine is not UNSHARDED:
-            shardgrad.fully_shard(model[0])
+            shardgrad.fully_shard(model[0], ignored_params={*model[4].parameters()})
             shardgrad.fully_shard(model[2], mesh=hsdp_mesh(2, 2))
         return model
 
@@ -375,3 +375,25 @@ def test_training_goes_on_after_a_nan_that_was_clipped_and_zeroed(
     two_ranks: Ranks, through_model: bool
 ) -> None:
     two_ranks.run(trains_on_after_a_nan, through_model)
+
+
+def steps_after_a_nan_was_zeroed_group_by_group() -> None:
+    """Two groups of one optimizer share every unit; the next step has gradients of the root alone."""
+    model = SHARDGRAD.shard_tower(tower())
+    params = list(model.parameters())
+    optim = shardgrad.optim.SGD([{"params": params[::2]}, {"params": params[1::2]}], lr=0.1)
+    (token_loss(model, SHARDGRAD.tokens(0)) * math.nan).backward()
+    shardgrad.clip_grad_norm_(model, 0.1)
+    optim.step()
+    optim.zero_grad(set_to_none=False)
+    before = [p.to_local().clone() for p in model.parameters()]
+    for layer in model.layers:
+        layer.set_requires_gradient_sync(False)
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    optim.step()
+    assert optim.skipped_steps.item() == 1
+    assert any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step(two_ranks: Ranks) -> None:
+    two_ranks.run(steps_after_a_nan_was_zeroed_group_by_group)

@@ -371,6 +371,34 @@ def test_small_steps_survive_in_16_bits_if_something_keeps_them(
     two_ranks.run(small_steps_survive, options, survives)
 
 
+def rounded(replicas: int) -> list[Tensor]:
+    """One step, the same for every element, that lies between two bf16 values; returns this rank's pieces."""
+    ranks = dist.get_world_size()
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+        shardgrad.fully_shard(layer, mesh=hsdp_mesh(replicas, ranks // replicas))
+    shardgrad.fully_shard(model, mesh=hsdp_mesh(replicas, ranks // replicas))
+    optim = shardgrad.optim.SGD(model.parameters(), lr=2.0**-9, stochastic_rounding=True, seed=3)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optim.step()
+    return [param.to_local().detach().float().flatten() for param in model.parameters()]
+
+
+def test_every_unit_and_every_shard_is_rounded_by_coins_of_its_own(four_ranks: Ranks) -> None:
+    """Replicas throw the same ones: they would not stay replicas."""
+    sharded = four_ranks.run(rounded, 1)
+    thrown = [piece for pieces in sharded for piece in pieces]
+    assert all(len(piece.unique()) == 2 for piece in thrown)
+    same = [torch.equal(a, b) for i, a in enumerate(thrown) for b in thrown[:i]]
+    assert not any(same)
+    first, second, third, fourth = four_ranks.run(rounded, 2)
+    for a, b in ((first, third), (second, fourth)):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not torch.equal(first[0], second[0])
+
+
 def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
     """fp32 gradients under bf16 parameters are read in fp32, wherever they are bound."""
     runs = {}

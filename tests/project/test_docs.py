@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), ROOT / "benchmarks/README.md", *(ROOT / "docs").rglob("*.md")])
@@ -88,14 +89,11 @@ def test_the_readme_example_trains_on_two_ranks_as_printed(tmp_path: Path) -> No
     (example,) = blocks(ROOT / "README.md", "python")
     (tmp_path / "example.py").write_text(example, encoding="utf-8")
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
-    done = subprocess.run(
+    done = run(
         [*torchrun, "--standalone", "--nproc-per-node", "2", "example.py"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
+        timeout_s=110,
     )
     assert done.returncode == 0, done.stderr
     printed = re.findall(r"^step \d+: loss ([\d.]+)", done.stdout, flags=re.MULTILINE)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from shardgrad.engine.buffers import Slot
 from tests.simulated.programs.explore import STEPS, Digest, digests_of, scenario_of
 from tests.simulated.programs.running import run
 from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, _some_plan, some_scenario
+from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
 PARTS = (1, 2, 3, 4)  # of one rank; each is a test, since a test may not take long
@@ -122,7 +122,7 @@ def test_what_goes_wrong_is_told_as_a_small_scenario_to_paste() -> None:
 
 def test_the_long_mode_leaves_a_record(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.simulated.programs.explore", "--smoke", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    done = processes.run(command, cwd=ROOT, timeout_s=100)
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "interleavings.jsonl").read_text(encoding="utf-8").splitlines()
     record = json.loads(line)

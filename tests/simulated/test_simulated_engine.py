@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,9 +20,10 @@ from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import transformer_config
-from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, tower
+from tests.support.traps import Trap, TrapInBackward
 
 STEPS = 3
 
@@ -39,10 +41,10 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
 def _sharded_tower(replicas: int, **options: Any) -> Tower:
     shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh("sim", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(NAME, shape, mesh_dim_names=names)
     with one_at_a_time():
         model = tower()
-    model = model.to("sim")
+    model = model.to(NAME)
     for inner in (*model.layers, model.embedding):
         shardgrad.fully_shard(inner, mesh=mesh, **options)
     return shardgrad.fully_shard(model, mesh=mesh, **options)
@@ -53,7 +55,7 @@ def _train_sharded(replicas: int = 1) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []
     for step in range(STEPS):
-        tokens, targets = (t.to("sim") for t in _batch(step, dist.get_rank(), dist.get_world_size()))
+        tokens, targets = (t.to(NAME) for t in _batch(step, dist.get_rank(), dist.get_world_size()))
         loss = _loss(model, tokens, targets)
         loss.backward()
         losses.append(loss.detach())  # read after the last step: nothing here makes the host wait
@@ -106,8 +108,8 @@ def test_a_wait_taken_out_of_the_engine_is_a_hazard(owner: type, method: str) ->
 
 def _parameters_born_on_a_side_stream() -> None:
     model = _sharded_tower(1)
-    side = torch.Stream("sim")
-    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    side = torch.Stream(NAME)
+    tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
     # The nodes that accumulate gradients are made, and kept, on another stream than forward's.
     kept = []
     for module in (*model.layers, model.embedding, model):
@@ -130,6 +132,30 @@ def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
     with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
         VirtualRanks(2).run(_parameters_born_on_a_side_stream)
     assert "shardgrad::pack" in {hazard.later.op for hazard in found}
+
+
+def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
+    """Two layers had reduced and bound their gradients when the third failed; nobody has called zero_grad."""
+    model = _sharded_tower(1)
+    if fails:
+        tokens, targets = (t.to("sim") for t in _batch(7, dist.get_rank(), dist.get_world_size()))
+        handle = model.layers[0].register_forward_hook(lambda _, __, output: TrapInBackward.apply(output))
+        with pytest.raises(Trap):
+            _loss(model, tokens, targets).backward()
+        handle.remove()
+        assert model.layers[2].up.weight.grad is not None, "nothing had been reduced yet"
+    tokens, targets = (t.to("sim") for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that they are dropped
+        _loss(model, tokens, targets).backward()
+    return [p.grad.to_local().cpu() for p in model.parameters()]
+
+
+def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
+    """On streams they are bound at once; ranks that exchange by the host bind them at the end."""
+    after, without = (VirtualRanks(2).run(_after_a_failed_backward, fails) for fails in (True, False))
+    for ours, theirs in zip(after, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
 def _median_s(step: Callable[[], None]) -> float:
@@ -157,7 +183,7 @@ def _step_of_tiny(device: str) -> Callable[[], None]:
 
 
 def test_a_step_of_the_tiny_preset_takes_less_than_thirty_times_the_cpus_time() -> None:
-    simulated, plain = _median_s(_step_of_tiny("sim")), _median_s(_step_of_tiny("cpu"))
+    simulated, plain = _median_s(_step_of_tiny(NAME)), _median_s(_step_of_tiny("cpu"))
     print(
         f"tiny preset: {simulated * 1e3:.1f} ms simulated, {plain * 1e3:.1f} ms plain, "
         f"{simulated / plain:.2f}x"

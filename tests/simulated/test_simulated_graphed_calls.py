@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import checkpoint
 
 import shardgrad
+from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
     OptionError,
@@ -28,6 +30,7 @@ from shardgrad.errors import (
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.graphed import Setup, batch, build, eager, loss_of, same_on, weights
+from tests.support.processes import FairClock
 
 # -- what a call may bring ----------------------------------------------------------------------------------
 
@@ -124,6 +127,24 @@ def modes() -> None:
     step.close()
 
 
+def autocast() -> None:
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return x * torch.finfo(torch.get_autocast_dtype(NAME)).eps if torch.is_autocast_enabled(NAME) else x
+
+    for _ in range(3):
+        assert step(torch.ones(3, device=NAME)).tolist() == [1.0] * 3
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast(NAME, dtype=dtype):
+                assert step(torch.ones(3, device=NAME)).tolist() == [torch.finfo(dtype).eps] * 3
+    assert (step.captures, step.replays) == (3, 6)
+    step.close()
+
+
+def test_a_step_under_autocast_is_not_the_graph_of_one_without() -> None:
+    VirtualRanks(1).run(autocast)
+
+
 def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
     VirtualRanks(1).run(modes)
 
@@ -173,6 +194,59 @@ def failing_equals_eager(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["raise", "eager"])
 def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: str) -> None:
     VirtualRanks(1).run(failing_equals_eager, policy)
+
+
+def capture_fails_on_rank_1(policy: str) -> str:
+    """Returns what the call ended with that rank 1 cannot capture."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer, on_uncapturable=policy)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        if dist.get_rank() == 1 and is_capturing(x.device):
+            raise OnPurposeError
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(3):
+        step(batch(number))
+    before = weights(model)
+    clock = FairClock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        with pytest.raises(CaptureError) as caught:
+            step(batch(3))
+    assert clock.elapsed_s() < 10 * COLLECTIVE_TIMEOUT_S
+    for old, new in zip(before, weights(model), strict=True):
+        assert torch.equal(old, new)
+    while dist.get_rank() == 1 and not others_have_ended.wait(0.1):  # or they would hear of its end
+        continue
+    others_have_ended.set()
+    step.close()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+COLLECTIVE_TIMEOUT_S = 2.0
+others_have_ended = threading.Event()
+
+
+@pytest.mark.parametrize("policy", ["raise", "eager"])
+def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(policy: str) -> None:
+    others_have_ended.clear()
+    found = VirtualRanks(2, COLLECTIVE_TIMEOUT_S).run(capture_fails_on_rank_1, policy)
+    name = "capture_fails_on_rank_1.<locals>.step"
+    apart = (
+        f"CaptureError: ranks did not capture {name} together. On rank 1: {name} could not be captured: "
+        "OnPurposeError"
+    )
+    assert found[0].startswith(apart)
+    if policy == "raise":
+        assert found[1].startswith(f"CaptureError: {name} could not be captured: OnPurposeError")
+    else:  # it runs eagerly what the other captures
+        assert found[1].startswith(apart)
 
 
 def exception_in_the_step(graphed: Callable[..., Any]) -> list[Any]:

@@ -477,17 +477,47 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
     elif change == "skipped":
         loss_of(model, batch(98)).backward()
         optimizer.zero_grad()
+    elif change == "reads again":  # a backward that made a graph, of which the program has dropped the rest
+        inputs = batch(97).requires_grad_()
+        torch.autograd.grad(loss_of(model, inputs), inputs, create_graph=True)
 
 
 CHANGES = (
     *("frozen", "load", "in place", "group", "another group", "reshard"),
-    *("evaluated", "kept whole", "skipped", "moved away and back"),
+    *("evaluated", "kept whole", "skipped", "moved away and back", "reads again"),
 )
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_between_steps_is_followed(change: str) -> None:
     same_on(2, changes_between, change)
+
+
+def resharded_after(steps: int) -> None:
+    """A step whose backward keeps no graph ends what an earlier one had kept, eager or replayed."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> None:
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for number in range(steps):
+        step(batch(number))
+    _change("reads again", model, optimizer)
+    step(batch(steps))
+    with torch.no_grad():
+        model(batch(99))
+    left = [name for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    assert not left, f"after an evaluation {left} are unsharded"
+    step.close()
+
+
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_replay_ends_what_a_backward_that_made_a_graph_had_kept_unsharded(steps: int) -> None:
+    VirtualRanks(2).run(resharded_after, steps)
 
 
 def goes_back_to_a_checkpoint(graphed: Callable[..., Any], folder: str) -> list[Any]:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 import shardgrad
 from shardgrad.errors import CaptureError, ForeignParameterError
-from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 from tests.support.parity import ROWS, VOCABULARY, Tower, token_loss, tower
 
@@ -24,7 +24,7 @@ def _tower(policy: OffloadPolicy, replicas: int, **options: Any) -> Tower:
     shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
     names = ("replicate", "shard")[-len(shape) :]
     options = {
-        "mesh": init_device_mesh("sim", shape, mesh_dim_names=names),
+        "mesh": init_device_mesh(NAME, shape, mesh_dim_names=names),
         "offload_policy": policy,
     } | options
     with one_at_a_time():
@@ -39,7 +39,7 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1_000 + step)
     tokens, targets = torch.randint(VOCABULARY, (2, ROWS * world, 5), generator=generator)
     rank = dist.get_rank()
-    return tokens.chunk(world)[rank].to("sim"), targets.chunk(world)[rank].to("sim")
+    return tokens.chunk(world)[rank].to(NAME), targets.chunk(world)[rank].to(NAME)
 
 
 def _train(
@@ -61,7 +61,7 @@ def _train(
         shardgrad.clip_grad_norm_(model, 0.5)
         optimizer.step()
     offloaded = isinstance(policy, CPUOffloadPolicy)
-    home = "cpu" if offloaded else "sim"
+    home = "cpu" if offloaded else NAME
     for param in model.parameters():
         assert param.device.type == param.grad.device.type == home
         assert all(t.device.type == home for t in optimizer.state[param].values() if t.ndim)
@@ -110,7 +110,7 @@ def _device_memory(policy: OffloadPolicy) -> int:
     ]
     held = [t for grads in groups for t in (grads.group.shard, grads.require_shard().flat)]
     held += [t for _, t in optimizer.buffers()]
-    return sum(t.nbytes for t in held if t.device.type == "sim")
+    return sum(t.nbytes for t in held if t.device.type == NAME)
 
 
 def test_no_shard_gradient_or_state_is_left_on_the_device() -> None:
@@ -127,7 +127,7 @@ def _ask_for_a_graph() -> None:
 def _move_to_the_device() -> None:
     model = _tower(CPUOffloadPolicy(), 1)
     with pytest.raises(ForeignParameterError, match="materialized on CPU when enabling CPU offloading"):
-        model.to("sim")
+        model.to(NAME)
 
 
 @pytest.mark.parametrize("ask", [_ask_for_a_graph, _move_to_the_device])

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardgrad
-from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 WIDTH = 8
@@ -24,7 +24,7 @@ WIDTH = 8
 def _build(mesh: DeviceMesh, policy: OffloadPolicy) -> nn.Sequential:
     with one_at_a_time():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to("sim")
+        model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to(NAME)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model):
         shardgrad.fully_shard(layer, mesh=mesh["dp"], offload_policy=policy)
@@ -33,7 +33,7 @@ def _build(mesh: DeviceMesh, policy: OffloadPolicy) -> nn.Sequential:
 
 def _train(policy: OffloadPolicy, optimizer: type[torch.optim.Optimizer]) -> list[torch.Tensor]:
     """Trains on two by two ranks; returns losses and norms, and this rank's pieces and gradients."""
-    mesh = init_device_mesh("sim", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(NAME, (2, 2), mesh_dim_names=("dp", "tp"))
     model = _build(mesh, policy)
     optim = optimizer(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
     found = []
@@ -41,13 +41,13 @@ def _train(policy: OffloadPolicy, optimizer: type[torch.optim.Optimizer]) -> lis
         optim.zero_grad()
         for micro in range(2):
             generator = torch.Generator().manual_seed(10 * step + 2 * micro + mesh["dp"].get_local_rank())
-            x = torch.randn(4, WIDTH, generator=generator).to("sim")
+            x = torch.randn(4, WIDTH, generator=generator).to(NAME)
             loss = model(x).square().mean()
             loss.backward()
             found.append(loss.detach())
         found.append(shardgrad.clip_grad_norm_(model, 0.05))
         optim.step()
-    home = "cpu" if isinstance(policy, CPUOffloadPolicy) else "sim"
+    home = "cpu" if isinstance(policy, CPUOffloadPolicy) else NAME
     for param in model.parameters():
         assert isinstance(param, DTensor)
         assert param.device_mesh.mesh_dim_names == ("dp", "tp")

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.errors import CaptureError
-from tests.simulated.accelerator.device import Graph, checked
+from tests.simulated.accelerator.device import NAME, Graph, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]
@@ -37,11 +37,11 @@ STEPS, WARM_UP, BAD_STEP = 7, 2, 4
 
 
 def build(dtype: torch.dtype) -> nn.Module:
-    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(6, 6, bias=False, dtype=dtype) for _ in range(3)))
-    model = model.to("sim")
+    model = model.to(NAME)
     for layer in model:
         shardgrad.fully_shard(layer, mesh=mesh)
     return shardgrad.fully_shard(model, mesh=mesh)
@@ -49,7 +49,7 @@ def build(dtype: torch.dtype) -> nn.Module:
 
 def batch(step: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(4, 6, generator=generator).to(dtype).to("sim")
+    return torch.randn(4, 6, generator=generator).to(dtype).to(NAME)
 
 
 def train(
@@ -58,7 +58,7 @@ def train(
     """Returns the weights, how many steps were skipped, and the norms."""
     model = build(dtype)
     optim, scaler = make(model.parameters()), shardgrad.GradScaler(init_scale=4.0, growth_interval=2)
-    norm, graph, norms = torch.zeros((), device="sim"), Graph(), []
+    norm, graph, norms = torch.zeros((), device=NAME), Graph(), []
 
     def update() -> None:
         scaler.unscale_(optim)
@@ -66,7 +66,7 @@ def train(
         scaler.step(optim)
         scaler.update()
 
-    side = torch.Stream("sim")
+    side = torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         for step in range(STEPS):
@@ -107,7 +107,7 @@ def test_a_replay_follows_schedules_skips_and_equals_eager(name: str) -> None:
 def an_assignment_takes_effect_at_the_next_replay() -> None:
     model = build(torch.float32)
     optim = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
-    graph, side = Graph(), torch.Stream("sim")
+    graph, side = Graph(), torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         model(batch(0, torch.float32)).square().mean().backward()
@@ -134,7 +134,7 @@ def skips_are_counted_by_replays_alone() -> None:
     """The first verdict that the optimizer ever gets is inside the graph."""
     model = build(torch.float32)
     optim = shardgrad.optim.AdamW(model.parameters())
-    graph, side = Graph(), torch.Stream("sim")
+    graph, side = Graph(), torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         model(batch(0, torch.float32)).square().mean().backward()
@@ -158,7 +158,7 @@ def what_cannot_be_captured_is_refused() -> None:
     model = build(torch.float32)
     optim = shardgrad.optim.AdamW(model.parameters())
     stock = torch.optim.AdamW(model.parameters(), capturable=False)
-    side = torch.Stream("sim")
+    side = torch.Stream(NAME)
     side.wait_stream(torch.accelerator.current_stream())
     with side:
         model(batch(0, torch.float32)).square().mean().backward()

@@ -17,7 +17,7 @@ import shardgrad
 from shardgrad.graphs.preflight import differences, watch
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue, explain
-from tests.simulated.accelerator.device import checked
+from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
 
 HOST = torch.arange(3.0)
@@ -40,9 +40,9 @@ class Layer(nn.Module):
 
 
 def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
-    model = nn.Sequential(Layer(work)).to("sim")
-    x = torch.ones(2, 3, device="sim")
-    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    model = nn.Sequential(Layer(work)).to(NAME)
+    x = torch.ones(2, 3, device=NAME)
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device(NAME, 0))
     return trace.issues
 
 
@@ -159,35 +159,35 @@ def printed_gradient(grad: torch.Tensor) -> None:
 def test_a_read_in_a_backward_hook_is_found_in_autograds_thread(
     hook: Callable[[torch.Tensor], None], on_parameter: bool
 ) -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).to("sim")
-    x = torch.ones(2, 3, device="sim")
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5), nn.Linear(3, 3)).to(NAME)
+    x = torch.ones(2, 3, device=NAME)
     if on_parameter:
         model[0].weight.register_hook(hook)
     else:
         model[0].register_forward_hook(lambda module, args, y: y.register_hook(hook) and None)
-    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device(NAME, 0))
     (found,) = trace.issues
     assert (found.kind, found.module, found.location) == ("host read", "net.0", place_in(hook))
 
 
 def test_operations_of_autograds_thread_have_the_module_they_belong_to() -> None:
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to("sim")
-    x = torch.ones(2, 3, device="sim")
-    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device("sim", 0))
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(NAME)
+    x = torch.ones(2, 3, device=NAME)
+    _, trace = watch(lambda: model(x).sum().backward(), {"net": model}, torch.device(NAME, 0))
     products = [issued for issued in trace.ops if issued.op == "aten.mm.default"]
     assert [issued.module for issued in products] == ["net.1", "net.1", "net.0"]
     assert {issued.location for issued in products} == {"backward of AddmmBackward0"}
 
 
 def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
-    factor, x = torch.ones(()), torch.ones(3, device="sim")
+    factor, x = torch.ones(()), torch.ones(3, device=NAME)
 
     def step() -> None:
         x.mul_(factor)
 
     def recorded() -> Any:
         factor.add_(1)
-        return watch(step, {}, torch.device("sim", 0))[1]
+        return watch(step, {}, torch.device(NAME, 0))[1]
 
     (found,) = differences(recorded(), recorded())
     assert (found.kind, found.location) == ("changed number", place_in(step))
@@ -200,15 +200,15 @@ def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:
-    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+    mesh = init_device_mesh(NAME, (dist.get_world_size(),))
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
-    model = model.to("sim")
+    model = model.to(NAME)
     for module in (model[0], model):
         shardgrad.fully_shard(module, mesh=mesh)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    x = torch.linspace(-1, 1, 24).reshape(4, 6).to("sim")
+    x = torch.linspace(-1, 1, 24).reshape(4, 6).to(NAME)
 
     def step() -> torch.Tensor:
         loss: torch.Tensor = model(x).square().mean()
@@ -222,7 +222,7 @@ def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Ten
 
 
 def a_clean_step() -> None:
-    device = torch.device("sim", dist.get_rank())
+    device = torch.device(NAME, dist.get_rank())
     model, optimizer, step = training()
     step()
     step()
@@ -240,7 +240,7 @@ def test_a_clean_step_of_the_engine_has_no_obstacle(world_size: int) -> None:
 
 
 def losses_and_weights(*, watched: bool) -> list[torch.Tensor]:
-    device = torch.device("sim", dist.get_rank())
+    device = torch.device(NAME, dist.get_rank())
     model, _, step = training()
     losses = [watch(step, {"net": model}, device)[0] if watched else step() for _ in range(4)]
     return [t.cpu() for t in (*losses, *(p.to_local().detach() for p in model.parameters()))]
@@ -256,7 +256,7 @@ def test_a_watched_step_has_the_same_numbers_bit_for_bit() -> None:
 
 
 def a_read_on_one_rank() -> tuple[Issue, ...]:
-    device = torch.device("sim", dist.get_rank())
+    device = torch.device(NAME, dist.get_rank())
     model, _, step = training()
     model.unshard()
     if dist.get_rank() == 1:

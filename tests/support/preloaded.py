@@ -15,7 +15,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 import torch.testing  # noqa: F401
 
-import shardgrad  # noqa: F401
+import shardgrad.fully_shard  # noqa: F401
 
 gc.collect()
 gc.freeze()  # a collection in a child neither walks nor copies what all share

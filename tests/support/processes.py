@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 CONTEXT = mp.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
@@ -18,15 +20,19 @@ CONTEXT.set_forkserver_preload(["tests.support.preloaded"])
 _COUNTS_AT_LEAST = 1 / 8
 
 
-def _queued_s(pid: int) -> float:
-    """Returns the seconds in which a thread of a process was ready to run and no core was free."""
-    total_ns = 0
-    for schedstat in Path(f"/proc/{pid}/task").glob("*/schedstat"):
-        try:
-            total_ns += int(schedstat.read_text().split()[1])
-        except (OSError, IndexError):  # it ended meanwhile, or this kernel does not count
-            continue
-    return total_ns / 1e9
+def _queued_s(pid: int) -> dict[int, float]:
+    """Returns for how long threads of a process, and of each below it, were ready and no core was free."""
+    found, waiting = {}, [pid]
+    while waiting:
+        pid, total_ns = waiting.pop(), 0
+        for thread in Path(f"/proc/{pid}/task").glob("*"):
+            try:
+                total_ns += int((thread / "schedstat").read_text().split()[1])
+                waiting += map(int, (thread / "children").read_text().split())
+            except (OSError, IndexError):  # it ended meanwhile, or this kernel does not count
+                continue
+        found[pid] = total_ns / 1e9
+    return found
 
 
 class FairClock:
@@ -35,20 +41,60 @@ class FairClock:
     A time limit by this clock ends what hangs, and does not end what is slow because the machine is busy.
 
     Args:
-        pids: the processes that work; without any, this one.
+        pids: the processes that work, with those that they start; without any, this one.
     """
 
     def __init__(self, pids: Sequence[int] = ()) -> None:
-        self._queued = {pid: _queued_s(pid) for pid in pids or [os.getpid()]}
+        self._pids = list(pids) or [os.getpid()]
+        self._queued = self._read()
         self._seen_s = time.monotonic()
         self._elapsed_s = 0.0
 
     def elapsed_s(self) -> float:
         """Returns the seconds that count."""
-        now_s = time.monotonic()
-        queued = {pid: _queued_s(pid) for pid in self._queued}
-        waited_s = max(queued[pid] - before for pid, before in self._queued.items())
+        now_s, queued = time.monotonic(), self._read()
+        waited_s = max((after - self._queued.get(pid, 0.0) for pid, after in queued.items()), default=0.0)
         passed_s, self._seen_s = now_s - self._seen_s, now_s
         self._queued = queued
         self._elapsed_s += max(passed_s - max(waited_s, 0.0), passed_s * _COUNTS_AT_LEAST)
         return self._elapsed_s
+
+    def _read(self) -> dict[int, float]:
+        return {pid: queued for root in self._pids for pid, queued in _queued_s(root).items()}
+
+
+def communicate(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
+    """Returns output and errors of a program, once it has ended.
+
+    Args:
+        process: with pipes.
+        timeout_s: seconds, those left out in which it waited for a core.
+
+    Raises:
+        subprocess.TimeoutExpired: it has not ended.
+    """
+    clock = FairClock([process.pid])
+    while True:
+        try:
+            return process.communicate(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            if clock.elapsed_s() > timeout_s:
+                raise
+
+
+def run(command: Sequence[str], *, timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, as `subprocess.run` does with captured text; kills it if it takes longer.
+
+    Args:
+        command: words of the command line.
+        timeout_s: as for `communicate`.
+        options: of `subprocess.Popen`.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, **options) as process:
+        try:
+            output, errors = communicate(process, timeout_s)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)

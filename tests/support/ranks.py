@@ -19,7 +19,9 @@ from typing import Any
 
 from tests.support.processes import CONTEXT, FairClock
 
-COLLECTIVE_TIMEOUT_S = 60.0
+# Longer than the limit of a test, which ends ranks that hang: this one counts the time that a rank waits for
+# one that has no core.
+COLLECTIVE_TIMEOUT_S = 300.0
 # How long the other ranks may go on after one has raised: they may wait for it in a collective.
 GRACE_S = 5.0
 
@@ -36,7 +38,7 @@ def _free_port() -> int:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, timeout_s: float, pipe: Connection, path: list[str]
+    rank: int, world_size: int, port: int, backend: str, timeout_s: float, pipe: Connection, path: list[str]
 ) -> None:
     sys.path[:] = path
     os.environ.update(
@@ -46,7 +48,7 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     while True:
         task = pipe.recv()
         if task is None:
@@ -62,10 +64,13 @@ def _serve(
 
 
 class Ranks:
-    """`world_size` processes joined by gloo."""
+    """`world_size` processes joined by `backend`."""
 
-    def __init__(self, world_size: int, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    def __init__(
+        self, world_size: int, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S, *, backend: str = "gloo"
+    ) -> None:
         self.world_size = world_size
+        self._backend = backend
         self._timeout_s = collective_timeout_s
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -79,7 +84,7 @@ class Ranks:
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
                 target=_serve,
-                args=(rank, self.world_size, port, self._timeout_s, theirs, sys.path),
+                args=(rank, self.world_size, port, self._backend, self._timeout_s, theirs, sys.path),
                 daemon=True,
             )
             process.start()

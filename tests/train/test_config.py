@@ -14,7 +14,6 @@ from click.testing import CliRunner
 from shardgrad.cli import main
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import prepare
 
 SAVED = TrainConfig(ranks=2, batch_size=8, accumulate=1, steps=50)
 
@@ -122,18 +121,17 @@ def test_a_file_of_settings_that_claims_40_gib_is_refused(tmp_path: Path) -> Non
         read_settings(path)
 
 
-@pytest.mark.parametrize(
-    "name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"]
-)
-@pytest.mark.parametrize("text", ["zero", "-1", "", "1.0", "9" * 5_000, "²"])
-def test_a_launchers_variable_that_is_no_number_is_named(
-    name: str, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in ("RANK", "WORLD_SIZE"):
-        monkeypatch.setenv(variable, "1")
-    monkeypatch.setenv(name, text)
-    with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
-        prepare({"run_dir": "nowhere"}, resume=None, debug=False)
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("flag", ["--config", "--resume"])
+def test_a_named_pipe_is_not_waited_for(flag: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_000001").mkdir(parents=True)
+    for name in ("complete", "index.json"):
+        (run / "checkpoints" / "step_000001" / name).touch()
+    os.mkfifo(run / "config.json")
+    given = run / "config.json" if flag == "--config" else run
+    result = CliRunner().invoke(main, ["train", flag, str(given)])
+    assert (result.exit_code, "config.json is no regular file" in result.stderr) == (2, True)
 
 
 def test_a_resumed_run_keeps_what_is_not_given_anew() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,26 @@ def test_validation_sequences_do_not_overlap_nor_leave_the_text(
     assert all(later - earlier >= seq_len for earlier, later in itertools.pairwise(starts))
     tokens, _ = windows(torch.zeros(nbytes, dtype=torch.uint8), starts, seq_len)
     assert tokens.shape == (len(starts), seq_len)
+
+
+@pytest.mark.timeout(100)
+def test_what_is_no_regular_file_in_a_folder_of_text_is_passed_over(tmp_path: Path) -> None:
+    """Opening a named pipe waits for a writer; a device has no end."""
+    (tmp_path / "text").write_bytes(b"text" * 100)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    (tmp_path / "dangling").symlink_to("nothing")
+    corpus = load_corpus(str(tmp_path), limit_nbytes=2**43, validation_fraction=0.1, seq_len=4)
+    assert (corpus.nbytes, corpus.file_count) == (400, 1)
+
+
+def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"text" * 100)
+    assert load_corpus(str(path), limit_nbytes=2**83, validation_fraction=0.1, seq_len=4).nbytes == 400
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "nothing", "\0"])
+def test_a_path_that_no_file_has_is_refused_in_words(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="correct --data"):
+        load_corpus(str(tmp_path / name), limit_nbytes=100, validation_fraction=0.1, seq_len=4)

@@ -12,37 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_train_program import HALF, MICRO, ROOT, TRAIN, Started, events, losses, ranks_of, start
+from tests.support.processes import FairClock, communicate
+from tests.train.test_train_program import (
+    HALF,
+    LIMIT_S,
+    MICRO,
+    ROOT,
+    TRAIN,
+    end,
+    events,
+    losses,
+    ranks_of,
+    start,
+    train,
+    wait_for_steps,
+)
 
-LIMIT_S = 280  # of each program; on a busy machine, its imports alone take a minute
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-def end(process: Started) -> tuple[int, str, str]:
-    """Exit status, output and errors of a program that ends by itself."""
-    try:
-        output, errors = process.communicate(timeout=LIMIT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-    return process.returncode, output, errors
-
-
-def train(*arguments: str | Path) -> str:
-    """The output of a run that has to succeed."""
-    status, output, errors = end(start(*arguments))
-    assert status == 0, errors
-    return output
-
-
-def wait_for_steps(folder: Path, count: int, process: Started) -> None:
-    """Returns when a run has logged so many steps."""
-    deadline_s = time.monotonic() + LIMIT_S
-    while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= count):
-        if time.monotonic() > deadline_s or process.poll() is not None:
-            pytest.fail(f"the run did not get that far: {end(process)}")
-        time.sleep(0.05)
+pytestmark = pytest.mark.slow
 
 
 def test_a_second_start_says_who_holds_the_folder_and_since_when_and_a_dead_owner_is_replaced(
@@ -90,17 +76,17 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
         text=True,
     )
     os.close(theirs)
-    deadline_s = time.monotonic() + LIMIT_S
+    clock = FairClock([process.pid])
     os.set_blocking(ours, False)
     while not ((folder / "metrics.jsonl").exists() and len(losses(folder)) >= 2):
-        assert time.monotonic() < deadline_s
+        assert clock.elapsed_s() < LIMIT_S
         assert process.poll() is None
         try:
             os.read(ours, 65536)
         except BlockingIOError:
             time.sleep(0.05)
     os.close(ours)  # the system sends SIGHUP
-    process.wait(LIMIT_S)
+    communicate(process, LIMIT_S)
     done = max(losses(folder))
     assert (folder / "checkpoints" / "latest").read_text() == f"step_{done:06d}\n"
     assert f"Resumed after step {done}." in train("--resume", folder, "--steps", str(done + 1))

@@ -21,7 +21,7 @@ from shardgrad.train.health import NonfiniteCheck, StepResult
 from shardgrad.train.model import Transformer, TransformerConfig, materialise
 from shardgrad.train.optimizer import build_optimizer, build_schedule
 from shardgrad.train.parallel import World
-from shardgrad.train.step import TrainStep
+from shardgrad.train.step import TrainStep, validation_loss
 
 CPU = torch.device("cpu")
 ALONE = cast(World, SimpleNamespace(rank=0, world_size=1, device=CPU))
@@ -80,6 +80,18 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
         torch.testing.assert_close(part.grad_norm, whole.grad_norm)
         torch.testing.assert_close(state.model.state_dict(), whole_state.model.state_dict())
         assert (state.step, state.samples) == (whole_state.step, whole_state.samples) == (1, 4)
+
+
+def test_the_validation_loss_does_not_depend_on_how_its_sequences_are_divided() -> None:
+    """Five sequences fill neither batches of two nor of three: what fills up the last one does not count."""
+    text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(2))
+    model = state_for(config_of()).model
+    found = [
+        validation_loss(model, text, config_of(batch_size=size, eval_samples=5), alone())
+        for size in (1, 2, 3, 5, 8)
+    ]
+    assert found == pytest.approx([found[0]] * 5, rel=1e-6)
+    assert model.training
 
 
 @pytest.mark.parametrize(("clip", "length"), [(0.01, 0.01), (0.0, None)])
@@ -189,9 +201,12 @@ class Alone(World):
         return [values]
 
 
+def alone() -> Alone:
+    return Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
+
+
 def watched(folder: Path, policy: str) -> NonfiniteCheck:
     """After one step that was well."""
-    place = Alone(0, 1, CPU, cast(dist.ProcessGroup, None))
-    health = NonfiniteCheck(["first", "second", "third"], policy, folder, place)
+    health = NonfiniteCheck(["first", "second", "third"], policy, folder, alone())
     health.watch(1, result(1.0, 1.0))
     return health

@@ -228,8 +228,13 @@ def install() -> ModuleType:
     torch._register_device_module(NAME, _device_module(module))
     torch.utils.generate_methods_for_privateuse1_backend()
     torch.Event = _event_class(torch.Event)  # type: ignore[misc]
+    _AUTOCAST.fallback(torch.library.fallthrough_kernel)
     adopt_ops(module)
     return module
+
+
+# Under autocast, no op casts: enough for what depends on whether it is on.
+_AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 
 
 def adopt_ops(module: ModuleType | None = None) -> None:

@@ -46,7 +46,7 @@ class VirtualRanks:
         collective_timeout_s: how long a rank waits for the others in one collective.
     """
 
-    def __init__(self, world_size: int, collective_timeout_s: float = 60.0) -> None:
+    def __init__(self, world_size: int, collective_timeout_s: float = 300.0) -> None:
         if not 1 <= world_size <= device.native().DEVICES:
             raise ValueError(f"expected 1 to {device.native().DEVICES} ranks, got {world_size}")
         self.world_size = world_size

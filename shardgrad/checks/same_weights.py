@@ -1,0 +1,134 @@
+"""Comparing, before anything is trained, the weights that ranks had when their model was sharded.
+
+`fully_shard` keeps this rank's piece of each parameter and drops the rest. If ranks had different weights,
+because of different seeds or of a checkpoint that one rank alone has loaded, the model is a mixture of them
+(under HSDP its replicas even differ), and no loss shows it. So every parameter is summed up before it is cut,
+as integers, at the speed of memory, and lazy init compares the sums: one all-reduce of some bytes for each
+parameter. What has been written since on any rank, by loading or by initialising shards, is not compared;
+neither are parameters that were on the meta device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardgrad.diagnosis.all_gather_object import all_gather_object
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.param import FSDPParam, local_of
+from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import RankDisagreementError
+
+__all__ = ["compare_weights", "note_weights", "sums_of"]
+
+_MASK = 2**62 - 1  # a sum and its negative are both int64
+
+
+@dataclass
+class _Noted:
+    """The sum of a parameter that was just cut, and where its piece was then."""
+
+    total: torch.Tensor
+    sharded: nn.Parameter
+    version: int
+    local: torch.Tensor
+    local_version: int
+
+    def is_current(self, p: FSDPParam) -> bool:
+        """Returns whether the piece holds what was cut."""
+        local = local_of(p.sharded)
+        return (
+            p.sharded is self.sharded
+            and p.sharded._version == self.version
+            and (local is not self.local or local._version == self.local_version)
+            and group_of(p).generation == 0
+        )
+
+
+_noted: weakref.WeakKeyDictionary[FSDPParam, _Noted] = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def sums_of(originals: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
+    """Returns for each parameter the sum of its bits, an int64 scalar on its device; None for what has none.
+
+    Streams: the current one; the host does not wait.
+    """
+    return [_sum(getattr(param, "_local_tensor", param)) for param in originals]
+
+
+def _sum(values: torch.Tensor) -> torch.Tensor | None:
+    if type(values) not in (torch.Tensor, nn.Parameter) or values.is_meta or not values.is_contiguous():
+        return None
+    octets = values.detach().view(-1).view(torch.uint8)
+    if octets.data_ptr() % 8 or (octets.storage_offset() % 8):
+        return octets.sum()
+    words = octets.numel() // 8 * 8
+    return octets[:words].view(torch.int64).sum() + octets[words:].sum()
+
+
+def note_weights(params: Iterable[FSDPParam], sums: Iterable[torch.Tensor | None]) -> None:
+    """Keeps the sums of parameters that have just been cut."""
+    for p, total in zip(params, sums, strict=True):
+        if total is not None:
+            local = local_of(p.sharded)
+            _noted[p] = _Noted(total, p.sharded, p.sharded._version, local, local._version)
+
+
+def compare_weights(units: Sequence[Unit]) -> None:
+    """Compares what ranks had. A collective over each mesh of the units, once; nothing for meta parameters.
+
+    Raises:
+        RankDisagreementError: on every rank of the mesh, naming a parameter and which ranks had which values.
+    """
+    groups = [group for unit in units for group in unit.groups]
+    for mesh in dict.fromkeys(group.mesh for group in groups):
+        on_mesh = [group for group in groups if group.mesh == mesh]
+        for ranks in (mesh.shard_group, mesh.replicate_group):
+            if ranks is not None and ranks.size() > 1 and dist.get_backend(ranks) != "fake":
+                _compare(on_mesh, ranks, mesh.device)
+    for group in groups:
+        for p in group.params:
+            _noted.pop(p, None)
+
+
+def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: torch.device) -> None:
+    params = [p for group in groups for p in group.params]
+    noted = [each if (each := _noted.get(p)) is not None and each.is_current(p) else None for p in params]
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    own = torch.stack([zero if each is None else each.total.to(device) & _MASK for each in noted])
+    is_unknown = torch.tensor([each is None for each in noted], dtype=torch.int64, device=device)
+    largest = torch.stack([own, -own, is_unknown])
+    with recorder.group_log(ranks).waiting("checksums of the weights", largest):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
+    differs = (largest[0] != -largest[1]) & (largest[2] == 0)
+    numbers = differs.nonzero().flatten().tolist()
+    if numbers:
+        raise _error([params[i].name for i in numbers], int(own[numbers[0]]), ranks)
+
+
+def _error(names: Sequence[str], own: int, ranks: dist.ProcessGroup) -> RankDisagreementError:
+    parties: dict[int, list[int]] = {}
+    sums: list[int] = all_gather_object(own, ranks)
+    for rank, total in zip(dist.get_process_group_ranks(ranks), sums, strict=True):
+        parties.setdefault(total, []).append(rank)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return RankDisagreementError(
+        f"ranks had different weights when fully_shard cut them: {names[0]}{more}",
+        expected=f"the same values on every rank of {dist.get_process_group_ranks(ranks)}",
+        got=f"{len(parties)} different ones, on ranks " + " / ".join(map(_in_words, parties.values())),
+        where=f"rank {dist.get_rank()}, parameter {names[0]}",
+        fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, before "
+        "fully_shard, for tensor in model.state_dict().values(): torch.distributed.broadcast(tensor, 0)",
+    )
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    few = ", ".join(map(str, ranks[:8]))
+    return few + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

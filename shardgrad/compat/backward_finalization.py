@@ -1,0 +1,135 @@
+"""Backward that the program ends by hand, as pipeline stages of torch 2.15 do.
+
+No backward is the last one in this mode, whatever `set_is_last_backward` says: `finalize` reduces what waits.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+from weakref import WeakKeyDictionary
+
+import torch
+
+from shardgrad.engine.grad_group import Waiting
+from shardgrad.engine.root import RootContext, context_of, lazy_init
+from shardgrad.engine.unit import Unit
+from shardgrad.errors import BackwardFinalizationError, RootError
+from shardgrad.policies import GradientReductionHandle
+
+__all__ = ["end_backward", "finalize", "set_is_last_backward", "set_manual"]
+
+# Of each root in this mode, what `set_is_last_backward` said, which counts again afterwards.
+_manual: WeakKeyDictionary[RootContext, bool] = WeakKeyDictionary()
+
+
+class _Handle(GradientReductionHandle):  # type: ignore[misc]  # its base depends on the installed torch
+    """A reduction to be waited for; until then the root refuses to run forward."""
+
+    def __init__(self, context: RootContext | None = None) -> None:
+        self._context = context
+        if context is not None:
+            self._require_complete = context.root.require_complete
+            context.root.require_complete = _refuse_forward
+
+    def wait(self) -> None:
+        """Makes the current stream wait for the gradients; once is enough."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.root.require_complete = self._require_complete
+            context.scheduler.join()
+
+
+def _refuse_forward() -> NoReturn:
+    raise BackwardFinalizationError(
+        "The previous gradient reduction must be waited on before forward",
+        expected="wait() on what finalize_backward(async_op=True) returned",
+        got="a forward with gradients",
+        fix="handle = model.finalize_backward(async_op=True); ...; handle.wait()",
+    )
+
+
+def _require_root(unit: Unit, context: RootContext, name: str) -> None:
+    if not unit.is_root:
+        raise RootError(
+            f"{name} must be called on the root FSDP module",
+            expected=f"the root, {type(context.root.modules[0]).__name__}",
+            got=f"unit {unit.name!r}",
+            fix=f"root.{name}(...)",
+        )
+
+
+def set_is_last_backward(unit: Unit, is_last_backward: bool) -> None:
+    """Sets it, or keeps it for later if the program finalizes by hand."""
+    context = lazy_init(unit)
+    if context in _manual:
+        _manual[context] = is_last_backward
+    else:
+        context.is_last_backward = is_last_backward
+
+
+def set_manual(unit: Unit, enabled: bool) -> None:
+    """Enters the mode or leaves it.
+
+    Raises:
+        RootError: not the root.
+        BackwardFinalizationError: a backward runs, or has left gradients that are not reduced.
+    """
+    context = lazy_init(unit)
+    _require_root(unit, context, "set_manual_backward_finalization")
+    if enabled == (context in _manual):
+        return
+    waiting = [grads.group.name for grads in context.grad_groups if grads.waiting is not Waiting.NOTHING]
+    if context.scheduler.backward_running or waiting:
+        raise BackwardFinalizationError(
+            "set_manual_backward_finalization cannot change mode after backward starts",
+            expected="a call before the first backward, or after the last one was finalized",
+            got=f"gradients that wait, of units {', '.join(waiting)}" if waiting else "a backward",
+            fix="model.finalize_backward() first" if not enabled else "call it before forward",
+        )
+    if enabled:
+        _manual[context] = context.is_last_backward
+        context.is_last_backward = False
+    else:
+        context.is_last_backward = _manual.pop(context)
+
+
+def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
+    """Reduces what waits, and reshards, as the settings of the moment say. A collective.
+
+    Returns:
+        What waits for the gradients if `async_op`; else they have been waited for.
+
+    Raises:
+        RootError: not the root.
+        BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not waited for.
+    """
+    context = context_of(unit)
+    if context is None:  # nothing has run
+        return _Handle() if async_op else None
+    _require_root(unit, context, "finalize_backward")
+    if context.root.require_complete is _refuse_forward:
+        raise BackwardFinalizationError(
+            "The previous gradient reduction must be waited on before finalizing backward again",
+            expected="wait() on what finalize_backward(async_op=True) returned",
+            fix="handle.wait()",
+        )
+    if context not in _manual or context.scheduler.backward_running:
+        raise BackwardFinalizationError(
+            "finalize_backward requires manual backward finalization, and a backward that is over",
+            expected="set_manual_backward_finalization(True) before forward",
+            got="a backward that runs" if context in _manual else "automatic finalization",
+            fix="model.set_manual_backward_finalization(True)",
+        )
+    context.is_last_backward = True
+    try:
+        end_backward(context, wait=not async_op)
+    finally:
+        context.is_last_backward = False
+    return _Handle(context) if async_op else None
+
+
+@torch.no_grad()
+def end_backward(context: RootContext, *, wait: bool = True) -> None:
+    """Ends a backward of several micro-batches, outside autograd: what they have left is reduced."""
+    context.scheduler.begin_backward(in_autograd=False)
+    context.end_backward(wait=wait)

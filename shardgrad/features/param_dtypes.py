@@ -1,0 +1,165 @@
+"""Dtypes of single parameters, from torch 2.15 on: the policy's `param_dtype_override_fn`, and `grad_dtype`.
+
+Parameters with different ones are in different param groups, each with a policy for all of its parameters.
+Without a `reduce_dtype` they are reduced, as in torch, in one that holds the gradients of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
+from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
+
+__all__ = [
+    "ParamDtypes",
+    "dtypes_of",
+    "keep_grad_dtypes",
+    "refuse_late_grad_dtypes",
+    "refuse_unknown_fields",
+    "without_override",
+]
+
+_OVERRIDE = "param_dtype_override_fn"  # older torch does not have it
+_KNOWN = {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs", _OVERRIDE}
+_KNOWN |= {"pin_memory"}  # of CPUOffloadPolicy
+
+
+def refuse_unknown_fields(policy: Any) -> None:
+    """Refuses a policy of a later torch that asks for what this version does not know.
+
+    Raises:
+        UnsupportedError: a field that is not known here, and not at its default.
+    """
+    for field in fields(policy):
+        value = getattr(policy, field.name)
+        if field.name not in _KNOWN and value != field.default:
+            raise unsupported(
+                f"{type(policy).__name__}({field.name}={value!r})", instead=f"{field.name}={field.default!r}"
+            )
+
+
+@dataclass(frozen=True)
+class ParamDtypes:
+    """What one parameter is computed, reduced and kept in.
+
+    Attributes:
+        mp_policy: the unit's, without an override function.
+        gradient_policy: the call's, with the dtype that the parameter asks for.
+    """
+
+    mp_policy: MixedPrecisionPolicy
+    gradient_policy: GradientPolicy
+
+
+def dtypes_of(
+    names: Mapping[nn.Parameter, str],
+    together: Callable[[nn.Parameter], object],
+    mp_policy: MixedPrecisionPolicy,
+    gradient_policy: GradientPolicy,
+) -> dict[nn.Parameter, ParamDtypes]:
+    """Works out the dtypes of a unit's parameters, asking the override function once for each.
+
+    Args:
+        names: parameter -> name.
+        together: parameters for which it is the same are reduced in one dtype.
+        mp_policy: the unit's.
+        gradient_policy: the call's; its dtype goes before a parameter's `grad_dtype`.
+
+    Raises:
+        OptionError: the override function returned something else than None, `param_dtype` or the parameter's
+            dtype.
+        UnsupportedParameterError: `grad_dtype=None` without `reduce_dtype`, so that no dtype is known.
+    """
+    wishes = {param: _grad_dtype(param, name, mp_policy) for param, name in names.items()}
+    reduce_dtypes: dict[object, torch.dtype] = {}
+    for key in {together(param) for param, wish in wishes.items() if wish is not None}:
+        dtypes = [wish or p.dtype for p, wish in wishes.items() if together(p) == key and p.requires_grad]
+        if dtypes:
+            reduce_dtypes[key] = reduce(torch.promote_types, dtypes)
+    found = {}
+    for param, name in names.items():
+        policy = replace(
+            _resolved(mp_policy, param, name),
+            reduce_dtype=mp_policy.reduce_dtype or reduce_dtypes.get(together(param)),
+        )
+        gradient = gradient_policy.dtype or wishes[param]
+        found[param] = ParamDtypes(policy, replace(gradient_policy, dtype=gradient))
+    return found
+
+
+def _resolved(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> MixedPrecisionPolicy:
+    """Returns the policy of one parameter: with its `param_dtype`, and no function."""
+    override = getattr(policy, _OVERRIDE, None)
+    if override is None:
+        return policy
+    dtype = override(param)
+    if not any(dtype is each for each in (None, policy.param_dtype, param.dtype)):
+        raise OptionError(
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype",
+            expected=f"None, {policy.param_dtype} or {param.dtype}",
+            got=repr(dtype),
+            where=f"parameter {name}",
+        )
+    return replace(without_override(policy), param_dtype=dtype or policy.param_dtype)
+
+
+def without_override(policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """Returns a policy that has no function, so that ranks can compare it."""
+    if getattr(policy, _OVERRIDE, None) is None:
+        return policy
+    return replace(policy, **{_OVERRIDE: None})
+
+
+def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) -> torch.dtype | None:
+    """Returns the dtype that a parameter's gradient is to be kept in; None for the parameter's."""
+    if not _has_grad_dtype(param):
+        return None
+    dtype: torch.dtype | None = param.grad_dtype or policy.reduce_dtype
+    if dtype is None:
+        raise UnsupportedParameterError(
+            f"parameter {name} has grad_dtype=None, so nothing says what its gradient is reduced and kept in",
+            expected="a grad_dtype, or mp_policy.reduce_dtype",
+            got="None for both",
+            where=f"parameter {name}",
+            fix="mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32)",
+        )
+    return dtype
+
+
+def _has_grad_dtype(param: torch.Tensor) -> bool:
+    return REDUCES_IN_GRAD_DTYPE and param.is_floating_point() and bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
+
+
+def keep_grad_dtypes(group: ParamGroup) -> None:
+    """Gives sharded parameters the `grad_dtype` that a program has asked for."""
+    policy = group.gradient_policy
+    if REDUCES_IN_GRAD_DTYPE and policy.dtype is not None and not policy.decoupled:
+        for p in group.params:
+            p.sharded.grad_dtype = policy.dtype
+
+
+def refuse_late_grad_dtypes(group: ParamGroup) -> None:
+    """Refuses, at lazy init, a `grad_dtype` that a program has set on a sharded parameter.
+
+    Raises:
+        UnsupportedParameterError: it differs from what the group was made for.
+    """
+    for p in group.params:
+        for param in p.registered():
+            if _has_grad_dtype(param) and param.grad_dtype != group.gradient_dtype:
+                raise UnsupportedParameterError(
+                    f"grad_dtype of parameter {p.name} was set after fully_shard",
+                    expected=str(group.gradient_dtype),
+                    got=str(param.grad_dtype),
+                    where=f"parameter {p.name}",
+                    fix="set it on the parameter before fully_shard, or pass gradient_policy",
+                )

@@ -1,0 +1,159 @@
+"""What an optimizer step would lose is named before it: writes, gradients, hooks, another rank's state."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgrad
+from shardgrad.checks.lost_work import LostWorkWarning
+from shardgrad.errors import ForeignParameterError, GradientError
+from tests.support.ranks import Ranks
+
+
+def net() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    shardgrad.fully_shard(model[0])
+    return shardgrad.fully_shard(model)
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.randn(3, 4)).square().mean().backward()
+
+
+def warned(*work: Callable[[], object]) -> list[str]:
+    """Returns what is warned of while these run."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for each in work:
+            each()
+    return [str(each.message) for each in caught if issubclass(each.category, LostWorkWarning)]
+
+
+def nothing_to_lose() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.unshard()
+    model.reshard()
+    for index in range(4):
+        model.set_requires_gradient_sync(index % 2 == 1)
+        backward(model)
+        if index % 2:
+            assert warned(optimizer.step, optimizer.zero_grad) == []
+
+
+def test_a_program_that_loses_nothing_is_not_warned(two_ranks: Ranks) -> None:
+    two_ranks.run(nothing_to_lose)
+
+
+def written_while_unsharded() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0].unshard()
+    with torch.no_grad():
+        model[0].weight[0] = 0
+    model[0].reshard()
+    backward(model)
+    (said,) = warned(optimizer.step, lambda: backward(model), optimizer.step)
+    assert said.startswith(
+        "shardgrad: 0.weight was written while unsharded, which is lost when it is resharded."
+    )
+
+
+def test_a_write_to_an_unsharded_parameter_is_named_once(two_ranks: Ranks) -> None:
+    two_ranks.run(written_while_unsharded)
+
+
+def stepped_without_sync() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_requires_gradient_sync(False)
+    backward(model)
+    said = warned(optimizer.step)
+    assert len(said) == 1
+    assert "gradients of 0.weight, 0.bias are not reduced" in said[0]
+
+
+def test_a_step_before_the_reduction_is_named(two_ranks: Ranks) -> None:
+    two_ranks.run(stepped_without_sync)
+
+
+def hooked_before_or_after() -> None:
+    model = nn.Linear(4, 6)
+    model.weight.register_hook(lambda grad: 0 * grad)
+    with pytest.raises(GradientError, match="a hook on weight never runs"):
+        shardgrad.fully_shard(model)
+    assert isinstance(model.weight, nn.Parameter)
+    model = net()
+    model[0].bias.register_hook(lambda grad: 0 * grad)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model)
+    with pytest.raises(GradientError, match=r"a hook on 0\.bias never runs"):
+        optimizer.step()
+
+
+def test_a_hook_that_never_runs_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(hooked_before_or_after)
+
+
+def saved_by_rank_0(folder: str, flat: bool) -> None:
+    model = net()
+    kind = shardgrad.optim.AdamW if flat else torch.optim.AdamW
+    optimizer = kind(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    own = io.BytesIO()
+    torch.save(saved, own)
+    if dist.get_rank() == 0:
+        torch.save(saved, f"{folder}/saved.pt")
+    dist.barrier()
+    own.seek(0)
+    ours = torch.load(own, weights_only=False)
+    model.load_state_dict(ours["model"])
+    optimizer.load_state_dict(ours["optimizer"])
+    theirs = torch.load(f"{folder}/saved.pt", weights_only=False)
+    if dist.get_rank() == 0:
+        return
+    with pytest.raises(
+        ForeignParameterError, match=r"rank 1 loads the shard of 0\.weight that rank 0 has saved"
+    ):
+        model.load_state_dict(theirs["model"])
+    with pytest.raises(ForeignParameterError, match="that rank 0 has saved"):  # noqa: PT012
+        optimizer.load_state_dict(theirs["optimizer"])
+        optimizer.step()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["torch.optim", "shardgrad.optim"])
+def test_shards_that_another_rank_saved_are_refused(two_ranks: Ranks, tmp_path: Path, flat: bool) -> None:
+    two_ranks.run(saved_by_rank_0, str(tmp_path), flat)
+
+
+def clipped_after_an_evaluation(reshard_after_forward: bool | None) -> tuple[float, float]:
+    norms = []
+    for evaluates in (False, True):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+        shardgrad.fully_shard(model[0], reshard_after_forward=reshard_after_forward)
+        shardgrad.fully_shard(model, reshard_after_forward=reshard_after_forward)
+        backward(model)
+        if evaluates:
+            with torch.no_grad():
+                model(torch.randn(3, 4))
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item())
+    return norms[0], norms[1]
+
+
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
+def test_torchs_clipping_finds_all_gradients_after_an_evaluation(
+    two_ranks: Ranks, reshard_after_forward: bool | None
+) -> None:
+    for plain, evaluated in two_ranks.run(clipped_after_an_evaluation, reshard_after_forward):
+        assert plain == evaluated > 0

@@ -1,0 +1,183 @@
+"""Backwards that the program ends by hand, as in pipeline stages of torch 2.15; whole memory that stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import fsdp
+
+import shardgrad
+from shardgrad.errors import BackwardFinalizationError, RootError
+from tests.support.parity import (
+    GATHERED,
+    SHARDGRAD,
+    UNSHARDED,
+    Engine,
+    Tensors,
+    Tower,
+    assert_close,
+    float64,
+    make_optimizer,
+    same_bits_as_fsdp2,
+    token_loss,
+    tower,
+)
+from tests.support.ranks import Ranks
+
+MICRO_BATCHES = 3
+
+in_torch = pytest.mark.skipif(
+    not hasattr(fsdp.FSDPModule, "finalize_backward"), reason="torch has it from 2.15 on"
+)
+
+
+def train(engine: Engine, *, async_op: bool = False, stage: int | None = None, sync: bool = False) -> Tensors:
+    """Trains two steps of several backwards each, which are finalized by hand."""
+    model: Any = tower()
+    engine.shard_tower(model, **({} if stage is None else {"zero_stage": stage}))
+    optim = make_optimizer("adamw", model)
+    for step in range(2):
+        if engine is not UNSHARDED:
+            model.set_manual_backward_finalization(True)
+            model.set_requires_gradient_sync(sync)
+        for micro_batch in range(MICRO_BATCHES):
+            token_loss(model, engine.tokens(step * MICRO_BATCHES + micro_batch)).backward()
+        if engine is not UNSHARDED:
+            model.set_requires_gradient_sync(True)
+            handle = model.finalize_backward(async_op=async_op)
+            assert (handle is not None) == async_op
+            if handle is not None:
+                handle.wait()
+                handle.wait()
+            model.set_manual_backward_finalization(False)
+        optim.step()
+        if step == 0:
+            optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def trains_like_unsharded(**options: Any) -> None:
+    with float64():
+        assert_close(train(GATHERED, **options), train(UNSHARDED))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"async_op": True}, {"stage": 1, "sync": True}, {"stage": 2, "async_op": True}, {"sync": True}],
+    ids=str,
+)
+def test_backwards_finalized_by_hand_equal_an_unsharded_run(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
+    two_ranks.run(trains_like_unsharded, **options)
+
+
+@in_torch
+@pytest.mark.parametrize("async_op", [False, True])
+def test_backwards_finalized_by_hand_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, async_op: bool) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train, async_op=async_op)
+
+
+def misused() -> None:
+    model: Any = SHARDGRAD.shard_tower(tower())
+    inner = model.layers[0]
+    assert model.finalize_backward() is None  # nothing has run
+    model.finalize_backward(async_op=True).wait()
+    with pytest.raises(BackwardFinalizationError, match="requires manual backward finalization"):
+        _backward(model).finalize_backward()
+    with pytest.raises(RootError, match="must be called on the root"):
+        inner.set_manual_backward_finalization(True)
+    with pytest.raises(RootError, match="must be called on the root"):
+        inner.finalize_backward()
+    model.set_manual_backward_finalization(True)
+    model.set_requires_gradient_sync(False)
+    _backward(model)
+    with pytest.raises(BackwardFinalizationError, match="cannot change mode after backward starts"):
+        model.set_manual_backward_finalization(False)
+    model.set_requires_gradient_sync(True)
+    handle = model.finalize_backward(async_op=True)
+    assert isinstance(handle, shardgrad.GradientReductionHandle)
+    for call in (lambda: _backward(model), model.finalize_backward):
+        with pytest.raises(BackwardFinalizationError, match="must be waited on"):
+            call()
+    handle.wait()
+    _backward(model).finalize_backward()
+    model.set_manual_backward_finalization(False)
+    _backward(model)
+
+
+def _backward(model: Tower) -> Any:
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    return model
+
+
+def test_a_finalization_in_the_wrong_place_is_refused_by_name(two_ranks: Ranks) -> None:
+    two_ranks.run(misused)
+
+
+def what_was_said_of_the_last_backward_counts_again() -> None:
+    model: Any = SHARDGRAD.shard_tower(tower())
+    model.set_manual_backward_finalization(True)
+    model.set_is_last_backward(False)
+    context = model._get_fsdp_state()._state_ctx
+    assert not context.is_last_backward
+    model.set_is_last_backward(True)
+    assert not context.is_last_backward  # superseded
+    model.set_manual_backward_finalization(False)
+    assert context.is_last_backward
+
+
+def test_manual_finalization_supersedes_the_last_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(what_was_said_of_the_last_backward_counts_again)
+
+
+def unsharded_memory_stays() -> None:
+    def addresses(model: Tower) -> list[tuple[int, int]]:
+        model.unshard()
+        whole = [model.head.weight, model.gain]
+        model.reshard()
+        return [(p.data_ptr(), p.untyped_storage().nbytes()) for p in whole]
+
+    model: Any = SHARDGRAD.shard_tower(tower())
+    assert all(nbytes == 0 for _, nbytes in addresses(model))
+    model.set_keep_unsharded_storage(True, recurse=False)
+    kept = addresses(model)
+    assert all(nbytes > 0 for _, nbytes in kept)
+    others = [torch.empty(1000) for _ in range(100)]
+    _backward(model)
+    assert addresses(model) == kept
+    model.set_keep_unsharded_storage(False)
+    assert all(nbytes == 0 for _, nbytes in addresses(model))
+    del others
+
+
+def test_unsharded_memory_stays_where_it_is_if_asked_to(two_ranks: Ranks) -> None:
+    two_ranks.run(unsharded_memory_stays)
+
+
+def train_with_memory_that_stays(engine: Engine, keep: bool) -> Tensors:
+    model: Any = engine.shard_tower(tower())
+    model.set_keep_unsharded_storage(keep)
+    optim = make_optimizer("adamw", model)
+    for step in range(3):
+        token_loss(model, engine.tokens(step)).backward()
+        optim.step()
+        if step < 2:
+            optim.zero_grad()
+    return engine.snapshot(model)
+
+
+def memory_changes_no_bit() -> None:
+    ours = train_with_memory_that_stays(SHARDGRAD, True), train_with_memory_that_stays(SHARDGRAD, False)
+    assert all(torch.equal(value, ours[1][name]) for name, value in ours[0].items())
+
+
+def test_memory_that_stays_changes_no_bit(two_ranks: Ranks) -> None:
+    two_ranks.run(memory_changes_no_bit)
+
+
+@in_torch
+def test_memory_that_stays_trains_like_fsdp2(two_ranks: Ranks) -> None:
+    two_ranks.run(same_bits_as_fsdp2, train_with_memory_that_stays, True)

@@ -1,0 +1,121 @@
+"""Sets up a venv whose CUDA build of torch runs on the host: `python -m tests.cuda_runtime VENV`.
+
+Nothing is done again that is done already: the venv is made anew if the version of torch changes, the
+libraries if a source of theirs does, our ops if one of `csrc/` does. Torch takes 1.7 GB of disk; no package
+of NVIDIA's is needed.
+
+Exit status: 0 if the venv is ready; 3, with a sentence, if something that is needed cannot be had here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.cuda_runtime import build
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TORCH = "2.11.0"
+NOT_HERE = 3
+# What torch imports, and what tests do.
+PACKAGES = [
+    "filelock",
+    "typing-extensions",
+    "sympy",
+    "mpmath",
+    "networkx",
+    "jinja2",
+    "MarkupSafe",
+    "fsspec",
+    "numpy",
+]
+TOOLS = [
+    "setuptools>=77,<82",
+    "wheel",
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6.100",
+    "click>=8.1",
+    "rich>=13",
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_runtime", description=__doc__.splitlines()[0])
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("--torch", default=TORCH, help=f"version of torch, by default {TORCH}")
+    options = parser.parse_args()
+    folder = options.venv.resolve()
+    headers = build.cuda_headers()
+    if headers is None or shutil.which("g++") is None:
+        _leave("the headers of CUDA 13 and g++ are needed to build the runtime, and are not here")
+    python = folder / "bin/python"
+    _unless_done(folder / "hostcuda/torch", [options.torch], lambda: _install(folder, python, options.torch))
+    [site_packages] = folder.glob("lib/python3*/site-packages")
+    sources = [*build.CSRC.glob("*"), build.HERE / "build.py"]
+    _unless_done(
+        folder / "hostcuda/runtime",
+        _contents(sources),
+        lambda: build.build(site_packages, folder / "hostcuda/stubs", headers),
+    )
+    (site_packages / "hostcuda.pth").write_text(f"{build.HERE}\nimport startup\n")
+    ops = [path for path in sorted((REPOSITORY / "csrc").rglob("*")) if path.is_file()]
+    _unless_done(
+        folder / "hostcuda/ops",
+        _contents([*ops, REPOSITORY / "setup.py"]),
+        lambda: _build_ops(folder, python),
+    )
+
+
+def _unless_done(stamp: Path, made_of: Iterable[str], make: Callable[[], None]) -> None:
+    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == digest:
+        return
+    stamp.unlink(missing_ok=True)
+    make()
+    stamp.parent.mkdir(parents=True, exist_ok=True)
+    stamp.write_text(digest)
+
+
+def _contents(paths: Iterable[Path]) -> list[str]:
+    return [f"{path.name}\n{path.read_text()}" for path in sorted(paths)]
+
+
+def _install(folder: Path, python: Path, version: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    venv.create(folder, with_pip=True)
+    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    try:
+        subprocess.run([*install, "--no-deps", f"torch=={version}"], check=True)
+        subprocess.run([*install, *PACKAGES, *TOOLS], check=True)
+    except subprocess.CalledProcessError:
+        _leave(f"torch {version} for CUDA, or a package that it needs, could not be installed")
+    if not list(folder.glob("lib/python3*/site-packages/torch/lib/libtorch_cuda.so")):
+        _leave(f"pip installs a torch {version} that was not built for CUDA")
+
+
+def _build_ops(folder: Path, python: Path) -> None:
+    """Compiles csrc/ with nvcc, if there is one; else the ops are the references."""
+    if shutil.which("nvcc") is None:
+        print("cuda_runtime: there is no nvcc, so the ops on CUDA are the Python references")
+        return
+    command = [str(python), "setup.py", "-q", "build_ext"]
+    command += ["--build-temp", str(folder / "hostcuda/objects"), "--build-lib", str(folder / "hostcuda")]
+    environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0", "SHARDGRAD_CUDA_RUNTIME": "shared"}
+    subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
+
+
+def _leave(why: str) -> None:
+    print(f"cuda_runtime: {why}", file=sys.stderr)
+    sys.exit(NOT_HERE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Imported at the start of every Python of the venv: lets operators on CUDA have the CPU's values.
+
+Torch itself is imported as late as ever: the settings are made when its import is over.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+OPS = Path(sys.prefix, "hostcuda/shardgrad/_C.so")  # our kernels, linked to the shared runtime
+
+os.environ.setdefault("HOSTCUDA_DEVICES", "1")
+# Cores are for ranks, and a blocked sum in another order has other bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# That every kernel is overridden is the point, and torch warns of it.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
+class _AfterTorch(importlib.abc.MetaPathFinder):
+    """Finds torch as others do, and calls `prepare` when it is imported."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            prepare(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def prepare(torch: Any) -> None:
+    """Takes over operators, unless HOSTCUDA_VALUES is 0."""
+    if os.environ.get("HOSTCUDA_VALUES") == "0" or torch.version.cuda is None:
+        return
+    # There is no cuDNN here, and only the plain form of attention has a CPU kernel of the same name.
+    torch.backends.cudnn.enabled = False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    values = ctypes.CDLL(str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libhostcuda_values.so"))
+    values.hostcuda_values.argtypes = [ctypes.c_char_p]
+    _add_cpu_kernels(torch)
+    values.hostcuda_values(b"aten")
+    load = torch.ops.load_library
+
+    def load_library(path: Any) -> None:
+        # The checkout may have been built for another torch.
+        ours = OPS if Path(path).parts[-2:] == OPS.parts[-2:] and OPS.exists() else path
+        load(ours)
+        values.hostcuda_values(b"shardgrad")
+
+    torch.ops.load_library = load_library
+
+
+def _add_cpu_kernels(torch: Any) -> None:
+    """Gives operators that only devices have a kernel on the CPU: their decomposition."""
+    library = torch.library.Library("aten", "IMPL")
+    _kept.append(library)
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = [
+        "CPU",
+        "CompositeExplicitAutograd",
+        "CompositeImplicitAutograd",
+        "CompositeExplicitAutogradNonFunctional",
+    ]
+    for op, by in torch._decomp.decomposition_table.items():
+        if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or not has(op.name(), "CUDA"):
+            continue
+        if not any(has(op.name(), key) for key in keys):
+            library.impl(op.name().removeprefix("aten::"), by, "CPU")
+
+
+_kept: list[Any] = []
+if not any(isinstance(finder, _AfterTorch) for finder in sys.meta_path):
+    sys.meta_path.insert(0, _AfterTorch())

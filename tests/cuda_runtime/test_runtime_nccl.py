@@ -1,0 +1,104 @@
+"""Processes with a device each, and ProcessGroupNCCL between them as torch built it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cuda_runtime import inspection
+from tests.support.ranks import Ranks
+
+
+def collectives() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((4,), float(rank + 1), device="cuda")
+    gathered = torch.empty(4 * size, device="cuda")
+    dist.all_gather_into_tensor(gathered, mine)
+    assert gathered.view(size, 4)[:, 0].tolist() == [r + 1.0 for r in range(size)]
+    scattered = torch.empty(4, device="cuda")
+    dist.reduce_scatter_tensor(scattered, gathered)
+    assert scattered.tolist() == [size * (rank + 1.0)] * 4
+    dist.all_reduce(scattered, dist.ReduceOp.AVG)
+    assert scattered.tolist() == [size * (size + 1) / 2] * 4
+    half = mine.bfloat16()
+    dist.all_reduce(half)
+    assert half.float().tolist() == [size * (size + 1) / 2] * 4
+    dist.broadcast(mine, src=size - 1)
+    assert mine.tolist() == [float(size)] * 4
+    sent, got = torch.arange(float(size), device="cuda") + 10 * rank, torch.empty(size, device="cuda")
+    dist.all_to_all_single(got, sent)
+    assert got.tolist() == [10.0 * r + rank for r in range(size)]
+    smallest = torch.tensor([rank], device="cuda")
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    assert smallest.item() == 0
+
+
+def messages_both_ways() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, got = torch.full((3,), float(rank), device="cuda"), torch.empty(3, device="cuda")
+    ops = [
+        dist.P2POp(dist.isend, mine, (rank + 1) % size),
+        dist.P2POp(dist.irecv, got, (rank - 1) % size),
+    ]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    assert got.tolist() == [float((rank - 1) % size)] * 3
+
+
+def groups_of_ranks() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in range(min(2, size))]
+    value = torch.tensor([1.0], device="cuda")
+    dist.all_reduce(value, group=groups[rank % 2])
+    assert value.item() == sum(1 for r in range(size) if r % 2 == rank % 2)
+
+
+def captured() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine, out = torch.zeros(2, device="cuda"), torch.empty(2 * size, device="cuda")
+    small = torch.empty(2, device="cuda")
+    dist.all_gather_into_tensor(out, mine)
+    dist.reduce_scatter_tensor(small, out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        mine.add_(rank + 1)
+        work = dist.all_gather_into_tensor(out, mine, async_op=True)
+        work.wait()
+        dist.reduce_scatter_tensor(small, out)
+    for count in range(1, 4):
+        graph.replay()
+        assert small.tolist() == [size * count * (rank + 1.0)] * 2
+    graph.reset()
+
+
+def the_host_of_a_peer_is_elsewhere() -> None:
+    """Rank 0 waits for the device, the others for rank 0's host: their devices go on all the same."""
+    hosts = dist.new_group(backend="gloo")
+    value = torch.ones(4, device="cuda")
+    dist.all_reduce(value)
+    if dist.get_rank() == 0:
+        torch.cuda.synchronize()
+    dist.barrier(group=hosts)
+    assert value.tolist() == [float(dist.get_world_size())] * 4
+
+
+PROGRAMS = (collectives, messages_both_ways, groups_of_ranks, captured, the_host_of_a_peer_is_elsewhere)
+
+
+def all_programs(orders: list[str]) -> None:
+    for order in orders:
+        with inspection.order(order):
+            for program in PROGRAMS:
+                program()
+                torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_exchange_data_in_every_order(world_size: int) -> None:
+    ranks = Ranks(world_size, backend="cpu:gloo,cuda:nccl")
+    try:
+        ranks.run(all_programs, ["host", "late", "7"])
+    finally:
+        ranks.stop()

@@ -1,0 +1,130 @@
+"""What ranks are told that wait for each other: pure, and where a training thread is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import shardgrad
+from shardgrad.diagnosis import rank_watch
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.training_thread import TrainingThread
+from shardgrad.diagnosis.waiting_ranks import Post, explain
+from tests.support.parity import SHARDGRAD, token_loss, tower
+from tests.support.ranks import Ranks
+
+IN_FULL = Post(0, "full_tensor() at train.py:12")
+IN_FORWARD = Post(1, "forward() at train.py:30", "all-gather of layers.0")
+
+
+def test_a_post_survives_the_store() -> None:
+    assert Post.from_json(IN_FORWARD.to_json()) == IN_FORWARD
+
+
+def test_ranks_in_different_collectives_are_told_all_places_and_the_cures() -> None:
+    finding = explain({0: IN_FULL, 1: IN_FORWARD}, 2, 0)
+    assert finding is not None
+    assert finding.what == (
+        "ranks wait for each other in different collectives: rank 0 in full_tensor() at train.py:12; "
+        "rank 1 in the all-gather of layers.0, forward() at train.py:30"
+    )
+    assert finding.fix.startswith("full_tensor() is a collective: call it on every rank")
+    assert "a forward gathers parameters from all ranks" in finding.fix
+    assert not finding.is_final
+
+
+def test_a_rank_that_goes_on_may_still_come() -> None:
+    assert explain({0: IN_FULL, 1: IN_FORWARD}, 3, 0) is None
+
+
+def test_ranks_in_one_collective_wait_for_the_network() -> None:
+    assert explain({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2, 0) is None
+
+
+def test_a_rank_that_has_failed_ends_the_wait_with_its_own_fix() -> None:
+    failed = Post(0, "forward() at train.py:30", error="UnownedParameterError: no unit owns x", fix="y")
+    finding = explain({0: failed, 1: IN_FORWARD}, 3, 1)
+    assert finding is not None
+    assert finding.is_final
+    assert finding.fix == "y"
+    assert "rank 0 has failed (UnownedParameterError: no unit owns x)" in finding.what
+
+
+def test_a_rank_that_has_ended_ends_the_wait() -> None:
+    finding = explain({0: Post(0, "", has_ended=True), 1: IN_FORWARD}, 2, 1)
+    assert finding is not None
+    assert finding.is_final
+    assert "rank 0 has ended its program" in finding.what
+    assert "shardgrad.participate(model)" in finding.fix
+
+
+def test_one_that_computes_is_not_taken_for_one_that_waits() -> None:
+    thread, seen = TrainingThread(), []
+    watching = threading.Thread(
+        target=lambda: [seen.append(thread.look()) or time.sleep(0.05) for _ in range(8)]
+    )
+    watching.start()
+    while watching.is_alive():
+        torch.ones(64, 64).mm(torch.ones(64, 64))
+    watching.join()
+    assert seen == [0.0] * 8
+
+
+def what_is_known_of_a_wait() -> tuple[float, str]:
+    """Rank 0 waits for a second in full_tensor, until rank 1 comes."""
+    model = SHARDGRAD.shard_tower(tower())
+    param = next(p for p in model.parameters() if isinstance(p, DTensor))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        time.sleep(1.0)
+        param.full_tensor()
+        return 0.0, ""
+    thread, seen = TrainingThread(), []
+    watching = threading.Thread(
+        target=lambda: [seen.append((thread.look(), thread.call())) or time.sleep(0.1) for _ in range(8)]
+    )
+    watching.start()
+    param.full_tensor()
+    watching.join()
+    return max(seen)
+
+
+def test_one_that_waits_inside_of_torch_is_known_by_what_the_program_called(two_ranks: Ranks) -> None:
+    waited_s, call = two_ranks.run(what_is_known_of_a_wait)[0]
+    assert 0.3 < waited_s < 10
+    assert call.startswith("full_tensor() at test_rank_watch.py:")
+
+
+def nothing_is_posted() -> list[bool]:
+    """Ranks train, and one is late now and then."""
+    model = SHARDGRAD.shard_tower(tower())
+    for step in range(3):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        time.sleep(0.6 * (dist.get_rank() == step % 2))
+    watch = rank_watch._watches.current
+    assert watch is not None
+    return [watch._store.check([key]) for key in ("0", "1", "final")]
+
+
+def test_ranks_that_go_on_post_nothing(two_ranks: Ranks) -> None:
+    assert two_ranks.run(nothing_is_posted) == [[False] * 3] * 2
+
+
+def a_refusal_is_taken_back() -> bool:
+    model = SHARDGRAD.shard_tower(tower())
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    with pytest.raises(shardgrad.ShardgradError):
+        model.head(torch.ones(1))
+    assert recorder.reported is not None
+    token_loss(model, SHARDGRAD.tokens(0)).backward()
+    return recorder.reported is None
+
+
+def test_what_a_rank_refused_no_longer_counts_once_it_goes_on(two_ranks: Ranks) -> None:
+    assert all(two_ranks.run(a_refusal_is_taken_back))

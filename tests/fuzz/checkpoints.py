@@ -1,0 +1,242 @@
+"""Files of checkpoints: ours, torch's, and what lies in a folder of several."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import warnings
+import zipfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import strategies as st
+
+from shardgrad import checkpoint
+from shardgrad.checkpoint.index import Index
+from shardgrad.checkpoint.source import marker_of
+from shardgrad.errors import CheckpointError
+from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
+
+
+def state(value: float) -> dict[str, Any]:
+    return {
+        "w": torch.full((4, 3), value),
+        "b": torch.full((5,), int(value), dtype=torch.int64),
+        "groups": [{"lr": value, "name": str(value), "betas": (value, 0.5)}],
+    }
+
+
+def same(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, torch.Tensor):
+        return torch.equal(ours, theirs)
+    if isinstance(theirs, dict):
+        return all(same(ours[key], theirs[key]) for key in theirs)
+    return all(map(same, ours, theirs)) if isinstance(theirs, list | tuple) else bool(ours == theirs)
+
+
+@cache
+def samples() -> Path:
+    """Returns a folder with a checkpoint of each kind, a copy of each to be damaged, and a series."""
+    folder = scratch() / "checkpoints"
+    checkpoint.save(state(1.0), folder / "ours")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(1.0), checkpoint_id=folder / "torch", no_dist=True)
+    for kind in ("ours", "torch"):
+        shutil.copytree(folder / kind, folder / f"{kind}-damaged")
+        (folder / "series").mkdir(exist_ok=True)
+        (folder / "series" / f"step_00000{len(kind)}").symlink_to(folder / kind)
+    return folder
+
+
+def load(folder: Path, *, is_intact: bool) -> str:
+    """Loads a checkpoint that may be damaged: all of it, or nothing and a typed error."""
+    into = state(0.0)
+    tensors = {name: value for name, value in into.items() if isinstance(value, torch.Tensor)}
+    try:
+        loaded = checkpoint.load(into, folder)
+    except CheckpointError:
+        assert all(not tensor.any() for tensor in tensors.values()), (
+            "a refused checkpoint left something behind"
+        )
+        return "refused"
+    assert not is_intact or same(loaded, state(1.0)), "damage went unnoticed"
+    return "loaded"
+
+
+def feed_index(changes: list[tuple[list[int], str, Any]]) -> str:
+    """An index that lies, with a marker that agrees. What it says may be believed, if it is possible."""
+    right = json.loads((samples() / "ours" / "index.json").read_text(encoding="utf-8"))
+    text = json.dumps(changed(right, changes)).encode()
+    folder = samples() / "ours-damaged"
+    (folder / "index.json").write_bytes(text)
+    (folder / "complete").write_text(marker_of(text), encoding="ascii")
+    try:
+        return load(folder, is_intact=False)
+    finally:
+        for name in ("index.json", "complete"):
+            shutil.copy(samples() / "ours" / name, folder / name)
+
+
+def feed_index_text(text: bytes) -> str:
+    try:
+        Index.from_json(text)
+    except CheckpointError:
+        return "refused"
+    return "read"
+
+
+def feed_file(kind: str, case: tuple[int, list[tuple[int, str, bytes]]]) -> str:
+    """Damage to one file of a checkpoint, without anybody's correcting a checksum."""
+    number, edits = case
+    right = samples() / kind
+    files = sorted(path.name for path in right.iterdir())
+    name, folder = files[number % len(files)], samples() / f"{kind}-damaged"
+    before = (right / name).read_bytes()
+    after = edited(before, edits)
+    (folder / name).write_bytes(after)
+    try:
+        # torch's list of contents has no checksum: what it says is believed where it is possible.
+        return load(folder, is_intact=name != ".metadata")
+    finally:
+        (folder / name).write_bytes(before)
+
+
+def feed_pointer(text: bytes) -> str:
+    folder = samples() / "series"
+    (folder / "latest").write_bytes(text)
+    found = checkpoint.Series(folder).latest()
+    assert found in (folder / "step_000004", folder / "step_000005"), f"{found} is none of this folder"
+    return "newest" if found.name == "step_000005" else "another"
+
+
+POINTERS = st.one_of(
+    st.binary(max_size=40),
+    ODD_TEXTS.map(lambda text: text.encode("utf-8", "replace")),
+    st.tuples(
+        st.sampled_from(["", " ", "../", "/", "../series/", "series/"]),
+        st.sampled_from(["step_000004", "step_000005", "step_5", "step_000009", "ours", "step_\u0661\u0661"]),
+        st.sampled_from(["", "\n", "/", "/index.json", "\0", ".replaced", ".abandoned", "\n\n"]),
+    ).map(lambda parts: "".join(parts).encode()),
+)
+
+
+# -- pickles, by their grammar: programs that may share, nest, change and name anything ----------------------
+
+STRINGS = st.one_of(
+    st.sampled_from(["ha", "torch", "Size", "os", "system", "w", "x" * 1000]), st.text(max_size=8)
+)
+OPCODES = st.one_of(
+    st.sampled_from([b"N", b"\x88", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87"]),
+    st.sampled_from(
+        [b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94", b"0", b"2", b"Q", b"\x8f"]
+    ),
+    st.integers(0, 12).map(lambda number: b"h%c" % number),
+    st.integers(0, 12).map(lambda number: b"q%c" % number),
+    st.integers(-(2**70), 2**70).map(lambda number: pickle.dumps(number, protocol=2)[2:-1]),
+    STRINGS.map(lambda text: pickle.dumps(text, protocol=4)[11:-2] if len(text.encode()) < 200 else b"N"),
+    st.sampled_from(["torch Size", "torch float32", "os system", "collections OrderedDict"]).map(
+        lambda name: b"c%b\n%b\n" % tuple(part.encode() for part in name.split())
+    ),
+)
+# A run of opcodes again and again: doubling, deepening.
+PROGRAMS = st.tuples(
+    st.lists(OPCODES, max_size=12),
+    st.lists(OPCODES, max_size=6),
+    st.integers(0, 60),
+    st.lists(OPCODES, max_size=6),
+).map(lambda parts: b"\x80\x02" + b"".join([*parts[0], *parts[1] * parts[2], *parts[3]]) + b".")
+
+
+def feed_list_of_contents(program: bytes) -> str:
+    """A program of opcodes as torch's list of contents."""
+    folder = samples() / "torch-damaged"
+    before = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(program)
+    try:
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(before)
+
+
+def feed_attributes(case: tuple[str, str, Any]) -> str:
+    """A list of contents of torch's of which one attribute is another plain object."""
+    part, name, value = case
+    folder = samples() / "torch-damaged"
+    before = (folder / ".metadata").read_bytes()
+    metadata = pickle.loads(before)
+    if part == "storage":
+        for info in metadata.storage_data.values():
+            object.__setattr__(info, name, value)
+    elif part == "tensor":
+        for stored in metadata.state_dict_metadata.values():
+            object.__setattr__(stored, name, value)
+    else:
+        setattr(metadata, name, value)
+    try:
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(before)
+
+
+ATTRIBUTES = st.tuples(
+    st.sampled_from(["storage", "tensor", "metadata"]),
+    st.sampled_from(
+        [
+            *("relative_path", "offset", "length", "transform_descriptors", "size", "chunks", "properties"),
+            *("planner_data", "storage_data", "state_dict_metadata"),
+        ]
+    ),
+    st.one_of(ODD, ODD.map(lambda x: (x, x)), st.integers(0, 50).map(lambda levels: nested(levels))),
+)
+
+
+def nested(levels: int) -> Any:
+    leaf: Any = ("ha",)
+    for _ in range(levels):
+        leaf = (leaf, leaf)
+    return leaf
+
+
+def feed_archive(program: bytes) -> str:
+    """A program of opcodes in the archive of a value, with right checksums."""
+    folder = samples() / "torch-damaged"
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in (("data.pkl", program), ("version", b"3\n"), ("byteorder", b"little")):
+            archive.writestr(f"archive/{name}", content)
+    metadata_before = (folder / ".metadata").read_bytes()
+    (data,) = folder.glob("*.distcp")
+    data_before = data.read_bytes()
+    metadata = pickle.loads(metadata_before)
+    info = next(info for index, info in metadata.storage_data.items() if index.offset is None)
+    object.__setattr__(info, "offset", len(data_before))
+    object.__setattr__(info, "length", len(stream.getvalue()))
+    try:
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        data.write_bytes(data_before + stream.getvalue())
+        return load(folder, is_intact=False)
+    finally:
+        (folder / ".metadata").write_bytes(metadata_before)
+        data.write_bytes(data_before)
+
+
+FILES = st.tuples(st.integers(0, 2), EDITS)
+TARGETS = {
+    "index": Target(CHANGES, feed_index),
+    "index as text": Target(
+        st.one_of(st.binary(max_size=200), ODD.map(lambda x: json.dumps(x).encode())), feed_index_text
+    ),
+    "files": Target(FILES, lambda case: feed_file("ours", case)),
+    "files of torch": Target(FILES, lambda case: feed_file("torch", case)),
+    "latest": Target(POINTERS, feed_pointer),
+    "list of contents of torch": Target(PROGRAMS, feed_list_of_contents),
+    "attributes in a list of torch": Target(ATTRIBUTES, feed_attributes),
+    "archive of torch": Target(PROGRAMS, feed_archive),
+}

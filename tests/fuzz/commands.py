@@ -1,0 +1,289 @@
+"""Command lines, generated from click's own list of commands and options."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import click
+from click.testing import CliRunner
+from hypothesis import strategies as st
+
+from shardgrad.checkpoint import Series
+from shardgrad.cli import main
+from shardgrad.plan.models import PLAN_PRESETS
+from shardgrad.plan.planning import make_plan
+from shardgrad.plan.request import Request
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.corpus import load_corpus
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.rank import Job, Report
+from tests.fuzz.checkpoints import samples
+from tests.fuzz.inputs import EDITS, ODD_TEXTS, Target, edited, scratch
+from tests.fuzz.runs import VARIABLES
+
+WORDS = ODD_TEXTS.map(lambda text: text.replace("\0", "0"))  # the system passes on no null characters
+NUMBERS = st.one_of(
+    st.integers(-2, 9).map(str),
+    st.integers(-(10**6), 10**6).map(str),
+    st.floats().map(str),
+    st.sampled_from(["nan", "inf", "-inf", "-0.0", "1e400", "9" * 5000, "9" * 30, "", "x", str(2**62)]),
+)
+# Paths in the folder that commands are called in, and others.
+PATHS = st.one_of(
+    st.sampled_from(["ours", "torch", "damaged", "run", "runs", "new", "missing", ".", "/dev/null", "pipe"]),
+    st.sampled_from(["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]),
+    WORDS,
+)
+OVERRIDES = st.one_of(
+    st.tuples(
+        st.sampled_from(["layers", "width", "heads", "tied", "vocab_size", "norm_eps", "layer", ""]),
+        st.sampled_from(["=", "==", "", " = "]),
+        st.one_of(NUMBERS, WORDS, st.sampled_from(["true", "[1]", "[" * 5000])),
+    ).map("".join),
+    WORDS,
+)
+MESHES = st.one_of(st.sampled_from(["2", "2x2", "4x16", "1x1", "0x2", "2x2x2", "x", "²x2"]), NUMBERS)
+# What is given to an option that takes text; one that is not here has choices, a number or no value.
+TEXTS = {
+    "--config": PATHS,
+    "--data": PATHS,
+    "--hf": PATHS,
+    "--mesh": MESHES,
+    "--model": st.one_of(st.sampled_from(["json:loads", "nothing:f", "json", ":", ".a:b", "a b:c"]), WORDS),
+    "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
+    "--override": OVERRIDES,
+    "--picture": PATHS,
+    "--preset": st.one_of(st.sampled_from(PLAN_PRESETS), WORDS),
+    "--resume": PATHS,
+    "--run-dir": PATHS,
+    "--unit": WORDS,
+}
+
+
+def commands(
+    group: click.Group, words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yields every command that is no group, with the words that name it."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None, name
+        if isinstance(command, click.Group):
+            yield from commands(command, (*words, name))
+        else:
+            yield (*words, name), command
+
+
+def values_of(option: click.Option) -> st.SearchStrategy[str] | None:
+    """Returns what is given to an option, right and wrong; None if it takes no value.
+
+    Raises:
+        KeyError: it takes text, and is not in `TEXTS`.
+    """
+    if option.is_flag:
+        return None
+    if isinstance(option.type, click.types.IntParamType | click.types.FloatParamType):
+        return NUMBERS
+    choices = list(option.type.choices) if isinstance(option.type, click.Choice) else []
+    if not choices and option.metavar is not None and "|" in option.metavar:
+        choices = option.metavar.split("|")
+    if choices:
+        return st.one_of(st.sampled_from(choices), WORDS)
+    return TEXTS[option.opts[0]]
+
+
+def words_of(option: click.Option) -> st.SearchStrategy[list[str]]:
+    """Returns an option on a command line, sometimes with its value in one word or left out."""
+    names, values = st.sampled_from([*option.opts, *option.secondary_opts]), values_of(option)
+    if values is None:
+        return names.map(lambda name: [name])
+    return st.one_of(
+        st.tuples(names, values).map(list),
+        st.tuples(names, values).map(lambda pair: ["=".join(pair)]),
+        names.map(lambda name: [name]),
+    )
+
+
+@cache
+def lines_of(words: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
+    """Returns command lines of a command: a few of its options, its arguments, and what does not belong."""
+    command = dict(commands(main))[words]
+    options = [words_of(param) for param in command.params if isinstance(param, click.Option)]
+    arguments = [param for param in command.params if isinstance(param, click.Argument)]
+    parts = st.lists(
+        st.one_of(*options, WORDS.map(lambda text: [text])) if options else WORDS.map(lambda t: [t]),
+        max_size=4,
+    )
+    required = [words_of(param) for param in command.params if param.required and param not in arguments]
+    parts = st.one_of(parts, st.tuples(parts, *required).map(lambda all_: [*all_[0], *all_[1:]]))
+    given = st.lists(PATHS, min_size=len(arguments), max_size=len(arguments))
+    return st.tuples(given, parts).map(
+        lambda both: [*words, *both[0], *(w for part in both[1] for w in part)]
+    )
+
+
+@cache
+def _workplace() -> Path:
+    """Returns the folder that commands are called in."""
+    folder = scratch() / "workplace"
+    folder.mkdir()
+    for kind in ("ours", "torch"):
+        (folder / kind).symlink_to(samples() / kind)
+    shutil.copytree(samples() / "ours", folder / "damaged")
+    (folder / "damaged" / "index.json").write_text("{}")
+    (folder / "text").write_bytes(bytes(range(256)) * 40)
+    (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
+    (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')
+    os.mkfifo(folder / "pipe")
+    for run in (folder / "run", folder / "runs" / "first"):
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "config.json").write_text(TrainConfig(ranks=2, run_dir=str(run)).to_json())
+        (run / "checkpoints" / "step_000004").symlink_to(samples() / "ours")
+        (run / "checkpoints" / "latest").write_text("step_000004\n")
+    return folder
+
+
+def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
+    """What a rank reads before its first step, in this process, and how it would report an error."""
+    config = job.config
+    try:
+        Series(job.folder / "checkpoints").latest()
+        if config.data is not None:
+            load_corpus(
+                config.data,
+                limit_nbytes=config.data_limit_mib * 2**20,
+                validation_fraction=config.validation_fraction,
+                seq_len=config.seq_len,
+            )
+    except TrainingError as error:
+        return Report(0, error.exit_status, str(error))
+    except OSError as error:
+        return Report(0, 1, f"The operating system refused: {error}.")
+    return Report(0, 0)
+
+
+def _made_sense(*_: Any) -> None:
+    raise TrainingError("made sense")
+
+
+def call(words: list[str], variables: dict[str, str]) -> str:
+    """Calls a command line in the workplace, where what takes seconds or starts processes is left out."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
+        stack.enter_context(mock.patch("shardgrad.train.launch.spawn", _read_as_ranks_do))
+        stack.enter_context(mock.patch("shardgrad.train.launch.run_rank", _read_as_ranks_do))
+        stack.enter_context(mock.patch("shardgrad.cli.train.os._exit", side_effect=SystemExit))
+        stack.enter_context(mock.patch("shardgrad.cli.doctor._issues", return_value=[]))
+        stack.enter_context(mock.patch("shardgrad.plan.planning.make_plan", _made_sense))
+        stack.enter_context(warnings.catch_warnings())
+        before = os.getcwd()
+        os.chdir(_workplace())
+        try:
+            result = CliRunner().invoke(main, words)
+        finally:
+            os.chdir(before)
+            for name in set(os.listdir(_workplace())) - _kept():
+                path = _workplace() / name
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    # click repeats what was typed as it is.
+    assert "\x1b" not in result.output or any("\x1b" in word for word in words)
+    assert "Traceback" not in result.output
+    assert "was not expected" not in result.output, result.output
+    return f"exit status {result.exit_code}"
+
+
+@cache
+def _kept() -> frozenset[str]:
+    return frozenset(os.listdir(_workplace()))
+
+
+# -- commands that read a damaged checkpoint ----------------------------------------------------------------
+
+READING = st.sampled_from(
+    [
+        ("verify",),
+        ("inspect",),
+        ("inspect", "--all"),
+        *(("convert", "--to", kind) for kind in ("shardgrad", "torch", "safetensors")),
+        ("convert", "--to", "shardgrad", "--only", "groups"),
+    ]
+)
+DAMAGED = st.tuples(READING, st.sampled_from(["ours", "torch"]), st.integers(0, 2), EDITS)
+
+
+def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, bytes]]]) -> str:
+    """A command on a checkpoint of which one file is damaged."""
+    (command, *options), kind, number, edits = case
+    right, folder = samples() / kind, samples() / f"{kind}-damaged"
+    files = sorted(path.name for path in right.iterdir())
+    name = files[number % len(files)]
+    before = (right / name).read_bytes()
+    (folder / name).write_bytes(edited(before, edits))
+    target = scratch() / "converted"
+    try:
+        paths = [str(folder), str(target)] if command == "convert" else [str(folder)]
+        outcome = call(["checkpoint", command, *paths, *options], {})
+    finally:
+        (folder / name).write_bytes(before)
+        if target.is_dir():
+            shutil.rmtree(target)
+    assert target.exists() is False
+    return outcome
+
+
+# -- plans --------------------------------------------------------------------------------------------------
+
+SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
+REQUESTS = st.fixed_dictionaries(
+    {"preset": st.just("tiny"), "override": st.fixed_dictionaries({"layers": st.integers(1, 2)})},
+    optional={
+        **dict.fromkeys(("ranks", "batch_size", "seq_len"), SIZES),
+        "accumulate": st.integers(1, 3),
+        "reshard_to": SIZES,
+        "stage": st.sampled_from(["1", "2", "3", "hfsdp"]),
+        "mesh": st.sampled_from([None, "2", "2x4", "4x16", "1024x1024"]),
+        "precision": st.sampled_from(["fp32", "bf16-mixed", "bf16"]),
+        "optimizer": st.sampled_from(["adamw", "sgd"]),
+        "units": st.sampled_from([(), ("Linear",), ("Nothing",), ("FeedForward", "Attention")]),
+        "activation_checkpointing": st.booleans(),
+        "no_sync": st.booleans(),
+        "on_host": st.booleans(),
+    },
+)
+
+
+def feed_request(fields: dict[str, Any]) -> str:
+    """A request that may make sense, planned."""
+    from shardgrad.plan.hardware import machine_of
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            made = make_plan(Request(**fields), machine_of("h100"))
+        except TrainingError:
+            return "refused"
+    assert made.peak_nbytes > 0
+    assert made.timeline.step_s > 0
+    return "planned"
+
+
+TARGETS = {
+    **{
+        " ".join(words): Target(
+            st.tuples(lines_of(words), st.one_of(st.just({}), VARIABLES)), lambda case: call(*case)
+        )
+        for words, _ in commands(main)
+    },
+    "commands on a damaged checkpoint": Target(DAMAGED, feed_damaged),
+    "requests of a plan": Target(REQUESTS, feed_request),
+}

@@ -1,0 +1,224 @@
+"""Which operation may follow which: what a training script may rely on, of any engine.
+
+`State` follows a program without running it. The generator asks it before it adds an operation, and shrinking
+before it tries a shorter program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tests.fuzz.programs.program import Block, Op, Program
+
+# Ends the state in which a failed backward is not cleared yet.
+_FORWARDS = ("train", "evaluate", "forward")
+_SETTINGS = ("sync", "sync_unit", "all_reduce", "last", "keep", "whole")
+MOST_GRAPHS = 2
+
+
+def blocks_of(program: Program) -> list[Block]:
+    """Returns all blocks, also those inside others."""
+
+    def walk(blocks: tuple[Block, ...]) -> Iterator[Block]:
+        for block in blocks:
+            yield block
+            yield from walk(block.inner)
+
+    return list(walk(program.model.blocks))
+
+
+class State:
+    """What is known about a program after some of its operations."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        blocks = blocks_of(program)
+        self._reenters = any(block.recompute == "reentrant" for block in blocks)
+        self._graphs = 0
+        self._ran = False
+        self._failed = False
+        self._in_flight = False  # a backward that is not the last has left reductions in flight
+        self._waiting = False  # gradients wait on each rank
+        self._all_sync = True
+        self._all_reduce = True
+        self._is_last = True
+        self._saved = False
+        self._edited = False
+        self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
+        self._left_out = program.optimizer.partial
+        self._has_hooks = False
+        self._hand = False  # gradients that the program has put on unsharded parameters wait
+        self._keeps_root = program.sharding.reshard in (None, False)  # unsharded after forward
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Between two steps, with nothing open."""
+        return not (self._graphs or self._failed or self._in_flight)
+
+    @property
+    def _is_reduced(self) -> bool:
+        return self._is_quiet and not self._waiting and self._all_sync and self._all_reduce and self._is_last
+
+    def allows(self, op: Op) -> bool:
+        """Returns whether an operation may come next."""
+        model, do = self.program.model, op.do
+        if self._failed and do not in (*_FORWARDS, "zero"):
+            return False
+        if do == "forward":
+            return self._graphs < MOST_GRAPHS and not self._failed
+        if do == "backward":
+            return op.n < self._graphs
+        if do == "partial":
+            if not (self._is_quiet and self._ran and op.n < len(model.blocks)):
+                return False
+            # What it shares with others belongs to the root.
+            is_shared = any(op.n in tie for tie in model.ties)
+            return model.blocks[op.n].unit and op.n not in model.several and not is_shared
+        if do in ("input_grad", "hand"):
+            if do == "hand" and not self._keeps_root:
+                return False
+            return self._is_quiet and self._is_last and not self._reenters
+        if do == "fail_forward":
+            return bool(model.order)
+        if do == "fail_backward":
+            return self._is_reduced and op.n < len(model.order) and not self._has_hooks
+        if do == "look":
+            return not self._in_flight
+        if do in ("zero", "clip", "write"):
+            return not self._in_flight
+        if do in ("step", "poke", "save", *_SETTINGS):
+            return (do in _SETTINGS and not self._graphs) or self._is_quiet
+        if do in ("load", "resume"):
+            return (
+                self._saved and self._is_quiet and ((do == "load" and op.how == "model") or not self._edited)
+            )
+        if do == "nan":
+            if op.how == "zeros" and (self._groups > 1 or self._left_out):
+                return False  # zeroed in parts, a unit remembers the NaN until its next reduction
+            return self._is_reduced and self.program.optimizer.library == "shardgrad" and not self._reenters
+        if do == "participate":
+            # What reentrant checkpointing runs again more than once is reduced more than once.
+            runs_twice = len(set(model.order)) < len(model.order)
+            return self._is_reduced and not model.guess and not (self._reenters and runs_twice)
+        if do == "graphed":
+            sharding, optimizer = self.program.sharding, self.program.optimizer
+            is_capturable = optimizer.library == "shardgrad" and not self._left_out and not sharding.offload
+            return (
+                self.program.is_simulated
+                and self._is_reduced
+                and is_capturable
+                and not self._reenters
+                and not self._has_hooks
+            )
+        if do == "edit":
+            if op.how == "add":
+                return self._is_quiet and self._left_out
+            if op.how == "remove":
+                return self._is_quiet and self._groups > 1
+            return self._is_quiet
+        if do == "hook":
+            # A hook runs for each reduction: more often where reentrant checkpoints bring gradients late.
+            return not self._reenters and not self._in_flight
+        if do == "freeze":
+            return not self._hand
+        if do in ("unshard", "reshard"):
+            return self._ran
+        return True
+
+    def after(self, op: Op) -> None:
+        """Takes note that an operation was done."""
+        do = op.do
+        if do in (*_FORWARDS, "fail_backward", "fail_forward", "input_grad", "hand", "nan", "participate"):
+            self._ran = True
+        if do in _FORWARDS:
+            self._failed = False
+        if do == "forward":
+            self._graphs += 1
+        elif do == "backward" and op.how != "retain":
+            self._graphs -= 1
+        elif do == "fail_backward":
+            self._failed = True
+        elif do in ("sync", "sync_unit"):
+            self._all_sync = bool(op.n % 2) if do == "sync" else self._all_sync and bool(op.n % 2)
+            self._all_reduce = self._all_sync
+        elif do == "all_reduce":
+            self._all_reduce = bool(op.n)
+        elif do == "last":
+            self._is_last = bool(op.n)
+        elif do == "save":
+            self._saved = True
+        elif do == "edit":
+            self._edited |= op.how in ("add", "remove")
+            if op.how == "add":
+                self._groups, self._left_out = self._groups + 1, False
+            elif op.how == "remove":
+                self._groups, self._left_out = self._groups - 1, True
+        elif do == "hook":
+            self._has_hooks = True
+        elif do == "whole":
+            self._keeps_root = bool(op.n)
+        elif do == "resume":
+            self._keeps_root = self.program.sharding.reshard in (None, False)
+            self._all_sync = self._all_reduce = self._is_last = True
+            self._waiting = self._has_hooks = False
+        if do in ("train", "backward", "partial", "input_grad", "hand"):
+            self._in_flight = not self._is_last
+            stays = not (self._all_sync and self._all_reduce and self._is_last)
+            self._waiting = stays or do == "hand"
+            self._hand = do == "hand"
+
+
+def is_valid(program: Program) -> bool:
+    """Returns whether all of a program is within the contract."""
+    if not fits(program):
+        return False
+    state = State(program)
+    for op in program.ops:
+        if not state.allows(op):
+            return False
+        state.after(op)
+    return True
+
+
+def fits(program: Program) -> bool:
+    """Returns whether model, sharding and optimizer go together."""
+    model, sharding, optimizer = program.model, program.sharding, program.optimizer
+    blocks = blocks_of(program)
+    count = len(model.blocks)
+    if not count or any(index >= count for index in model.order):
+        return False
+    for first, second in model.ties:
+        has_lin = all(model.blocks[i].kind not in ("mlp", "experts") for i in (first, second) if i < count)
+        if max(first, second) >= count or first == second or not has_lin:
+            return False
+    if model.several and (
+        max(model.several) >= count or not all(model.blocks[i].unit for i in model.several)
+    ):
+        return False
+    for block in blocks:
+        # What runs again in backward has to do what it did in forward.
+        if block.recompute and block.kind in ("experts", "buffer", "again"):
+            return False
+        if block.recompute and any(inner.kind in ("experts", "buffer", "again") for inner in block.inner):
+            return False
+        if block.kind == "buffer" and sharding.param_dtype:
+            return False
+        if block.kind == "again" and any(inner.recompute == "reentrant" for inner in block.inner):
+            return False  # it runs twice
+    if sharding.stage in (1, 2) and sharding.reshard not in (None, False):
+        return False
+    if sharding.stage == "hfsdp" and (sharding.mesh == "flat" or sharding.columns):
+        return False
+    if sharding.stage == "hfsdp" and not isinstance(sharding.reshard, bool | None):
+        return False
+    is_int = isinstance(sharding.reshard, int) and not isinstance(sharding.reshard, bool)
+    if is_int and (sharding.mesh != "flat" or program.ranks != 4):
+        return False
+    return not (optimizer.partial and count < 2) and not (optimizer.groups == 2 and count < 2)
+
+
+def shortened(program: Program, ops: tuple[Op, ...]) -> Program | None:
+    """Returns the program with other operations, or None if that is not within the contract."""
+    made = replace(program, ops=ops)
+    return made if is_valid(made) else None

@@ -1,0 +1,134 @@
+"""Defects that the engine once had, put back to see that the generator finds them.
+
+Each is what the engine's code was, as a patch of what it is now, named after what a program saw of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from shardgrad import collect_params
+from shardgrad.engine import scheduler
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.root import RootContext
+from shardgrad.engine.unit import Unit
+from shardgrad.optim import selection
+
+Patch = AbstractContextManager[Any]
+
+
+def _self_call_drops_gradients() -> Iterator[Patch]:
+    """A root that calls itself was taken for one whose forward had failed, and that dropped all gradients."""
+    recover = RootContext.recover
+
+    def drop_all(self: RootContext) -> None:
+        recover(self)
+        for grads in self.grad_groups:
+            grads.forget()
+            if grads.shard is not None:
+                grads.shard.unbind()
+
+    yield mock.patch.object(Unit, "runs_in_itself", property(lambda self: False))
+    yield mock.patch.object(RootContext, "recover", drop_all)
+
+
+def _clipping_misses_unsharded_units() -> Iterator[Patch]:
+    """Clipping looked gradients up at the parameters that modules register, unsharded after an evaluation."""
+    yield mock.patch.object(selection, "fsdp_param_of", managed_by)
+
+
+def _frozen_after_forward_is_trained() -> Iterator[Patch]:
+    """A gradient that arrived for a parameter frozen since the forward was taken."""
+    take = GradCollector.take
+
+    def take_any(self: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any) -> bool:
+        sharded = self._params[self._index[id(unsharded)]].sharded
+        trains = sharded.requires_grad
+        sharded.requires_grad_(True)
+        try:
+            return take(self, unsharded, grad, streams)
+        finally:
+            sharded.requires_grad_(trains)
+
+    yield mock.patch.object(GradCollector, "take", take_any)
+
+
+def _order_recorded_under_participate() -> Iterator[Patch]:
+    """A forward under `participate`, of other units on each rank, was recorded for prefetching."""
+    upcoming, leave = RootContext.upcoming, RootContext.leave_forward
+
+    def record(self: RootContext, unit: Unit) -> Unit | None:
+        kept, self.keep_unsharded = self.keep_unsharded, False
+        try:
+            return upcoming(self, unit)
+        finally:
+            self.keep_unsharded = kept
+
+    def freeze(self: RootContext, unit: Unit) -> None:
+        is_over = self._forward_root is unit and not unit.runs_in_itself and unit is self.root
+        leave(self, unit)
+        self._order_frozen |= is_over
+
+    yield mock.patch.object(RootContext, "upcoming", record)
+    yield mock.patch.object(RootContext, "leave_forward", freeze)
+
+
+def _zeros_are_scaled_by_nan() -> Iterator[Patch]:
+    """Gradients that were zeroed were still to be multiplied by what clipping had left."""
+
+    def zero(self: GradShard, places: Sequence[int]) -> None:
+        for place, live in zip(places, self.settle(places), strict=True):
+            if live:
+                self.view(place).zero_()
+
+    yield mock.patch.object(GradShard, "zero", zero)
+
+
+def _freezing_drops_what_waits() -> Iterator[Patch]:
+    """When parameters got other places among the gradients, what waited on this rank was dropped."""
+    yield mock.patch.object(GradGroup, "_move_waiting", lambda self, old, new: self.forget())
+
+
+def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
+    """Parameters that units share went up to the root in the order of a set, another one on each rank."""
+    take_guests = collect_params._take_guests
+
+    def in_any_order(found: Any, inner_units: Any) -> None:
+        take_guests(found, set(inner_units))
+
+    yield mock.patch.object(collect_params, "_take_guests", in_any_order)
+
+
+def _written_gradients_are_lost() -> Iterator[Patch]:
+    """Gradients that the program had put on unsharded parameters were never reduced."""
+    yield mock.patch.object(GradGroup, "_collect_written")
+    yield mock.patch.object(scheduler, "_GRAD", return_value=None)
+
+
+DEFECTS: dict[str, Callable[[], Iterator[Patch]]] = {
+    "a self-call drops gradients": _self_call_drops_gradients,
+    "clipping misses unsharded units": _clipping_misses_unsharded_units,
+    "frozen after forward is trained": _frozen_after_forward_is_trained,
+    "order recorded under participate": _order_recorded_under_participate,
+    "zeros are scaled by NaN": _zeros_are_scaled_by_nan,
+    "freezing drops what waits": _freezing_drops_what_waits,
+    "ties in the order of a set": _ties_in_the_order_of_a_set,
+    "written gradients are lost": _written_gradients_are_lost,
+}
+
+
+@contextmanager
+def put_back(name: str) -> Iterator[None]:
+    """Makes the engine have a defect; "" for none."""
+    with ExitStack() as stack:
+        for patch in DEFECTS[name]() if name else ():
+            stack.enter_context(patch)
+        yield

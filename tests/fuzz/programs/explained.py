@@ -1,0 +1,57 @@
+"""What FSDP2 cannot do, and how far apart two right results may be. Every rule is documented behavior."""
+
+from __future__ import annotations
+
+from tests.fuzz.programs.contract import blocks_of
+from tests.fuzz.programs.program import Program
+
+# Operations that FSDP2 does not have, or gets wrong, each with the reason.
+_NOT_IN_FSDP2 = {
+    "participate": "it has no participation",
+    "nan": "it does not skip a step",
+    "graphed": "it has no graphed step",
+    "freeze": "what is changed about requires_grad after the first forward is lost",
+    "fail_forward": "an exception in forward leaves its state as it was",
+    "fail_backward": "an exception in backward leaves its state as it was",
+}
+
+
+def why_not_fsdp2(program: Program) -> str:
+    """Returns why FSDP2 is not compared, or ""."""
+    if program.is_simulated:
+        return "simulated devices"
+    for op in program.ops:
+        if op.how == "inference":
+            return "parameters unsharded in inference mode cannot be trained"
+        if op.do in _NOT_IN_FSDP2:
+            return _NOT_IN_FSDP2[op.do]
+    if program.model.ties:
+        return "a weight that units share has to be in one unit"
+    if any(block.kind == "experts" for block in blocks_of(program)):
+        return "sizes of its messages depend on which parameters a rank used"
+    if program.model.guess or any(block.kind == "again" for block in blocks_of(program)):
+        return "a module that calls itself is resharded by the inner call"
+    runs_twice = len(set(program.model.order)) < len(program.model.order)
+    if runs_twice and any(block.recompute == "reentrant" for block in blocks_of(program)):
+        return "a reentrant checkpoint that runs twice leaves gradients out"
+    if program.sharding.divide:
+        return "its divide factor needs a sum that gloo does not have"
+    if program.sharding.stage == "hfsdp":
+        return "it has no HFSDP"
+    return ""
+
+
+def tolerance(program: Program) -> float:
+    """Returns by how much results may differ, relative to the largest element."""
+    sharding = program.sharding
+    if sharding.param_dtype == "bfloat16":
+        return 2**-6  # a rounding is 2**-9; gradients of what is used several times are sums of rounded ones
+    if (
+        sharding.param_dtype
+        or sharding.reduce_dtype
+        or any(op.do == "clip" and op.how != "torch" for op in program.ops)
+    ):
+        # A norm is a float32 scalar by contract, and so are low-precision sums: some ten roundings of 6e-8 in
+        # each of some ten steps.
+        return 1e-5
+    return 1e-9  # float64: some thousand roundings of 1e-16, and a margin

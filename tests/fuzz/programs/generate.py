@@ -1,0 +1,204 @@
+"""Draws programs. Each has a few kinds of operations, so that those meet often (swarm testing)."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from tests.fuzz.programs.contract import State, fits
+from tests.fuzz.programs.program import Block, Model, Op, Optimizer, Program, Sharding
+
+KINDS = ("linear", "mlp", "norm", "gain", "spare", "table", "buffer", "experts", "branch", "again")
+WORLD_WEIGHTS = {"2": 70, "4": 10, "sim1": 5, "sim2": 15}
+
+# Kinds of operations, with what draws one; each program has a handful of them, besides the plain ones.
+PLAIN = ("train", "step", "zero", "look")
+EXTRA = (
+    *("forward", "evaluate", "partial", "input_grad", "hand", "fail_forward", "fail_backward"),
+    *("clip", "write", "freeze", "hook", "poke", "nan", "edit", "save", "sync", "sync_unit", "all_reduce"),
+    *("last", "keep", "whole", "unshard", "reshard", "participate", "graphed"),
+)
+MICROS = 6
+
+
+def program_of(seed: int, world: str = "") -> Program:
+    """Returns the program of a seed."""
+    rng = random.Random(seed)
+    drawn = _weighted(rng, WORLD_WEIGHTS)
+    world = world or drawn
+    while True:
+        program = Program(seed, world, _model(rng), _sharding(rng, world), _optimizer(rng, world))
+        if fits(program):
+            break
+    return Program(seed, world, program.model, program.sharding, program.optimizer, _ops(rng, program))
+
+
+def _weighted(rng: random.Random, weights: dict[str, int]) -> str:
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def _often(rng: random.Random, chance: float) -> bool:
+    return rng.random() < chance
+
+
+def _block(rng: random.Random, *, depth: int = 0) -> Block:
+    kind = rng.choice(("linear", *KINDS))
+    inner: tuple[Block, ...] = ()
+    if depth == 0 and _often(rng, 0.15):
+        inner = tuple(_block(rng, depth=1) for _ in range(rng.choice((1, 1, 2))))
+    return Block(
+        kind=kind,
+        hidden=rng.choice((1, 3, 5)),
+        bias=_often(rng, 0.8),
+        unit=_often(rng, 0.8),
+        expert_units=kind == "experts" and _often(rng, 0.6),
+        frozen=_often(rng, 0.1),
+        recompute=rng.choice(("saved", "reentrant")) if _often(rng, 0.12) else "",
+        inner=inner,
+        stream=rng.choice((0, 0, 1, 2, 3)),
+    )
+
+
+def _model(rng: random.Random) -> Model:
+    blocks = tuple(_block(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4))))
+    order = list(range(len(blocks)))
+    if _often(rng, 0.12):
+        order.append(rng.choice(order))
+    if _often(rng, 0.08):
+        rng.shuffle(order)
+    if len(order) > 1 and _often(rng, 0.08):
+        order.pop()
+    ties: list[tuple[int, int]] = []
+    tieable = [i for i, b in enumerate(blocks) if b.kind not in ("mlp", "experts")]
+    for _ in range(2 if _often(rng, 0.5) else 1):
+        if len(tieable) > 1 and _often(rng, 0.15 if not ties else 1.0):
+            first, second = sorted(rng.sample(tieable, 2))
+            ties.append((first, second))
+            tieable = [i for i in tieable if i not in (first, second)]
+    several: tuple[int, ...] = ()
+    if len(blocks) > 1 and _often(rng, 0.06):
+        start = rng.randrange(len(blocks) - 1)
+        several = (start, start + 1)
+    return Model(
+        width=rng.choice((3, 4, 4, 5, 8, 9)),
+        outputs=rng.choice((1, 3)),
+        blocks=blocks,
+        order=tuple(order),
+        ties=tuple(ties),
+        aux=_often(rng, 0.15),
+        guess=rng.choice(("no_grad", "grad")) if _often(rng, 0.08) else "",
+        several=several,
+    )
+
+
+def _sharding(rng: random.Random, world: str) -> Sharding:
+    mesh = "hsdp" if _often(rng, 0.35 if world == "4" else 0.1) else "flat"
+    stage: int | str = rng.choice((3, 3, 3, 3, 1, 2))
+    if mesh == "hsdp" and _often(rng, 0.3):
+        stage = "hfsdp"
+    reshard: Any = rng.choice((None, None, None, True, False, 2 if world == "4" else False))
+    param_dtype = rng.choice(("float32", "bfloat16")) if _often(rng, 0.12) else ""
+    reduce_dtype = ""
+    if param_dtype == "bfloat16" or _often(rng, 0.08):
+        reduce_dtype = rng.choice(("float32", "float64"))
+    return Sharding(
+        mesh=mesh,
+        stage=stage,
+        reshard=reshard,
+        columns=_often(rng, 0.12),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        offload=_often(rng, 0.04),
+        zero_copy=_often(rng, 0.12),
+        prefetch=rng.choice(("forward", "backward", "both")) if _often(rng, 0.15) else "",
+        reductions=rng.choice((1, 3)) if _often(rng, 0.15) else 0,
+        divide=rng.choice((1.0, 3.0)) if _often(rng, 0.08) else 0.0,
+    )
+
+
+def _optimizer(rng: random.Random, world: str) -> Optimizer:
+    library = "shardgrad" if _often(rng, 0.5) else "torch"
+    return Optimizer(
+        library=library,
+        kind=rng.choice(("sgd", "momentum", "adam", "adamw")),
+        groups=2 if _often(rng, 0.25) else 1,
+        partial=_often(rng, 0.08),
+    )
+
+
+# -- operations ---------------------------------------------------------------------------------------------
+
+
+def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:
+    extra = [kind for kind in EXTRA if kind != "all_reduce" or program.sharding.mesh == "hsdp"]
+    kinds = rng.sample(extra, rng.choice((2, 3, 4, 5, 6)))
+    weights = {"train": 4.0, "step": 2.0, "zero": 2.0, "look": 1.5} | dict.fromkeys(kinds, 2.5)
+    if {"forward", "hand"} & set(kinds):
+        weights["backward"] = 5.0
+    if "save" in kinds:
+        weights |= {"load": 2.0, "resume": 1.0}
+    if "freeze" in kinds:
+        weights["unfreeze"] = 1.0
+    state, ops = State(program), []
+    wanted = rng.choice((4, 6, 8, 10, 12))
+    for _ in range(200):
+        if len(ops) >= wanted:
+            break
+        op = _op(rng, rng.choices(list(weights), list(weights.values()))[0], program)
+        if state.allows(op):
+            state.after(op)
+            ops.append(op)
+    return tuple(ops + _ending(state))
+
+
+def _ending(state: State) -> list[Op]:
+    """Returns what shows everything: open graphs go backward, what waits is reduced, all is looked at."""
+    wanted = [Op("backward", 0)] * 3 + [Op("sync", 1), Op("last", 1), Op("train", 0), Op("look"), Op("step")]
+    wanted += [Op("train", 1), Op("look")]
+    ending = []
+    for op in wanted:
+        if state.allows(op):
+            state.after(op)
+            ending.append(op)
+    return ending
+
+
+def _op(rng: random.Random, kind: str, program: Program) -> Op:
+    n = rng.randrange(MICROS)
+    blocks = len(program.model.blocks)
+    hows: dict[str, tuple[str, ...]] = {
+        "train": ("", "", "", "x", "side", "both") if program.model.aux else ("", "", "", "x"),
+        "forward": ("", "", "both") if program.model.aux else ("", "x"),
+        "evaluate": ("no_grad", "eval", "inference"),
+        "partial": ("", "", "no_grad"),
+        "fail_forward": ("", "shape"),
+        "zero": ("", "", "zeros"),
+        "clip": ("torch", "ours", "ours", "part"),
+        "write": ("none", "ones", "double"),
+        "nan": ("", "zeros"),
+        "edit": ("lr", "add", "remove", "clear"),
+        "load": ("", "", "model"),
+        "unshard": ("", "async"),
+        "participate": ("all", "some"),
+        "look": ("", "grads"),
+        "backward": ("", "", "", "retain"),
+    }
+    if kind == "unfreeze":
+        return Op("freeze", rng.randrange(24), "un")
+    if kind in ("freeze", "hook", "poke", "write"):
+        n = rng.randrange(24)
+    elif kind == "partial":
+        n = rng.randrange(blocks)
+    elif kind == "backward":
+        n = rng.randrange(2)
+    elif kind == "fail_backward":
+        n = rng.randrange(max(1, len(program.model.order)))
+    elif kind in ("sync", "all_reduce", "last", "keep", "whole"):
+        n = rng.randrange(2)
+    elif kind in ("sync_unit", "unshard", "reshard"):
+        n = rng.randrange(8)
+    elif kind == "graphed":
+        n = rng.choice((3, 4))
+    elif kind in ("step", "zero", "look", "save", "load", "resume", "edit"):
+        n = 0
+    return Op(kind, n, rng.choice(hows.get(kind, ("",))))

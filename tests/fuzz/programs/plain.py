@@ -1,0 +1,236 @@
+"""Plain torch: a copy of the model on each rank, and gradients averaged by hand.
+
+The copy computes; what the optimizer updates, and what has the final gradients, are *masters* in float64, as
+under mixed precision. Gradients of the copy go into a sum of what waits on this rank, and from there,
+averaged over the ranks, into the masters' gradients, when the settings say that a backward reduces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.fuzz.programs import net as nets
+from tests.fuzz.programs.net import Net, Plan
+from tests.fuzz.programs.program import Op, Program
+from tests.fuzz.programs.script import Script, Seen
+
+# Sums a tensor over all ranks. With simulated devices it is no collective, which would order streams.
+Exchange = Callable[[Tensor], Tensor]
+
+
+class Plain(Script):
+    """See the module's docstring."""
+
+    def __init__(self, program: Program, rank: int, build: Callable[[Plan], Net], exchange: Exchange) -> None:
+        super().__init__(program, rank, build)
+        self._exchange = exchange
+        sharding = program.sharding
+        self._dtype = getattr(torch, sharding.param_dtype or "float64")
+        self._reduce_dtype = getattr(torch, sharding.reduce_dtype or str(self._dtype).removeprefix("torch."))
+        self.make()
+
+    def make(self) -> None:
+        self.net = self._build(self.plan)
+        self.params = {n: nn.Parameter(p.detach().clone()) for n, p in self.net.named_parameters()}
+        for name, param in self.net.named_parameters():
+            self.params[name].requires_grad_(param.requires_grad)
+            param.data = param.data.to(self._dtype)
+        self._copies = dict(self.net.named_parameters())
+        self._waiting: dict[str, Tensor] = {}
+        self.units = list(_owned(self.net).values())[::-1]  # the root first
+        self._sync = [True] * len(self.units)
+        self._all_reduce = [True] * len(self.units)
+        self._is_last = True
+        self.optimizer = self._make_optimizer(torch.optim)
+
+    def before_forward(self) -> None:
+        if not self.graphs:
+            for name, copy in self._copies.items():
+                copy.data.copy_(self.params[name].detach())
+
+    def _loss(self, op: Op) -> tuple[Tensor, Tensor]:
+        x = self._input(op)
+        self.before_forward()
+        which = 1 if "side" in op.how else 2 if "both" in op.how else 0
+        return nets.loss_of(self.net(x.to(self._dtype)), which), x
+
+    def evaluate(self, op: Op) -> Seen:
+        with _casting(self.net, self._dtype):
+            return super().evaluate(op)
+
+    def partial(self, op: Op) -> Seen:
+        with _casting(self.net.blocks[op.n], self._dtype):
+            return super().partial(op)
+
+    def fail_forward(self, op: Op) -> Seen:
+        with _casting(self.net, self._dtype):
+            return super().fail_forward(op)
+
+    # -- backward ---------------------------------------------------------------------------------------
+
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        try:
+            loss.backward(**options)
+        except Exception:
+            for copy in self._copies.values():
+                copy.grad = None
+            raise
+        self._collect()
+
+    def gradients_of(self, loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        grads = list(torch.autograd.grad(loss, inputs))
+        self._collect()
+        return grads
+
+    def _collect(self) -> None:
+        for name, copy in self._copies.items():
+            grad, copy.grad = copy.grad, None
+            if grad is not None:
+                grad = grad.detach().to(self._reduce_dtype)
+                waiting = self._waiting.get(name)
+                self._waiting[name] = grad if waiting is None else waiting + grad
+        reduced = [n for u, names in enumerate(self.units) if self._reduces(u) for n in names]
+        if reduced:
+            self._average(reduced)
+
+    def _reduces(self, unit: int) -> bool:
+        sharding = self.program.sharding
+        is_whole = self._all_reduce[unit] or sharding.mesh == "flat"
+        return self._sync[unit] and is_whole and (self._is_last or sharding.stage != 1)
+
+    def _average(self, names: list[str]) -> None:
+        shapes = {name: self.params[name].shape for name in names}
+        parts = [
+            self._waiting.get(name, torch.zeros(shape, dtype=torch.float64)).double().reshape(-1)
+            for name, shape in shapes.items()
+        ]
+        flags = torch.tensor([float(name in self._waiting) for name in names], dtype=torch.float64)
+        summed = self._exchange(torch.cat([*parts, flags]))
+        sums, flags = summed[: -len(names)], summed[-len(names) :]
+        divisor = self.program.sharding.divide or self.program.ranks
+        totals = sums.split([shape.numel() for shape in shapes.values()])
+        for name, total, flag in zip(names, totals, flags, strict=True):
+            self._waiting.pop(name, None)
+            if flag == 0:
+                continue
+            master, average = self.params[name], total.view(shapes[name]) / divisor
+            master.grad = average.clone() if master.grad is None else master.grad + average
+            if name in self._hooks:
+                master.grad.mul_(0.5)
+
+    def participate(self, op: Op) -> Seen:
+        self.plan.by_rank = True
+        seen: Seen = {}
+        if op.how == "all" or (self.rank + op.n) % 2 == 0:
+            loss, _ = self._loss(Op("train", op.n))
+            loss.backward()
+            seen = {"loss": loss.detach()}
+        self.plan.by_rank = False
+        self._collect()
+        return seen
+
+    def lose(self, units: list[int]) -> None:
+        """Gradients of these units are None, as a warning after a failed backward has said."""
+        for unit in units:
+            for name in self.units[unit]:
+                self.params[name].grad = None
+
+    # -- the rest ---------------------------------------------------------------------------------------
+
+    def freeze(self, op: Op) -> Seen:
+        name = self._name(op.n)
+        self.params[name].requires_grad_(op.how == "un")
+        self._copies[name].requires_grad_(op.how == "un")
+        return {}
+
+    def resume(self, op: Op) -> Seen:
+        trainable = {name: param.requires_grad for name, param in self.params.items()}
+        seen = super().resume(op)
+        for name, requires_grad in trainable.items():
+            self.params[name].requires_grad_(requires_grad)
+        return seen
+
+    def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(list(self.params.values()) if params is None else params, max_norm)
+
+    def skip_nan(self, op: Op) -> None:
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad = torch.zeros_like(param) if op.how == "zeros" else None
+        for param in self._left_out:
+            param.grad = None
+
+    def model_state(self) -> Mapping[str, Any]:
+        return {**self.params, **dict(self.net.named_buffers())}
+
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        with torch.no_grad():
+            for name, into in self.model_state().items():
+                into.copy_(state[name])
+
+    def graphed(self, op: Op) -> Seen:
+        losses = []
+        for _ in range(op.n):
+            loss, _ = self._loss(Op("train", 7))
+            self.backward_of(loss)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.detach())
+        return {f"loss {i}": loss for i, loss in enumerate(losses)}
+
+    # -- settings ---------------------------------------------------------------------------------------
+
+    def sync(self, op: Op) -> Seen:
+        self._sync = [bool(op.n)] * len(self.units)
+        self._all_reduce = list(self._sync)
+        return {}
+
+    def sync_unit(self, op: Op) -> Seen:
+        unit = op.n // 2 % len(self.units)
+        self._sync[unit] = self._all_reduce[unit] = bool(op.n % 2)
+        return {}
+
+    def all_reduce(self, op: Op) -> Seen:
+        self._all_reduce = [bool(op.n)] * len(self.units)
+        return {}
+
+    def last(self, op: Op) -> Seen:
+        self._is_last = bool(op.n)
+        return {}
+
+    def keep(self, op: Op) -> Seen:
+        return {}
+
+    whole = unshard = reshard = keep
+
+
+class _casting:
+    """Casts a module's inputs, as a unit with `param_dtype` does."""
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        self._handle = module.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._handle.remove()
+
+
+def _owned(net: Net) -> dict[tuple[nn.Module, ...], list[str]]:
+    """Returns the parameters of each unit: those that it is the innermost unit around all users of."""
+    units = [tuple(unit) for unit in nets.units(net)]  # innermost first
+    covered = {unit: {m for module in unit for m in module.modules()} for unit in units}
+    found: dict[tuple[nn.Module, ...], list[str]] = {unit: [] for unit in units}
+    users: dict[nn.Parameter, list[nn.Module]] = {}
+    for module in net.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users.setdefault(param, []).append(module)
+    for name, param in net.named_parameters():
+        found[next(unit for unit in units if covered[unit].issuperset(users[param]))].append(name)
+    return found

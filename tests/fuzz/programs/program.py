@@ -1,0 +1,211 @@
+"""A training program as data, so that it can be printed, shrunk, kept in a file and run again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+WORLDS = ("2", "4", "sim1", "sim2")  # ranks over gloo, or virtual ranks with simulated devices
+
+
+@dataclass(frozen=True)
+class Block:
+    """A part of the model; `x + 0.5 * tanh(f(x))`, where the kind says what f is.
+
+    Attributes:
+        kind: "linear"; "mlp"; "norm": after a LayerNorm; "gain": times a parameter of one element; "spare":
+            with a parameter that is not used; "table": plus rows of an embedding; "buffer": less a running
+            mean; "experts": one of two layers; "branch": plus a layer of the detached input; "again": calls
+            itself once.
+        hidden: size of what is inside.
+        bias: layers have one.
+        unit: sharded by itself.
+        expert_units: so are its experts; which of them runs must then not depend on the rank.
+        frozen: the first parameter does not train at first.
+        recompute: "", "saved" or "reentrant" activation checkpointing.
+        inner: blocks inside, which run before f.
+        stream: where it runs, on a device with streams.
+    """
+
+    kind: str = "linear"
+    hidden: int = 5
+    bias: bool = True
+    unit: bool = True
+    expert_units: bool = False
+    frozen: bool = False
+    recompute: str = ""
+    inner: tuple[Block, ...] = ()
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Model:
+    """The root: a stem, blocks, a head.
+
+    Attributes:
+        width: of what goes from block to block.
+        outputs: of the head.
+        blocks: in order of construction.
+        order: indices of blocks in the order in which forward runs them; some more than once, some never.
+        ties: pairs of blocks of which the second has the weight of the first.
+        aux: a second output, from the middle.
+        guess: "", "no_grad" or "grad": forward first calls the root itself.
+        several: these two neighbours are one unit, a list.
+    """
+
+    width: int = 4
+    outputs: int = 3
+    blocks: tuple[Block, ...] = (Block(),)
+    order: tuple[int, ...] = (0,)
+    ties: tuple[tuple[int, int], ...] = ()
+    aux: bool = False
+    guess: str = ""
+    several: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The arguments of `fully_shard`, and what is set on the units.
+
+    Attributes:
+        mesh: "flat", or "hsdp": two shards, replicated.
+        stage: `zero_stage`.
+        reshard: `reshard_after_forward`.
+        columns: matrices are sharded along dim 1 where their size allows it.
+        param_dtype, reduce_dtype: of `MixedPrecisionPolicy`; "" for None.
+        offload: `CPUOffloadPolicy`.
+        zero_copy: parameters travel by themselves, however small they are.
+        prefetch: "", "forward", "backward", "both": explicit prefetching of the block after next.
+        reductions: `set_reduce_scatter_max_input_buffers`; 0 leaves it.
+        divide: `set_gradient_divide_factor`; 0 leaves it.
+    """
+
+    mesh: str = "flat"
+    stage: int | str = 3
+    reshard: bool | int | None = None
+    columns: bool = False
+    param_dtype: str = ""
+    reduce_dtype: str = ""
+    offload: bool = False
+    zero_copy: bool = False
+    prefetch: str = ""
+    reductions: int = 0
+    divide: float = 0.0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How parameters are updated.
+
+    Attributes:
+        library: "torch" or "shardgrad"; plain torch and FSDP2 use torch's.
+        kind: "sgd", "momentum", "adam", "adamw".
+        groups: 1 or 2; the second has the parameters of the last block.
+        partial: parameters of the last block are left out; `edit` may add them.
+    """
+
+    library: str = "torch"
+    kind: str = "sgd"
+    groups: int = 1
+    partial: bool = False
+
+
+@dataclass(frozen=True)
+class Op:
+    """One operation of a training script. `contract.py` says when each is allowed.
+
+    Attributes:
+        do: what; the methods of `plain.Plain` and `sharded.Sharded` of this name.
+        n: which micro-batch, block, parameter or graph.
+        how: a variant.
+    """
+
+    do: str
+    n: int = 0
+    how: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.do}({self.n}{f', {self.how!r}' if self.how else ''})"
+
+
+@dataclass(frozen=True)
+class Program:
+    """All of it. `seed` is what it was drawn from; it chooses initial weights and data."""
+
+    seed: int = 0
+    world: str = "2"
+    model: Model = field(default_factory=Model)
+    sharding: Sharding = field(default_factory=Sharding)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    ops: tuple[Op, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        return int(self.world.removeprefix("sim"))
+
+    @property
+    def is_simulated(self) -> bool:
+        return self.world.startswith("sim")
+
+    def to_json(self) -> str:
+        """Returns it as text, without what is as by default."""
+        return json.dumps(_brief(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> Program:
+        """Reads what `to_json` wrote."""
+        data = json.loads(text)
+        model = data.get("model", {})
+        made = {
+            "model": Model(**_tuples({**model, "blocks": tuple(map(_block, model["blocks"]))})),
+            "sharding": Sharding(**data.get("sharding", {})),
+            "optimizer": Optimizer(**data.get("optimizer", {})),
+            "ops": tuple(Op(*op) for op in data.get("ops", [])),
+        }
+        return Program(**{**data, **made})
+
+    def __str__(self) -> str:
+        """Returns it in a few lines, for people."""
+        lines = [f"world {self.world}, seed {self.seed}"]
+        lines += [f"{name}: {_brief(self)[name]}" for name in ("model", "sharding", "optimizer")]
+        return "\n".join([*lines, *(f"  {i}: {op}" for i, op in enumerate(self.ops))])
+
+
+def _block(data: dict[str, Any]) -> Block:
+    return Block(**{**data, "inner": tuple(map(_block, data.get("inner", ())))})
+
+
+def _tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: tuple(tuple(v) if isinstance(v, list) else v for v in value)
+        if isinstance(value, list | tuple)
+        else value
+        for key, value in data.items()
+    }
+
+
+def _without_defaults(value: Any) -> dict[str, Any]:
+    standard = asdict(type(value)())
+    return {key: v for key, v in asdict(value).items() if v != standard[key]}
+
+
+def _brief(program: Program) -> dict[str, Any]:
+    model = _without_defaults(program.model)
+    model["blocks"] = [_brief_block(block) for block in program.model.blocks]
+    model["order"] = program.model.order
+    return {
+        "seed": program.seed,
+        "world": program.world,
+        "model": model,
+        "sharding": _without_defaults(program.sharding),
+        "optimizer": _without_defaults(program.optimizer),
+        "ops": [[op.do, op.n, op.how] if op.how else [op.do, op.n] for op in program.ops],
+    }
+
+
+def _brief_block(block: Block) -> dict[str, Any]:
+    brief = _without_defaults(block)
+    if block.inner:
+        brief["inner"] = [_brief_block(inner) for inner in block.inner]
+    return brief

@@ -1,0 +1,129 @@
+"""Thousands of programs, and the records of them: `python -m tests.fuzz.programs.record --help`.
+
+Each call runs the programs after those of which the file has a record, and adds a record with counts by
+dimension. It ends with status 1 if anything differs without an explanation.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.records import RESULTS, append, environment, make_record, read
+from tests.fuzz.programs.compare import Outcome
+from tests.fuzz.programs.contract import blocks_of
+from tests.fuzz.programs.defects import DEFECTS
+from tests.fuzz.programs.generate import program_of
+from tests.fuzz.programs.program import Program
+from tests.fuzz.programs.worlds import Worlds
+
+_ROUND = 200  # programs between two lines of progress
+FIRST_SEED = 1_000_000
+
+
+@click.command()
+@click.option("--count", type=click.IntRange(1), default=2_000, show_default=True)
+@click.option(
+    "--seconds", type=float, default=800.0, show_default=True, help="Stop after a round beyond that."
+)
+@click.option("--defects", is_flag=True, help="Put each old defect back until it is found.")
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, show_default=True)
+def main(count: int, seconds: float, defects: bool, out: Path) -> None:
+    """Runs programs and keeps a record."""
+    started, began_s = environment(), time.perf_counter()
+    name = "program_defects" if defects else "programs"
+    summary = found_defects(count) if defects else _run(count, seconds, _next_seed(out / f"{name}.jsonl"))
+    wall_s = time.perf_counter() - began_s
+    config = {"count": count, "first_seed": FIRST_SEED}
+    append(
+        out,
+        make_record(name, environment=started, config=config, samples={"wall_s": wall_s}, summary=summary),
+    )
+    click.echo(summary)
+    sys.exit(bool(summary.get("differences")) or ("not found" in summary.values()))
+
+
+def _next_seed(path: Path) -> int:
+    if not path.exists():
+        return FIRST_SEED
+    return max((record["summary"]["next_seed"] for record in read(path)), default=FIRST_SEED)
+
+
+def _run(count: int, seconds: float, first: int) -> dict[str, Any]:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    differences: list[str] = []
+    done, began_s = 0, time.perf_counter()
+    with Worlds() as worlds:
+        while done < count and time.perf_counter() - began_s < seconds:
+            size = min(_ROUND, count - done)
+            programs = [program_of(seed) for seed in range(first + done, first + done + size)]
+            for program, outcome in worlds.run_all(programs):
+                differences += [f"seed {program.seed}: {found}"[:1000] for found in outcome.differences]
+                for dimension, value in _dimensions(program, outcome):
+                    counts[dimension][value] += 1
+            done += size
+            click.echo(
+                f"{done} of {count}, {len(differences)} differences, {time.perf_counter() - began_s:.0f} s"
+            )
+    by_dimension = {name: dict(sorted(counter.items())) for name, counter in sorted(counts.items())}
+    return {
+        "programs": done,
+        "first_seed": first,
+        "next_seed": first + done,
+        "differences": differences,
+        "counts": by_dimension,
+    }
+
+
+def _dimensions(program: Program, outcome: Outcome) -> Iterator[tuple[str, str]]:
+    """Yields what a program counts for."""
+    sharding, model, optimizer = program.sharding, program.model, program.optimizer
+    yield "world", program.world
+    yield "fsdp2", outcome.explained[0] if outcome.explained else "compared"
+    for name in (
+        "mesh",
+        "stage",
+        "reshard",
+        "columns",
+        "param_dtype",
+        "reduce_dtype",
+        "zero_copy",
+        "prefetch",
+    ):
+        yield name, str(getattr(sharding, name) or "default")
+    yield "optimizer", f"{optimizer.library}.{optimizer.kind}"
+    blocks = blocks_of(program)
+    kinds = {block.kind for block in blocks} | {block.recompute for block in blocks if block.recompute}
+    has = {"ties": model.ties, "list of modules": model.several, "second output": model.aux}
+    has |= {"nested": any(block.inner for block in blocks), "frozen": any(block.frozen for block in blocks)}
+    has |= {"calls itself": model.guess, "runs twice": len(set(model.order)) < len(model.order)}
+    for kind in sorted(kinds) + [name for name, value in has.items() if value]:
+        yield "model", kind
+    for do in sorted({f"{op.do} {op.how}".strip() for op in program.ops}):
+        yield "operation", do
+
+
+def found_defects(count: int, names: tuple[str, ...] = tuple(DEFECTS)) -> dict[str, Any]:
+    """Returns for each defect after how many programs it was found, or "not found"."""
+    return {name: _programs_until_found(name, count) for name in names}
+
+
+def _programs_until_found(defect: str, count: int) -> int | str:
+    with Worlds(defect, with_fsdp2=False) as worlds:
+        for begin in range(0, count, _ROUND):
+            programs = [program_of(FIRST_SEED + n) for n in range(begin, min(begin + _ROUND, count))]
+            for program, outcome in worlds.run_all(programs):
+                if outcome.differences:
+                    click.echo(f"{defect}: {outcome.differences[0]}")
+                    return program.seed - FIRST_SEED + 1
+    return "not found"
+
+
+if __name__ == "__main__":
+    main()

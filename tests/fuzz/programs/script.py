@@ -1,0 +1,348 @@
+"""What the operations of a program do. Under every engine it is the same training script."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from tests.fuzz.programs import net as nets
+from tests.fuzz.programs.net import Net, Plan, TrapError
+from tests.fuzz.programs.program import Op, Optimizer, Program
+
+# Large, so that a gradient that is nothing but rounding moves a parameter by no more than it is worth.
+EPS = 1e-3
+LR = 0.05
+
+Seen = dict[str, Any]  # what an operation shows: tensors, and facts such as "None" or an exception's name
+
+
+class Script(ABC):
+    """A model and an optimizer under one engine, on one rank.
+
+    Attributes:
+        params: by name, what the optimizer updates and what has the final gradients.
+    """
+
+    params: dict[str, nn.Parameter]
+    net: Net
+
+    def __init__(self, program: Program, rank: int, build: Callable[[Plan], Net]) -> None:
+        self.program, self.rank = program, rank
+        self.plan = Plan(rank)
+        self._build = build
+        self.graphs: list[tuple[Tensor, Tensor]] = []
+        self._saved: Any = None
+        self._left_out: list[nn.Parameter] = []
+        self._hooks: dict[str, Any] = {}
+
+    # -- what differs between engines -------------------------------------------------------------------
+
+    @abstractmethod
+    def make(self) -> None:
+        """Makes the model, `params`, and the optimizer."""
+
+    @abstractmethod
+    def backward_of(self, loss: Tensor, **options: Any) -> None:
+        """Runs a backward; gradients are final afterwards as far as the settings say."""
+
+    @abstractmethod
+    def gradients_of(self, loss: Tensor, inputs: list[Tensor]) -> list[Tensor]:
+        """Runs `autograd.grad`."""
+
+    @abstractmethod
+    def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
+        """Clips by `shardgrad.clip_grad_norm_`, or what stands for it; all gradients if `params` is None."""
+
+    def before_forward(self) -> None:  # noqa: B027  (most need nothing)
+        """Runs before each outermost forward."""
+
+    def before_update(self) -> None:  # noqa: B027
+        """Runs before sharded parameters or gradients are read or written as a whole."""
+
+    def to_device(self, x: Tensor) -> Tensor:
+        return x
+
+    def cut(self, value: Tensor) -> Tensor:
+        """Returns what this rank holds of a parameter, a gradient or a state."""
+        return value
+
+    def own(self, name: str) -> nn.Parameter:
+        """Returns the parameter that modules register now."""
+        module, _, attribute = name.rpartition(".")
+        param: nn.Parameter = getattr(self.net.get_submodule(module), attribute)
+        return param
+
+    # -- parts ------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        return list(self.params)
+
+    def _input(self, op: Op) -> Tensor:
+        self.plan.micro = op.n
+        x = nets.batch(self.program.seed, op.n, self.rank, self.program.model.width)
+        return self.to_device(x).requires_grad_("x" in op.how)
+
+    def _loss(self, op: Op) -> tuple[Tensor, Tensor]:
+        x = self._input(op)
+        self.before_forward()
+        which = 1 if "side" in op.how else 2 if "both" in op.how else 0
+        return nets.loss_of(self.net(x), which), x
+
+    def _group(self, params: list[nn.Parameter], lr: float) -> dict[str, Any]:
+        return {"params": params, "lr": lr}
+
+    def _make_optimizer(self, library: Any) -> torch.optim.Optimizer:
+        chosen: Optimizer = self.program.optimizer
+        last = f"blocks.{len(self.program.model.blocks) - 1}."
+        split = chosen.groups == 2 or chosen.partial
+        first = [p for name, p in self.params.items() if not (split and name.startswith(last))]
+        second = [p for name, p in self.params.items() if split and name.startswith(last)]
+        groups = [self._group(first, LR)]
+        self._left_out = second if chosen.partial else []
+        if second and not chosen.partial:
+            groups.append(self._group(second, LR / 2))
+        if chosen.kind in ("sgd", "momentum"):
+            return library.SGD(groups, lr=LR, momentum=0.9 if chosen.kind == "momentum" else 0.0)
+        kind = library.AdamW if chosen.kind == "adamw" else library.Adam
+        return kind(groups, lr=LR, eps=EPS)
+
+    # -- forward and backward ---------------------------------------------------------------------------
+
+    def forward(self, op: Op) -> Seen:
+        loss, x = self._loss(op)
+        self.graphs.append((loss, x))
+        return {"loss": loss.detach()}
+
+    def backward(self, op: Op) -> Seen:
+        loss, x = self.graphs[op.n] if op.how == "retain" else self.graphs.pop(op.n)
+        x.grad = None
+        self.backward_of(loss, retain_graph=op.how == "retain")
+        return {} if x.grad is None else {"gradient of x": x.grad}
+
+    def train(self, op: Op) -> Seen:
+        loss, x = self._loss(op)
+        self.backward_of(loss)
+        return {"loss": loss.detach()} | ({} if x.grad is None else {"gradient of x": x.grad})
+
+    def evaluate(self, op: Op) -> Seen:
+        x = self._input(op)
+        self.before_forward()
+        if op.how == "eval":
+            self.net.eval()
+        with torch.inference_mode() if op.how == "inference" else torch.no_grad():
+            out = self.net(x)
+        self.net.train()
+        return {"out": out[0] if isinstance(out, tuple) else out}
+
+    def partial(self, op: Op) -> Seen:
+        """Calls a unit by itself, not through the root."""
+        self.plan.micro = op.n
+        x = self.to_device(nets.batch(self.program.seed, 50 + op.n, self.rank, self.program.model.width))
+        self.before_forward()
+        if op.how == "no_grad":
+            with torch.no_grad():
+                return {"out": self.net.blocks[op.n](x)}
+        loss = nets.loss_of(self.net.blocks[op.n](x), 0)
+        self.backward_of(loss)
+        return {"loss": loss.detach()}
+
+    def input_grad(self, op: Op) -> Seen:
+        loss, x = self._loss(Op("train", op.n, "x"))
+        (grad,) = self.gradients_of(loss, [x])
+        return {"gradient of x": grad}
+
+    def hand(self, op: Op) -> Seen:
+        """Puts gradients on unsharded parameters, as zero-bubble schedules do."""
+        loss, _ = self._loss(Op("train", op.n))
+        params = [self.own(f"{part}.{kind}") for part in ("stem", "head") for kind in ("weight", "bias")]
+        params = [p for p in params if p.requires_grad]
+        for param, grad in zip(params, self.gradients_of(loss, params), strict=True):
+            param.grad = grad if param.grad is None else param.grad + grad
+        return {"loss": loss.detach()}
+
+    def fail_forward(self, op: Op) -> Seen:
+        x = self._input(op)
+        self.before_forward()
+        if op.how == "shape":
+            self.net(x[:, 1:])
+        else:
+            self.plan.fails = ("forward", 0)
+            try:
+                self.net(x)
+            finally:
+                self.plan.fails = None
+        return {}
+
+    def fail_backward(self, op: Op) -> Seen:
+        self.plan.fails = ("backward", op.n)
+        try:
+            loss, _ = self._loss(Op("train", op.n))
+        finally:
+            self.plan.fails = None
+        self.backward_of(loss)
+        return {}
+
+    # -- gradients --------------------------------------------------------------------------------------
+
+    def zero(self, op: Op) -> Seen:
+        self.before_update()
+        self.optimizer.zero_grad(set_to_none=op.how != "zeros")
+        for param in self._left_out:
+            param.grad = None
+        return {}
+
+    def clip(self, op: Op) -> Seen:
+        self.before_update()
+        max_norm = (float("inf"), 1.0, 0.1, 0.01)[op.n % 4]
+        if op.how == "torch":
+            norm = nn.utils.clip_grad_norm_(list(self.params.values()), max_norm)
+            return {"norm": norm.full_tensor() if hasattr(norm, "full_tensor") else norm}
+        params = None if op.how == "ours" else list(self.params.values())[:: 1 + op.n % 3]
+        return {"norm": self.clip_ours(params, max_norm)}
+
+    def write(self, op: Op) -> Seen:
+        """Writes the gradient of a parameter of the optimizer."""
+        self.before_update()
+        param = self._param(op.n)
+        if op.how == "none":
+            param.grad = None
+        elif op.how == "ones":
+            param.grad = torch.ones_like(param).detach()
+        elif param.grad is not None:
+            param.grad.mul_(2.0)
+        return {}
+
+    def freeze(self, op: Op) -> Seen:
+        self.own(self._name(op.n)).requires_grad_(op.how == "un")
+        return {}
+
+    def hook(self, op: Op) -> Seen:
+        """Halves a gradient whenever it has been reduced; once more takes the hook away."""
+        name = self._name(op.n)
+        if name in self._hooks:
+            self._hooks.pop(name).remove()
+        else:
+            self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(_halve)
+        return {}
+
+    # -- parameters -------------------------------------------------------------------------------------
+
+    def step(self, op: Op) -> Seen:
+        self.before_update()
+        self.optimizer.step()
+        return {}
+
+    def poke(self, op: Op) -> Seen:
+        """Changes a parameter in place."""
+        self.before_update()
+        with torch.no_grad():
+            self._param(op.n).mul_(0.9)
+        return {}
+
+    def nan(self, op: Op) -> Seen:
+        """A step in which one rank has a NaN, clipped, and zeroed; shardgrad's optimizers skip it."""
+        loss, _ = self._loss(Op("train", op.n))
+        self.backward_of(loss * (float("nan") if self.rank == 0 else 1.0))
+        self.skip_nan(op)
+        return {}
+
+    @abstractmethod
+    def skip_nan(self, op: Op) -> None:
+        """Clips, steps and zeroes after a NaN."""
+
+    def edit(self, op: Op) -> Seen:
+        groups = self.optimizer.param_groups
+        if op.how == "lr":
+            groups[0]["lr"] *= 0.5
+        elif op.how == "add":
+            self.optimizer.add_param_group(self._group(self._left_out, LR / 4))
+            self._left_out = []
+        elif op.how == "remove":
+            self._left_out = list(groups[-1]["params"])
+            del groups[-1]
+        else:
+            self.optimizer.state.clear()
+        return {}
+
+    # -- state ------------------------------------------------------------------------------------------
+
+    def save(self, op: Op) -> Seen:
+        self.before_update()
+        self._saved = copied(self.model_state()), copied(self.optimizer.state_dict())
+        return {}
+
+    def load(self, op: Op) -> Seen:
+        self.before_update()
+        model, optimizer = copied(self._saved[0]), copied(self._saved[1])
+        self.load_model(model)
+        if op.how != "model":
+            self.optimizer.load_state_dict(optimizer)
+        return {}
+
+    def resume(self, op: Op) -> Seen:
+        """Builds everything again, and loads what was saved."""
+        trainable = {name: param.requires_grad for name, param in self.params.items()}
+        self._hooks.clear()
+        self.make()
+        for name, requires_grad in trainable.items():
+            self.own(name).requires_grad_(requires_grad)
+        return self.load(op)
+
+    @abstractmethod
+    def model_state(self) -> Mapping[str, Any]:
+        """Returns the state dict."""
+
+    @abstractmethod
+    def load_model(self, state: Mapping[str, Any]) -> None:
+        """Loads a state dict."""
+
+    # -- looking ----------------------------------------------------------------------------------------
+
+    def look(self, op: Op) -> Seen:
+        """Shows gradients, parameters, optimizer states and buffers, as this rank holds them."""
+        seen: Seen = {}
+        for name, param in self.params.items():
+            seen[f"{name}.grad"] = "None" if param.grad is None else self.cut(param.grad)
+            if op.how != "grads":
+                seen[name] = self.cut(param)
+                seen.update(self._state_of(name, param))
+        for name, buffer in self.net.named_buffers():
+            seen[name] = buffer.detach()
+        return seen
+
+    def _state_of(self, name: str, param: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        for key, value in self.optimizer.state.get(param, {}).items():
+            if key in ("exp_avg", "exp_avg_sq", "momentum_buffer") and value is not None:
+                yield f"{name}.{key}", self.cut(value)
+
+    def _name(self, n: int) -> str:
+        return self.names[n % len(self.names)]
+
+    def _param(self, n: int) -> nn.Parameter:
+        return self.params[self._name(n)]
+
+
+def _halve(param: Tensor) -> None:
+    if param.grad is not None:
+        param.grad.mul_(0.5)
+
+
+def copied(state: Any) -> Any:
+    return copy.copy(tree_map_only(Tensor, lambda t: t.detach().clone(), state))
+
+
+def do(script: Script, op: Op) -> Seen:
+    """Does an operation; an exception is what it shows."""
+    try:
+        return getattr(script, op.do)(op)
+    except Exception as error:
+        if isinstance(error, TrapError):
+            return {"error": "TrapError"}
+        return {"error": type(error), "message": str(error)}

@@ -1,0 +1,226 @@
+"""Ranks that live for many programs: processes over gloo, or threads with simulated devices.
+
+A program that leaves ranks in different places, or hangs, costs its world, which is started again.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.fuzz.programs import defects
+from tests.fuzz.programs import net as nets
+from tests.fuzz.programs.compare import Difference, Outcome, run
+from tests.fuzz.programs.net import Net, Plan
+from tests.fuzz.programs.program import Program
+from tests.fuzz.programs.sharded import noting_warnings
+from tests.support.ranks import RankError, Ranks
+
+COLLECTIVE_TIMEOUT_S = 10.0  # a rank that waits so long for another has found a hang
+AT_ONCE = 20  # programs between two words with a world
+
+
+class Worlds:
+    """All worlds; each starts when first used.
+
+    Args:
+        defect: one of `defects.DEFECTS`, which the engine then has; "" for none.
+        with_fsdp2: compare FSDP2 as well.
+    """
+
+    def __init__(self, defect: str = "", *, with_fsdp2: bool = True) -> None:
+        self._options = {"defect": defect, "with_fsdp2": with_fsdp2}
+        self._started: dict[str, Any] = {}
+
+    def close(self) -> None:
+        """Ends all ranks."""
+        for world in self._started.values():
+            world.stop()
+        self._started.clear()
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run_all(self, programs: Sequence[Program]) -> Iterator[tuple[Program, Outcome]]:
+        """Runs programs, by world; yields each with what came of it on all ranks together."""
+        for world in dict.fromkeys(program.world for program in programs):
+            mine = [program for program in programs if program.world == world]
+            for i in range(0, len(mine), AT_ONCE):
+                yield from self._run(world, mine[i : i + AT_ONCE])
+
+    def run(self, program: Program) -> Outcome:
+        """Runs one."""
+        return next(iter(self._run(program.world, [program])))[1]
+
+    def _run(self, world: str, programs: Sequence[Program]) -> Iterator[tuple[Program, Outcome]]:
+        rest = list(programs)
+        while rest:
+            try:
+                outcomes = self._ask(world, rest)
+            except RankError as error:
+                self._started.pop(world, None)
+                if len(rest) > 1:  # one of them did it: each by itself
+                    for program in rest:
+                        yield from self._run(world, [program])
+                    return
+                found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")
+                outcomes = [Outcome([found], is_broken=True)]
+            for program, outcome in zip(rest, outcomes, strict=False):
+                yield program, outcome
+                if outcome.is_broken:
+                    with suppress(KeyError):
+                        self._started.pop(world).stop()
+            rest = rest[len(outcomes) :]
+
+    def _ask(self, world: str, programs: Sequence[Program]) -> list[Outcome]:
+        texts = [program.to_json() for program in programs]
+        limit_s = 3 * COLLECTIVE_TIMEOUT_S + 2.0 * len(programs)
+        if world.startswith("sim"):
+            from tests.simulated.accelerator import build
+            from tests.simulated.accelerator.process import SimulatorProcess
+
+            build.build()  # here, because compiling may take longer than a program may
+            simulator = self._started.setdefault(world, SimulatorProcess())
+            outcomes: list[Outcome] = simulator.run(run_simulated, texts, timeout_s=limit_s, **self._options)
+            return outcomes
+        ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
+        return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
+
+
+def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """Returns one outcome for each program, with the first difference that any rank saw of each engine."""
+    merged = []
+    for outcomes in zip(*by_rank, strict=False):
+        first: dict[str, Difference] = {}
+        for rank, outcome in enumerate(outcomes):
+            for found in outcome.differences:
+                known = first.get(found.engine)
+                if known is None or found.place < known.place:
+                    text = f"on rank {rank}: {found.text}"
+                    first[found.engine] = Difference(found.engine, found.place, found.what, text)
+        is_broken = any(outcome.is_broken for outcome in outcomes)
+        merged.append(Outcome(list(first.values()), outcomes[0].explained, is_broken))
+    return merged
+
+
+# -- processes over gloo ------------------------------------------------------------------------------------
+
+
+@cache
+def _agreement() -> dist.ProcessGroup:
+    """Returns a group on which ranks tell each other how a program ended."""
+    return dist.new_group(timeout=timedelta(seconds=4 * COLLECTIVE_TIMEOUT_S))
+
+
+def _sum_over_gloo(value: Tensor) -> Tensor:
+    dist.all_reduce(value)
+    return value
+
+
+def _build(program: Program, plan: Plan) -> Net:
+    return nets.build(program.model, plan, program.seed)
+
+
+def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[Outcome]:
+    """Runs programs on this rank, up to the first that leaves ranks in different places."""
+    agreement = _agreement()
+    outcomes = []
+    with ExitStack() as stack:
+        stack.enter_context(noting_warnings())
+        stack.enter_context(defects.put_back(defect))
+        gc.disable()
+        stack.callback(gc.enable)
+        for program in map(Program.from_json, texts):
+            outcome = run(
+                program,
+                dist.get_rank(),
+                _sum_over_gloo,
+                lambda plan, program=program: _build(program, plan),
+                with_fsdp2=with_fsdp2,
+            )
+            outcomes.append(outcome)
+            broken = torch.tensor([float(outcome.is_broken)])
+            dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=agreement)
+            if broken.item():
+                outcome.is_broken = True
+                break
+    gc.collect()
+    return outcomes
+
+
+# -- threads with simulated devices -------------------------------------------------------------------------
+
+
+class _Sum:
+    """Sums over virtual ranks through the process's memory, which orders no streams."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=COLLECTIVE_TIMEOUT_S)
+        self._values: list[Tensor] = [torch.empty(0)] * ranks
+
+    def __call__(self, value: Tensor) -> Tensor:
+        from tests.simulated.accelerator import device
+
+        self._values[device.rank_thread.rank] = value
+        self._barrier.wait()
+        total = torch.stack(self._values).sum(0)
+        self._barrier.wait()
+        return total
+
+
+def run_simulated(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[Outcome]:
+    """Runs programs on virtual ranks of this process."""
+    from tests.simulated.accelerator import device
+    from tests.simulated.accelerator.virtual_ranks import VirtualRanks
+
+    merged = []
+    with noting_warnings(), defects.put_back(defect):
+        for program in map(Program.from_json, texts):
+            with device.checked(raises=False) as hazards:
+                try:
+                    by_rank = VirtualRanks(program.ranks, COLLECTIVE_TIMEOUT_S).run(
+                        _on_virtual_rank, program, _Sum(program.ranks), timeout_s=4 * COLLECTIVE_TIMEOUT_S
+                    )
+                except RankError as error:
+                    found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")
+                    by_rank = [Outcome([found], is_broken=True)]
+                for index in range(program.ranks):
+                    torch.accelerator.synchronize(index)
+            (outcome,) = _together([[outcome] for outcome in by_rank])
+            if hazards and not outcome.is_broken:
+                outcome.differences.append(Difference("shardgrad", -1, "hazard", str(hazards[0])))
+            merged.append(outcome)
+            if outcome.is_broken:
+                break
+    return merged
+
+
+def _on_virtual_rank(program: Program, exchange: _Sum) -> Outcome:
+    from tests.simulated.accelerator import device
+    from tests.simulated.accelerator.virtual_ranks import one_at_a_time
+    from tests.simulated.programs.running import Streams
+
+    def build(plan: Plan) -> Net:
+        with one_at_a_time():
+            return _build(program, plan)
+
+    streams = Streams(torch.accelerator.current_device_index())
+
+    def call(place: int, function: Any, *args: Any) -> Any:
+        # 0 is the caller's stream, which in a graph is not the device's default.
+        return streams.call(place, function, *args) if place else function(*args)
+
+    rank = device.rank_thread.rank
+    return run(program, rank, exchange, build, device=device.NAME, call=call, with_fsdp2=False)

@@ -1,0 +1,297 @@
+"""What a run reads apart from checkpoints: its folder, its settings, its text, and the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from hypothesis import strategies as st
+
+from shardgrad.checkpoint import lock
+from shardgrad.errors import PartnerUnavailableError
+from shardgrad.graphs.preflight import environment
+from shardgrad.plan.models import build_plan_model
+from shardgrad.plan.request import Request
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.corpus import load_corpus
+from shardgrad.train.failure import TrainingError
+from shardgrad.train.huggingface import read_model_config
+from shardgrad.train.launcher import is_restarted, torchrun_world_size
+from shardgrad.train.parallel import World
+from shardgrad.train.record import RunRecord
+from tests.fuzz.inputs import CHANGES, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, scratch
+
+WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
+
+
+# -- a run folder -------------------------------------------------------------------------------------------
+
+EVENTS = st.lists(
+    st.one_of(
+        st.dictionaries(
+            st.sampled_from(["event", "step", "loss", "digest", "x"]),
+            st.one_of(ODD, st.sampled_from(["start", "step", "validation", 1, 2.5])),
+            max_size=5,
+        ).map(lambda event: json.dumps(event).encode()),
+        st.binary(max_size=40),
+    ),
+    max_size=6,
+).map(b"\n".join)
+
+
+def feed_metrics(text: bytes) -> str:
+    folder = scratch() / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_bytes(text)
+    record = RunRecord(folder)
+    warning = record.begin(TrainConfig(ranks=1), WORLD, step=3, facts={"digest": "abc"})
+    assert record.events()[-1]["event"] == "start"
+    for event in record.events():
+        float(event["step"]), float(event.get("loss", 0.0))
+    assert (warning is None) == (not list(folder.glob("*.unreadable*")))
+    return "read" if warning is None else "set aside"
+
+
+LOCKS = st.one_of(
+    st.binary(max_size=100),
+    st.fixed_dictionaries({"host": ODD, "process": ODD, "since": ODD}).map(lambda x: json.dumps(x).encode()),
+)
+
+
+def feed_lock(text: bytes) -> str:
+    """What an owner that has ended, on this host, may have left in its lock."""
+    path = scratch() / ".lock"
+    path.write_bytes(text)
+    with mock.patch.object(lock, "RENEWAL_S", 0.001):  # others on another host have not renewed it
+        lock.FileLock.take(path, path.parent).release()
+    return "taken over"
+
+
+# -- the environment ----------------------------------------------------------------------------------------
+
+NUMBERED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
+MEETING = ("MASTER_ADDR", "MASTER_PORT")
+SETTINGS = (
+    *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
+    *("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
+    *("NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS"),
+)
+ENVIRONMENT = (*NUMBERED, *MEETING, *SETTINGS)
+_VALUES = st.one_of(
+    st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=10),
+    st.integers(-1, 9).map(str),
+    st.integers().map(str),
+    st.sampled_from(["zero", "", "9" * 5000, "65535", "65536", "expandable_segments:True", "localhost"]),
+)
+# None or more of them, and a launcher's of which some are others.
+VARIABLES = st.one_of(
+    st.dictionaries(st.sampled_from(ENVIRONMENT), _VALUES),
+    st.dictionaries(st.sampled_from(ENVIRONMENT), _VALUES, max_size=3).map(
+        lambda others: {
+            **{"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            **{"MASTER_ADDR": "localhost", "MASTER_PORT": "29500", **others},
+        }
+    ),
+)
+
+
+def feed_environment(variables: dict[str, str]) -> str:
+    """What launchers say, and what decides whether a graph can be captured."""
+    with mock.patch.dict(os.environ, variables):
+        list(environment._of_environment())
+        try:
+            world_size = torchrun_world_size()
+            is_restarted()
+        except TrainingError:
+            return "refused"
+    if world_size is None:
+        return "no launcher"
+    assert 0 <= int(variables["RANK"]) < world_size
+    assert 0 <= int(variables["MASTER_PORT"]) < 2**16
+    return "taken"
+
+
+# -- settings -----------------------------------------------------------------------------------------------
+
+FIELDS = st.sampled_from(list(TrainConfig.__dataclass_fields__))
+KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
+
+
+def feed_settings(settings: dict[str, Any]) -> str:
+    try:
+        config = TrainConfig(**settings)
+        resumed(config, {}, world_size=3)
+    except TrainingError:
+        return "refused"
+    return "taken"
+
+
+def feed_saved_settings(changes: list[tuple[list[int], str, Any]]) -> str:
+    """A `config.json` of which parts were changed, resumed on another number of ranks."""
+    right = json.loads(TrainConfig(ranks=2, batch_size=6, override={"layers": 1}).to_json())
+    path = scratch() / "config.json"
+    path.write_text(json.dumps(changed(right, changes)), encoding="utf-8")
+    try:
+        resumed(TrainConfig(**read_settings(path)), {}, world_size=3)
+    except TrainingError:
+        return "refused"
+    return "taken"
+
+
+def feed_settings_file(case: tuple[str, bytes]) -> str:
+    kind, text = case
+    path = scratch() / f"settings.{kind}"
+    path.write_bytes(text)
+    try:
+        TrainConfig(**read_settings(path))
+    except TrainingError:
+        return "refused"
+    return "taken"
+
+
+SETTINGS_FILES = st.tuples(
+    st.sampled_from(["toml", "json"]),
+    st.one_of(
+        st.binary(max_size=200),
+        st.dictionaries(KEYS, st.one_of(PLAUSIBLE, ODD), max_size=3).map(lambda x: json.dumps(x).encode()),
+        st.lists(st.tuples(KEYS, st.one_of(PLAUSIBLE.map(json.dumps), ODD_TEXTS)), max_size=3).map(
+            lambda rows: "\n".join(f"{name} = {value}" for name, value in rows).encode("utf-8", "replace")
+        ),
+        st.integers(0, 3000).map(lambda levels: b"[" * levels),
+    ),
+)
+
+
+def feed_mesh(text: str) -> str:
+    try:
+        mesh_shape(text)
+    except TrainingError:
+        return "refused"
+    return "taken"
+
+
+# -- a text to train on -------------------------------------------------------------------------------------
+
+ENTRIES = st.lists(
+    st.sampled_from(["text", "empty", "pipe", "dangling", "loop", "zero", "folder", "unreadable", "hidden"]),
+    max_size=4,
+)
+TEXTS = st.tuples(
+    ENTRIES,
+    st.sampled_from(
+        [
+            "folder",
+            "folder",
+            "text-0",
+            "text-0",
+            "pipe-0",
+            "zero-0",
+            "dangling-0",
+            "loop-0",
+            "missing",
+            "\0",
+            "x" * 300,
+        ]
+    ),
+    st.sampled_from([1, 3000, 2**20, 2**43, 2**83]),
+    st.sampled_from([0.001, 0.2, 0.5]),
+    st.sampled_from([2, 16, 2**40]),
+)
+
+
+def _make_entry(kind: str, path: Path) -> None:
+    if kind == "text":
+        path.write_bytes(bytes(range(256)) * 8)
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind in ("dangling", "loop", "zero"):
+        path.symlink_to({"dangling": "nothing", "loop": ".", "zero": "/dev/zero"}[kind])
+    elif kind == "folder":
+        path.mkdir()
+        (path / "text").write_bytes(b"text" * 100)
+    else:
+        path = path.with_name(f".{path.name}") if kind == "hidden" else path
+        path.touch(0 if kind == "unreadable" else 0o644)
+
+
+def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
+    """A file or folder given by `--data`, with entries of all kinds that a file system has."""
+    entries, name, limit_nbytes, fraction, seq_len = case
+    folder = scratch() / "texts"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number, kind in enumerate(entries):
+        _make_entry(kind, folder / f"{kind}-{number}")
+    path = str(folder if name == "folder" else folder / name)
+    try:
+        corpus = load_corpus(path, limit_nbytes=limit_nbytes, validation_fraction=fraction, seq_len=seq_len)
+    except TrainingError:
+        return "refused"
+    assert corpus.nbytes <= limit_nbytes
+    return "read"
+
+
+# -- a configuration of transformers ------------------------------------------------------------------------
+
+
+@cache
+def tiny_llama() -> dict[str, Any]:
+    return {
+        **{"model_type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16},
+        **{
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+        **{"rope_theta": 10000.0, "rms_norm_eps": 1e-5, "pad_token_id": 0, "torch_dtype": "float32"},
+        **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 64},
+    }
+
+
+def _hf_file(case: list[tuple[list[int], str, Any]] | bytes) -> str:
+    text = case if isinstance(case, bytes) else json.dumps(changed(tiny_llama(), case)).encode()
+    path = scratch() / "hf.json"
+    path.write_bytes(text)
+    return str(path)
+
+
+def feed_hf_config(case: list[tuple[list[int], str, Any]] | bytes) -> str:
+    """A `config.json` given by `--hf`, as far as to transformers' own configuration."""
+    try:
+        read_model_config(_hf_file(case), {})
+    except TrainingError:
+        return "refused"
+    return "read"
+
+
+def feed_hf_model(case: list[tuple[list[int], str, Any]] | bytes) -> str:
+    """A `config.json` given by `--hf`, as far as to the model, without memory."""
+    try:
+        build_plan_model(Request(hf=_hf_file(case)))
+    except (TrainingError, PartnerUnavailableError):
+        return "refused"
+    return "built"
+
+
+HF_FILES = st.one_of(CHANGES, st.binary(max_size=100), st.integers(0, 3000).map(lambda levels: b"[" * levels))
+
+TARGETS = {
+    "metrics": Target(EVENTS, feed_metrics),
+    "lock": Target(LOCKS, feed_lock),
+    "environment": Target(VARIABLES, feed_environment),
+    "settings": Target(st.dictionaries(FIELDS, st.one_of(PLAUSIBLE, ODD), max_size=3), feed_settings),
+    "saved settings": Target(CHANGES, feed_saved_settings),
+    "file of settings": Target(SETTINGS_FILES, feed_settings_file),
+    "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),
+    "text to train on": Target(TEXTS, feed_text),
+    "configuration of transformers": Target(HF_FILES, feed_hf_config),
+    "model of transformers": Target(CHANGES, feed_hf_model),
+}

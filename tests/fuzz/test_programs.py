@@ -1,0 +1,83 @@
+"""Random training programs agree with plain torch; `tests.fuzz.programs.record` runs thousands."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.fuzz.programs.contract import is_valid
+from tests.fuzz.programs.defects import DEFECTS
+from tests.fuzz.programs.generate import program_of
+from tests.fuzz.programs.program import Op, Program
+from tests.fuzz.programs.record import found_defects
+from tests.fuzz.programs.shrink import shrunk
+from tests.fuzz.programs.worlds import Worlds
+from tests.simulated.accelerator import build
+
+FIXED = 150
+CHANGING = 50
+SEEDS = Path(__file__).parent / "programs" / "seeds"
+
+
+@pytest.fixture(scope="module")
+def worlds() -> Iterator[Worlds]:
+    with Worlds() as made:
+        yield made
+
+
+def all_agree(worlds: Worlds, programs: list[Program]) -> None:
+    if build.compiler() is None:  # the simulated accelerator needs one
+        programs = [replace(p, world="2") if p.is_simulated else p for p in programs]
+        programs = [p for p in programs if is_valid(p)]
+    wrong = [
+        f"{found}\n{program}\npython -m tests.fuzz.programs --seed {program.seed} --count 1"
+        for program, outcome in worlds.run_all(programs)
+        for found in outcome.differences
+    ]
+    assert not wrong, "\n\n".join(wrong[:3])
+
+
+def test_programs_nobody_thought_of_agree_with_plain_torch(worlds: Worlds) -> None:
+    all_agree(worlds, [program_of(seed) for seed in range(FIXED)])
+
+
+def test_programs_of_today_agree_with_plain_torch(worlds: Worlds) -> None:
+    """Others on each day; SHARDGRAD_FUZZ_DAY, days since 1970, repeats one."""
+    day = int(os.environ.get("SHARDGRAD_FUZZ_DAY", time.time() // 86_400))
+    all_agree(worlds, [program_of(day * 1_000 + n) for n in range(CHANGING)])
+
+
+def test_programs_that_once_failed_agree_with_plain_torch(worlds: Worlds) -> None:
+    all_agree(worlds, [Program.from_json(path.read_text()) for path in sorted(SEEDS.glob("*.json"))])
+
+
+def test_a_program_is_the_same_after_it_was_written_and_read() -> None:
+    for seed in range(300):
+        program = program_of(seed)
+        assert Program.from_json(program.to_json()) == program
+        assert is_valid(program)
+
+
+def test_a_program_is_shrunk_to_what_makes_it_fail() -> None:
+    """Here: whatever clips, and has some block that is recomputed."""
+
+    def fails(program: Program) -> bool:
+        clips = any(op.do == "clip" for op in program.ops)
+        return clips and any(block.recompute for block in program.model.blocks)
+
+    program = next(p for p in map(program_of, range(10_000)) if fails(p))
+    small = shrunk(program, fails)
+    assert [op.do for op in small.ops] == ["clip"]
+    assert len(small.model.blocks) == 1
+    assert small.ops == (Op("clip"),)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_an_old_defect_is_found_within_2000_programs(defect: str) -> None:
+    assert found_defects(2_000, (defect,))[defect] != "not found"

@@ -1,0 +1,210 @@
+"""Captures one after the other: after a reset, after a failure, in a shared pool, and by torch alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import shardgrad
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+Step = Callable[[Tensor], Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build(options: dict | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))).cuda()
+    mesh = init_device_mesh("cuda", (1,))
+    for layer in (*model, model):
+        shardgrad.fully_shard(layer, mesh=mesh, **(options or {}))
+    return model, shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def batch(number: int, rows: int = 4) -> Tensor:
+    return torch.randn(rows, 8, generator=torch.Generator().manual_seed(number)).cuda()
+
+
+def losses(step: Step, numbers: range, rows: int = 4) -> list[float]:
+    return [step(batch(number, rows)).item() for number in numbers]
+
+
+def eager_losses(count: int, rows: int = 4) -> list[float]:
+    return losses(step_of(*build()), range(count), rows)
+
+
+def test_a_step_is_captured_again_after_reset() -> None:
+    model, optimizer = build()
+    step = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
+    seen = losses(step, range(4))
+    step.reset()
+    seen += losses(step, range(4, 8))
+    assert seen == eager_losses(8)
+    assert (step.captures, step.replays) == (1, 2)
+
+
+def test_another_step_is_captured_in_the_pool_of_a_closed_one() -> None:
+    model, optimizer = build()
+    first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
+    seen = losses(first, range(4))
+    first.close()
+    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(step_of(model, optimizer))
+    seen += losses(second, range(4, 8))
+    assert seen == eager_losses(8)
+    assert (second.captures, second.replays) == (1, 2)
+
+
+def test_a_pool_lives_on_when_one_of_its_steps_is_reset() -> None:
+    model, optimizer = build()
+    first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
+    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(step_of(model, optimizer))
+    seen = losses(first, range(4)) + losses(second, range(4, 8))
+    first.reset()
+    seen += losses(second, range(8, 10)) + losses(first, range(10, 14))
+    assert seen == eager_losses(14)
+
+
+def test_other_calls_are_captured_after_a_first_capture_failed() -> None:
+    model, optimizer = build()
+    inner = step_of(model, optimizer)
+
+    def fails_for_four_rows(x: Tensor) -> Tensor:
+        loss = inner(x)
+        if len(x) == 4 and torch.cuda.is_current_stream_capturing():
+            loss.item()
+        return loss
+
+    step = shardgrad.graphed_step(model, optimizer, warmup=2, on_uncapturable="eager")(fails_for_four_rows)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", shardgrad.graphs.UncapturableStepWarning)
+        losses(step, range(4))
+    assert step.captures == 0
+    losses(step, range(4), rows=6)
+    assert step.captures == 1
+    assert step.replays >= 2
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("evaluates_first", [False, True])
+def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> None:
+    def graphed() -> list[float]:
+        model, optimizer = build({"reshard_after_forward": reshard})
+        step = step_of(model, optimizer)
+        x = batch(0)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            seen = []
+            for number in range(3):
+                x.copy_(batch(number))
+                seen.append(step(x).item())
+            if evaluates_first:
+                with torch.no_grad():
+                    model(x)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                loss = step(x)
+            for number in range(3, 6):
+                x.copy_(batch(number))
+                graph.replay()
+                seen.append(loss.item())
+            optimizer.zero_grad()
+            seen += losses(step, range(6, 8))
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph.reset()
+        return seen
+
+    assert graphed() == eager_losses(8)
+
+
+# -- what one call leaves to the next -----------------------------------------------------------------------
+
+
+def scaled_losses(step: Step, count: int) -> list[float]:
+    """Gradients are clipped by another factor at every step."""
+    return [step(batch(number) * 10.0 ** (number % 4)).item() for number in range(count)]
+
+
+@pytest.mark.parametrize("graphs", ["one", "two"])
+def test_a_clip_factor_crosses_the_border_of_a_graph(graphs: str) -> None:
+    def train(graphed: bool) -> list[float]:
+        model, optimizer = build()
+
+        def gradients(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            shardgrad.clip_grad_norm_(model, 0.01)
+            return loss.detach()
+
+        def update(x: Tensor) -> Tensor:
+            optimizer.step()
+            optimizer.zero_grad()
+            return x
+
+        if graphs == "one":
+
+            def rotated(x: Tensor) -> Tensor:
+                update(x)
+                return gradients(x)
+
+            return scaled_losses(
+                shardgrad.graphed_step(model, optimizer)(rotated) if graphed else rotated, 10
+            )
+        first: Step = gradients
+        second: Step = update
+        if graphed:
+            first = shardgrad.graphed_step(model)(gradients)
+            second = shardgrad.graphed_step(model, optimizer, pool=first.pool)(lambda x: update(x) * 1)
+
+        def both(x: Tensor) -> Tensor:
+            loss = first(x).clone()
+            second(x)
+            return loss
+
+        return scaled_losses(both, 10)
+
+    assert train(graphed=True) == train(graphed=False)
+
+
+def test_the_event_after_the_optimizer_is_captured() -> None:
+    model, optimizer = build()
+    inner = step_of(model, optimizer)
+
+    def step(x: Tensor) -> Tensor:
+        loss = inner(x)
+        event = torch.cuda.Event()
+        event.record()
+        model.set_post_optim_event(event)
+        return loss
+
+    graphed = shardgrad.graphed_step(model, optimizer)(step)
+    assert losses(graphed, range(7)) == eager_losses(7)
+    assert (graphed.captures, graphed.replays) == (1, 4)

@@ -1,0 +1,41 @@
+"""The table of mistakes as the page about errors has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.mistakes import building, optimizing, ranks_apart, running, saving
+from tests.mistakes.table import MISTAKES, Mistake
+
+PAGE = Path(__file__).parents[2] / "docs/how_to/read_an_error.md"
+BEGIN, END = "<!-- mistakes: begin -->\n", "<!-- mistakes: end -->\n"
+PARTS = {
+    "Building": building,
+    "Running": running,
+    "Optimizers and gradients": optimizing,
+    "Saving, loading, copying": saving,
+    "One rank does what the others do not": ranks_apart,
+}
+
+
+def _row(each: Mistake) -> str:
+    says, cure = (f"`{text.replace('`', '').replace('|', '/')}`" for text in (each.says, each.cure))
+    return f"| {each.typed} | {says} | {cure} |\n"
+
+
+def table() -> str:
+    """Returns a table for each kind of mistake."""
+    parts = []
+    for title, module in PARTS.items():
+        rows = [_row(each) for each in MISTAKES.values() if each.program.__module__ == module.__name__]
+        parts.append(
+            f"\n### {title}\n\n| typed | the first line begins with | cure |\n|---|---|---|\n{''.join(rows)}"
+        )
+    return "".join(parts) + "\n"
+
+
+def with_table(text: str) -> str:
+    """Returns a page with the table in its place."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after

@@ -1,0 +1,357 @@
+"""Mistakes in running: forward, backward, what belongs to no unit, switches."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgrad
+from shardgrad import fully_shard
+from tests.mistakes.models import WIDTH, Net, backward, batch, net, sharded
+from tests.mistakes.table import mistake
+
+
+@mistake(
+    typed="`model.loss(x)`",
+    says="UnitBypassedError: Net of unit 'root' was used by its method loss(), which is not forward",
+    cure='shardgrad.register_fsdp_forward_method(model, "loss")',
+)
+def a_method() -> None:
+    sharded().loss(batch())
+
+
+@mistake(
+    typed="`model.head(x)`, a part of a unit",
+    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
+    cure="make this module a unit as well: shardgrad.fully_shard(module)",
+)
+def a_part_of_a_unit() -> None:
+    sharded().head(batch())
+
+
+@mistake(
+    typed="`model.forward(x)`",
+    says="UnitBypassedError: Linear, an inner module of unit 'root', was called directly",
+    cure="call the unit itself",
+)
+def forward_by_name() -> None:
+    sharded().forward(batch())
+
+
+@mistake(
+    typed="`x @ model.head.weight`, outside of the model",
+    says="RuntimeError: aten.mm.default got mixed torch.Tensor and DTensor",
+    cure="need to convert all torch.Tensor to DTensor",
+)
+def a_weight_outside() -> None:
+    model = sharded()
+    backward(model)
+    batch() @ model.head.weight
+
+
+@mistake(
+    typed="`loss + sum(p.square().sum() for p in model.parameters())`",
+    says="RuntimeError: aten.mul.Tensor got mixed torch.Tensor and DTensor",
+    cure="need to convert all torch.Tensor to DTensor",
+)
+def a_penalty_on_shards() -> None:
+    model = sharded()
+    loss = model(batch()).square().mean()
+    (loss + sum(p.square().sum() for p in model.parameters())).backward()
+
+
+@mistake(
+    typed='`register_fsdp_forward_method(model, "generte")`',
+    says="ForwardMethodError: FSDPNet does not have a method los",
+    cure="one of ['loss'",
+)
+def a_method_that_is_not() -> None:
+    shardgrad.register_fsdp_forward_method(sharded(), "los")
+
+
+@mistake(
+    typed="an adapter, after `fully_shard`",
+    says="UnownedParameterError: no unit owns blocks.0.lora.weight, blocks.0.lora.bias",
+    cure="shardgrad.fully_shard(model.get_submodule('blocks.0.lora'))",
+)
+def a_late_adapter() -> None:
+    model = sharded()
+    model.blocks[0].lora = nn.Linear(WIDTH, WIDTH)
+    backward(model)
+
+
+@mistake(
+    typed="a new head, after `fully_shard`",
+    says="UnownedParameterError: no unit owns head.weight, head.bias",
+    cure="shardgrad.fully_shard(model.get_submodule('head'))",
+)
+def a_late_head() -> None:
+    model = sharded()
+    backward(model)
+    model.head = nn.Linear(WIDTH, 2)
+    backward(model)
+
+
+@mistake(
+    typed="`modules_to_save`, after `fully_shard`",
+    says="UnownedParameterError: no unit owns new_head.default.weight, new_head.default.bias",
+    cure="shardgrad.fully_shard(model.get_submodule('new_head.default'))",
+)
+def a_late_copy() -> None:
+    model = sharded()
+    model.new_head = nn.ModuleDict({"default": nn.Linear(WIDTH, WIDTH)})
+    model.head.requires_grad_(False)
+    backward(model)
+
+
+@mistake(
+    typed="a new parameter of a unit, after `fully_shard`",
+    says="UnownedParameterError: no unit owns blocks.0.scale",
+    cure="attach it before fully_shard is called",
+)
+def a_late_parameter() -> None:
+    model = sharded()
+    model.blocks[0].scale = nn.Parameter(torch.ones(WIDTH))
+    backward(model)
+
+
+@mistake(
+    typed="`fully_shard` for each block, and not for the root",
+    says="UnownedParameterError: no unit owns embed.weight, embed.bias, head.weight, head.bias",
+    cure="shardgrad.fully_shard(model) for the outermost module too, after those in it",
+)
+def no_root() -> None:
+    model = net()
+    for block in model.blocks:
+        fully_shard(block)
+    backward(model)
+
+
+class Agent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = sharded()
+        self.value = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.value(self.model(x))
+
+
+@mistake(
+    typed="a module around the root, with parameters",
+    says="UnownedParameterError: no unit owns value.weight, value.bias",
+    cure="shardgrad.fully_shard(model) for the outermost module too, after those in it",
+)
+def an_outer_module() -> None:
+    backward(Agent())
+
+
+@mistake(
+    typed='`set_reshard_after_forward("no")`',
+    says="OptionError: reshard_after_forward should be a bool, got <class 'str'>",
+    cure="pass an int to fully_shard itself to reshard to fewer ranks",
+)
+def text_for_a_switch() -> None:
+    sharded().set_reshard_after_forward("no")
+
+
+@mistake(
+    typed="`set_modules_to_forward_prefetch([model.embed])`",
+    says="OptionError: prefetch lists hold sharded modules only",
+    cure="fully_shard(module) first",
+)
+def prefetch_of_no_unit() -> None:
+    model = sharded()
+    model.set_modules_to_forward_prefetch([model.embed])
+
+
+@mistake(
+    typed="`set_gradient_divide_factor(0)`",
+    says="OptionError: the gradient divide factor must be positive",
+    cure="set_gradient_divide_factor(1.0) to sum instead of averaging",
+)
+def divided_by_nothing() -> None:
+    sharded().set_gradient_divide_factor(0)
+
+
+@mistake(
+    typed="`set_reduce_scatter_max_input_buffers(0)`",
+    says="OptionError: max_input_buffers must be a positive int, got 0",
+    cure="set_reduce_scatter_max_input_buffers(1)",
+)
+def no_buffers() -> None:
+    sharded().set_reduce_scatter_max_input_buffers(0)
+
+
+@mistake(
+    typed="`block.reset_iter_state()`",
+    says="RootError: reset_iter_state must be called on the root FSDP module",
+    cure="root.reset_iter_state()",
+)
+def reset_of_a_block() -> None:
+    model = sharded()
+    backward(model)
+    model.blocks[0].reset_iter_state()
+
+
+@mistake(
+    typed="`gradient_report(model)` before a backward",
+    says="RootError: gradient_report() needs a root that has run",
+    cure="call it after loss.backward()",
+)
+def a_report_too_early() -> None:
+    shardgrad.gradient_report(sharded())
+
+
+@mistake(
+    typed="`with participate(model.blocks[0]):`",
+    says="ParticipationError: participate() needs the root",
+    cure="with shardgrad.participate(root):",
+)
+def participation_of_a_block() -> None:
+    model = sharded()
+    backward(model)
+    with shardgrad.participate(model.blocks[0]):
+        pass
+
+
+@mistake(
+    typed="`share_comm_ctx([plain])`",
+    says="OptionError: Expects list of FSDPModules but got Net(",
+    cure="fully_shard(module) first",
+)
+def sharing_with_no_unit() -> None:
+    shardgrad.share_comm_ctx([net()])
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, WIDTH, sparse=True)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table(rows)
+
+
+@mistake(
+    typed="`nn.Embedding(..., sparse=True)`",
+    says="GradientError: a gradient of a sharded parameter cannot be used",
+    cure="sparse=False in the embedding",
+)
+def a_sparse_gradient() -> None:
+    torch.manual_seed(0)
+    fully_shard(Lookup())(torch.tensor([1, 2])).sum().backward()
+
+
+@mistake(
+    typed="`loss.backward()` twice",
+    says="RuntimeError: Trying to backward through the graph a second time",
+    cure="Specify retain_graph=True",
+)
+def backward_twice() -> None:
+    loss = sharded()(batch()).square().mean()
+    loss.backward()
+    loss.backward()
+
+
+@mistake(
+    typed="`model.head.weight = nn.Parameter(...)`",
+    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot take over",
+    cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
+)
+def a_replaced_parameter() -> None:
+    model = sharded()
+    model.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    backward(model)
+
+
+@mistake(
+    typed="`block.bfloat16()` of a part of a unit",
+    says="ForeignParameterError: parameters of unit FSDPNet no longer share a dtype",
+    cure="cast the whole unit at once, for example model.to(torch.bfloat16)",
+)
+def half_a_unit() -> None:
+    model = sharded()
+    model.head.bfloat16()
+    backward(model)
+
+
+@mistake(
+    typed="`p.data = p.data.clone()`",
+    says="OptimizerParameterError: the data of a parameter among embed.weight",
+    cure="change parameters in place: param.copy_(new) under torch.no_grad()",
+)
+def data_of_its_own() -> None:
+    model = sharded()
+    optim = shardgrad.optim.AdamW(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    backward(model)
+    optim.step()
+
+
+@mistake(
+    typed="`weight_norm(model.head)`, after `fully_shard`",
+    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot take over",
+    cure="parametrize, or remove parameters, before fully_shard",
+)
+def late_parametrization() -> None:
+    model = sharded()
+    torch.nn.utils.parametrizations.weight_norm(model.head)
+    backward(model)
+
+
+@mistake(
+    typed="ranks of different seeds",
+    says="RankDisagreementError: ranks had different weights when fully_shard cut them: embed.weight",
+    cure="torch.manual_seed(0) before the model is built",
+)
+def different_seeds() -> None:
+    torch.manual_seed(dist.get_rank())
+    backward(sharded(Net()))
+
+
+@mistake(
+    typed="weights loaded on rank 0 only, before `fully_shard`",
+    says="RankDisagreementError: ranks had different weights when fully_shard cut them: embed.weight",
+    cure="load weights on every rank",
+)
+def weights_on_one_rank() -> None:
+    model = net()
+    if dist.get_rank() == 0:
+        model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+    backward(sharded(model))
+
+
+@mistake(
+    typed="models of different depth",
+    says="RankDisagreementError: ranks built different models",
+    cure="build the model from the same configuration and in the same order on every rank",
+)
+def different_models() -> None:
+    model = net()
+    if dist.get_rank() == 1:
+        model.blocks.append(nn.Linear(WIDTH, WIDTH))
+    backward(sharded(model))
+
+
+@mistake(
+    typed="a parameter frozen on one rank",
+    says="RankDisagreementError: ranks built different models",
+    cure="build the model from the same configuration and in the same order on every rank",
+)
+def frozen_on_one_rank() -> None:
+    model = net()
+    model.head.requires_grad_(dist.get_rank() == 0)
+    backward(sharded(model))
+
+
+@mistake(
+    typed="`mp_policy` of one rank",
+    says="RankDisagreementError: ranks built different models",
+    cure="build the model from the same configuration and in the same order on every rank",
+)
+def a_policy_of_one_rank() -> None:
+    dtype = torch.bfloat16 if dist.get_rank() else None
+    backward(fully_shard(net(), mp_policy=shardgrad.MixedPrecisionPolicy(param_dtype=dtype)))

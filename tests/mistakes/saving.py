@@ -1,0 +1,131 @@
+"""Mistakes in saving, loading and copying."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_state_dict
+
+from shardgrad import checkpoint, fully_shard
+from tests.mistakes.models import Net, backward, net, sharded
+from tests.mistakes.table import mistake
+
+
+@mistake(
+    typed="`copy.deepcopy(model)`",
+    says="DeepcopyError: FSDP does not support deepcopy",
+    cure="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
+)
+def a_deep_copy() -> None:
+    copy.deepcopy(sharded())
+
+
+@mistake(
+    typed="`copy.deepcopy(model)` for a model with sharded blocks",
+    says="DeepcopyError: FSDP does not support deepcopy",
+    cure="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
+)
+def a_deep_copy_around_units() -> None:
+    model = net()
+    fully_shard(model.blocks[0])
+    copy.deepcopy(model)
+
+
+@mistake(
+    typed="`torch.save(model, path)`",
+    says="PickleError: a sharded module cannot be pickled: FSDPNet",
+    cure="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+)
+def saved_as_a_whole() -> None:
+    torch.save(sharded(), io.BytesIO())
+
+
+@mistake(
+    typed="`pickle.dumps(model)`",
+    says="PickleError: a sharded module cannot be pickled: FSDPNet",
+    cure="torch.save(model.state_dict(), a path of each rank), or shardgrad.checkpoint.save",
+)
+def pickled() -> None:
+    pickle.dumps(sharded())
+
+
+@mistake(
+    typed="`model.load_state_dict(torch.load(path))` of an unsharded model",
+    says="ForeignParameterError: an unsharded state dict was loaded into a sharded model",
+    cure="set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))",
+)
+def a_full_state_dict() -> None:
+    sharded().load_state_dict(net().state_dict())
+
+
+@mistake(
+    typed="`load_state_dict(full, assign=True)`",
+    says="ForeignParameterError: parameter weight was replaced by something its unit cannot take over",
+    cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
+)
+def a_full_state_dict_assigned() -> None:
+    model = sharded()
+    model.load_state_dict(net().state_dict(), assign=True)
+    backward(model)
+
+
+@mistake(
+    typed="`set_model_state_dict(model, full)` without options",
+    says="ForeignParameterError: an unsharded state dict was loaded into a sharded model",
+    cure="set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))",
+)
+def a_full_state_dict_without_options() -> None:
+    dcp_state_dict.set_model_state_dict(sharded(), net().state_dict())
+
+
+@mistake(
+    typed="`checkpoint.load` of a folder that is not there",
+    says="CheckpointError: there is no complete checkpoint",
+    cure="correct the path, or take an older checkpoint",
+)
+def no_checkpoint() -> None:
+    checkpoint.load({"model": sharded().state_dict()}, "/tmp/there/is/none")
+
+
+@mistake(
+    typed="`checkpoint.load` of another model's checkpoint",
+    says="CheckpointError: the checkpoint does not fit, and nothing was loaded: the checkpoint lacks entries",
+    cure="build the model and the optimizer that were saved",
+)
+def a_checkpoint_of_another_model() -> None:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save({"model": fully_shard(nn.Linear(4, 4)).state_dict()}, Path(folder[0]) / "c")
+    checkpoint.load({"model": sharded().state_dict()}, Path(folder[0]) / "c")
+
+
+@mistake(
+    typed='`checkpoint.save({"step": lambda: 1}, ...)`',
+    says="CheckpointError: a state that is not plain data cannot be saved",
+    cure="remove it from the state, or represent it by tensors and numbers",
+)
+def a_function_in_a_checkpoint() -> None:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    checkpoint.save({"model": sharded().state_dict(), "f": print}, Path(folder[0]) / "c")
+
+
+@mistake(
+    typed="`model.load_state_dict(..., assign=True)` in part",
+    says="MetaParameterError: FSDP parameters should be materialized from meta device before training",
+    cure="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
+)
+def half_loaded() -> None:
+    with torch.device("meta"):
+        model = Net()
+    sharded(model)
+    state = {k: v for k, v in sharded().state_dict().items() if not k.startswith("head")}
+    model.load_state_dict(state, strict=False, assign=True)
+    backward(model)

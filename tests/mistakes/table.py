@@ -1,0 +1,90 @@
+"""The table of mistakes: what a user typed, what they see, and what that names as the cure.
+
+Each mistake is a program at the top of one of the modules next to this one, run as it is on two ranks.
+`python -m tests.mistakes` writes the table into docs/how_to/read_an_error.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["APART", "MISTAKES", "TOGETHER", "WITHIN_S", "Mistake", "committed", "mistake", "text_of"]
+
+WITHIN_S = 10.0
+
+Program = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake.
+
+    Attributes:
+        program: makes it.
+        typed: what the user typed, in a line.
+        says: how the error or warning begins, with its class in front.
+        cure: what it names, word for word.
+        on: how it begins on each rank that names it, where ranks differ.
+    """
+
+    program: Program
+    typed: str
+    says: str
+    cure: str
+    on: Mapping[int, str]
+
+    def is_named(self, rank: int, text: str) -> bool:
+        """Returns whether a text is what the rank was to say."""
+        return text.startswith(self.on[rank]) and self.cure in text
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(
+    *, typed: str, says: str, cure: str, on: Mapping[int, str] | None = None
+) -> Callable[[Program], Program]:
+    """Enters a program into the table."""
+
+    def enter(program: Program) -> Program:
+        name = program.__name__
+        assert name not in MISTAKES, name
+        MISTAKES[name] = Mistake(program, typed, says, cure, on or {0: says, 1: says})
+        return program
+
+    return enter
+
+
+def text_of(message: BaseException | str, category: type | None = None) -> str:
+    """Returns an error or a warning as Python prints it, with the class in front."""
+    return f"{(category or type(message)).__name__}: {message}"
+
+
+def committed(name: str) -> tuple[list[str], float]:
+    """Makes a mistake on this rank; returns the warnings and the error that it led to, and the seconds."""
+    program = MISTAKES[name].program
+    begun_s = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            program()
+            errors = []
+        except Exception as error:
+            errors = [text_of(error)]
+    texts = [text_of(str(each.message), each.category) for each in caught]
+    return texts + errors, time.monotonic() - begun_s
+
+
+def _names_in(*modules: str) -> list[str]:
+    before = set(MISTAKES)
+    for module in modules:
+        importlib.import_module(f"tests.mistakes.{module}")
+    return [name for name in MISTAKES if name not in before]
+
+
+TOGETHER = _names_in("building", "running", "optimizing", "saving")  # leave the group as it was
+APART = _names_in("ranks_apart")

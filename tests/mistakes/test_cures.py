@@ -1,0 +1,56 @@
+"""What errors say to type works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from tests.mistakes.models import backward, batch, net, sharded
+from tests.support.ranks import Ranks
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    """Returns whether two sharded models have the same parameters."""
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(ours.full_tensor(), theirs.full_tensor()) for ours, theirs in pairs)
+
+
+def a_copy_by_state_dict() -> bool:
+    model, second = sharded(), sharded()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    second.load_state_dict(model.state_dict())
+    backward(second)
+    return same(model, second)
+
+
+def an_unsharded_state_dict() -> bool:
+    full = {name: value + 1 for name, value in net().state_dict().items()}
+    model = sharded()
+    set_model_state_dict(model, full, options=StateDictOptions(full_state_dict=True))
+    backward(model)
+    return all(torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters())
+
+
+def a_cast_optimizer() -> bool:
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.bfloat16()
+    before = [param.full_tensor() for param in model.parameters()]
+    model(batch().bfloat16()).square().mean().backward()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    return not any(map(torch.equal, before, (param.full_tensor() for param in model.parameters())))
+
+
+@pytest.mark.parametrize("program", [a_copy_by_state_dict, an_unsharded_state_dict, a_cast_optimizer])
+def test_what_an_error_says_to_type_works(two_ranks: Ranks, program: Callable[[], bool]) -> None:
+    assert all(two_ranks.run(program))

@@ -1,0 +1,81 @@
+"""Time limits of tests end what hangs, and not what is slow because the machine is busy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import FairClock, communicate, run
+
+ROOT = Path(__file__).parents[2]
+
+SPIN = "import time\nwhile time.process_time() < {}: pass"
+
+
+@contextmanager
+def busy_core(others: int) -> Iterator[int]:
+    """Makes this process, and those it starts, share one core with so many others; yields the core."""
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    os.sched_setaffinity(0, {core})
+    running = [subprocess.Popen([sys.executable, "-c", SPIN.format(600)]) for _ in range(others)]
+    try:
+        yield core
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        os.sched_setaffinity(0, before)
+
+
+def test_time_in_which_a_program_waits_for_a_core_does_not_count_also_in_what_it_starts() -> None:
+    starts = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SPIN.format(0.5)!r}])"
+    with busy_core(others=2):
+        process = subprocess.Popen([sys.executable, "-c", starts], text=True)
+        clock, began_s = FairClock([process.pid]), time.monotonic()
+        while process.poll() is None:
+            clock.elapsed_s()
+            time.sleep(0.05)
+        fair_s, wall_s = clock.elapsed_s(), time.monotonic() - began_s
+    assert wall_s > 1.0, "it had to share the core"
+    assert fair_s < 0.7 * wall_s
+
+
+def test_time_in_which_a_program_does_nothing_counts() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], text=True)
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            communicate(process, 0.5)
+    finally:
+        process.kill()
+        process.wait()
+    assert time.monotonic() - began_s < 60
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["slow", "hangs"])
+def test_the_limit_of_a_test_is_for_what_hangs(works: bool, tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.support.time_limits import pytest_timeout_set_timer as pytest_timeout_set_timer"
+    )
+    what = "while time.process_time() - began < 0.6: pass" if works else "time.sleep(60)"
+    (tmp_path / "test_it.py").write_text(
+        f"import time\ndef test_it():\n    began = time.process_time()\n    {what}"
+    )
+    options = ["--timeout=1", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    with busy_core(others=2 if works else 0):
+        done = run(
+            [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            timeout_s=100,
+        )
+    assert done.returncode == (pytest.ExitCode.OK if works else pytest.ExitCode.TESTS_FAILED), done.stdout
+    assert works or "Timeout" in done.stdout

@@ -1,0 +1,79 @@
+"""`python -m tests.silent`: runs all programs under all engines, keeps records, and writes the page."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+
+from benchmarks.records import RESULTS, append, environment, make_record
+from tests.silent.engines import ENGINES
+from tests.silent.judge import LIMIT_S, RANKS, TOLERANCE, judged, run
+from tests.silent.table import CASES, PAGE, newest_records, written
+from tests.support.processes import CONTEXT
+
+
+@click.command()
+@click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
+@click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="Default: all.")
+@click.option(
+    "--at-once", type=click.IntRange(min=1), default=3, show_default=True, help="Programs at a time."
+)
+def main(only_page: bool, engines: tuple[str, ...], at_once: int) -> None:
+    """Run the programs of tests/silent/cases with every engine on two ranks.
+
+    DeepSpeed is one of the engines if it can be imported: pip install --no-build-isolation deepspeed.
+    """
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    CONTEXT.set_forkserver_preload(["tests.silent.preloaded"])
+    started = environment()
+    for engine in () if only_page else engines or ENGINES:
+        append(RESULTS, measured(engine, at_once, started))
+    PAGE.write_text(written(newest_records()), encoding="utf-8")
+    click.echo(PAGE)
+
+
+def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record of an engine."""
+    versions = _versions()
+    is_installed = engine != "ZeRO-3" or versions["deepspeed"] != "not installed"
+    usual = {line for ending in run("control", engine) for line in ending.warned} if is_installed else set()
+
+    def told(name: str) -> dict[str, Any]:
+        found = judged(name, engine, usual) if is_installed else {"verdict": "not installed"}
+        click.echo(f"{engine}: {name}: {found['verdict']}")
+        return found
+
+    with ThreadPoolExecutor(at_once) as pool:
+        summary = dict(zip(CASES, pool.map(told, CASES), strict=True))
+    return make_record(
+        "silent",
+        environment=started,
+        config={
+            "engine": engine,
+            "versions": versions,
+            "ranks": RANKS,
+            "limit_s": LIMIT_S,
+            "tolerance": TOLERANCE,
+            "usual_warnings": sorted(usual),
+        },
+        samples={},
+        summary=summary,
+    )
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for package in ("torch", "deepspeed"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m tests.silent")

@@ -1,0 +1,31 @@
+"""GAN: generator and discriminator are trained through each other, one frozen at a time.
+
+Report: https://github.com/pytorch/pytorch/issues/132068
+Right: each is trained in its turn.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+class Gan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.discriminator(self.generator(x).tanh())
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(Gan())
+    optimizer = engine.optimizer(model)
+    for step in range(4):
+        engine.inner(model).discriminator.requires_grad_(step % 2 == 1)
+        engine.inner(model).generator.requires_grad_(step % 2 == 0)
+        engine.backward(model(batch(rank, step)).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

@@ -1,0 +1,23 @@
+"""Rank 0 alone averages its loss over the ranks, to log it.
+
+Report: https://github.com/Lightning-AI/pytorch-lightning/issues/19106
+Right: the metric does not mix with gradients, and a rank that waits for it says so.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    optimizer = engine.optimizer(model)
+    for step in range(3):
+        loss = model(batch(rank, step)).square().mean()
+        if rank == 0 and engine.name != "torch":
+            torch.distributed.all_reduce(loss.detach().clone())
+        engine.backward(loss, model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

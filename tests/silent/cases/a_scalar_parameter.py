@@ -1,0 +1,30 @@
+"""A parameter without dims, as CLIP's temperature.
+
+Report: https://github.com/pytorch/pytorch/pull/132934
+Right: it is trained, or refused by name.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(8, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.temperature
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(Net())
+
+    optimizer = engine.optimizer(model)
+    for step in range(3):
+        engine.backward(model(batch(rank, step)).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

@@ -1,0 +1,20 @@
+"""HSDP whose shard groups have one rank each, and two micro-batches.
+
+Report: https://github.com/verl-project/verl/issues/7493
+Right: gradients are averaged over the replicas.
+"""
+
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)), mesh=(2, 1))
+    optimizer = engine.optimizer(model)
+    for step in range(3):
+        for part in range(2):
+            engine.backward(model(batch(rank, 2 * step + part)).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

@@ -1,0 +1,30 @@
+"""Blocks are wrapped, and the module that contains them is forgotten.
+
+Report: https://github.com/Tencent-Hunyuan/UniRL/pull/7
+Right: what lies outside of the blocks is averaged too, or refused by name.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch, whole
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.block = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.stem(x).tanh())
+
+
+def program(engine: Engine, rank: int) -> dict[str, torch.Tensor]:
+    model = Net()
+    model.block = engine.wrap(model.block)
+    optimizer = engine.optimizer(model)
+    for step in range(3):
+        engine.backward(model(batch(rank, step)).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name.replace("module.", ""): whole(param) for name, param in model.named_parameters()}

@@ -1,0 +1,25 @@
+"""Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there.
+
+Report: https://github.com/kohya-ss/musubi-tuner/issues/679
+Right: each steps with the averaged gradient.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)))
+    engine.optimizer(model)
+    optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
+
+    def step_at_once(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    engine.on_gradient(model, step_at_once)
+    for step in range(3):
+        engine.backward(model(batch(rank, step)).square().mean(), model)
+    return model

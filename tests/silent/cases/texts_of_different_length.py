@@ -1,0 +1,24 @@
+"""Ranks generate until an end token, one of them for longer.
+
+Report: https://github.com/deepspeedai/DeepSpeed/issues/8262
+Right: each generates its text, or ranks are told that they are apart.
+"""
+
+import torch
+from torch import nn
+
+from tests.silent.engines import Engine, batch
+
+
+def program(engine: Engine, rank: int) -> nn.Module:
+    model = engine.wrap(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)))
+    optimizer = engine.optimizer(model)
+    for step in range(3):
+        with torch.no_grad():
+            x = batch(rank, step)
+            for _ in range(2 + rank):  # tokens until the end
+                x = model(x)
+        engine.backward(model(x).square().mean(), model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model

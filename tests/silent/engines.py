@@ -1,0 +1,325 @@
+"""What the programs in `cases/` are written against: one interface, and an engine behind it.
+
+A program is written as its author would have written it for any of these engines. What differs between them
+is here: how a model is wrapped, when gradients are averaged, how parameters are read as a whole.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+
+class NotOffered(Exception):
+    """The engine has nothing that the program asks for, so it has no verdict."""
+
+
+def batch(rank: int, step: int, rows: int = 4, columns: int = 8) -> torch.Tensor:
+    """Returns what rank `rank` trains on in a step: normal numbers, other ones for each rank and step."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+class Engine:
+    """Plain torch: every rank has rank 0's model, and gradients are averaged by hand. It is the oracle.
+
+    Args:
+        folder: empty, and the same for all ranks.
+    """
+
+    name = "torch"
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._hooks: list[Callable[[torch.Tensor], None]] = []
+
+    def wrap(
+        self,
+        model: nn.Module,
+        *,
+        units: Sequence[nn.Module] | None = None,
+        keep: bool = False,
+        mesh: tuple[int, int] | None = None,
+    ) -> nn.Module:
+        """Returns the model, ready to be trained by all ranks together.
+
+        Args:
+            model: the same on every rank, unless that is what a program is about.
+            units: what an engine that shards gathers at once; without it, every child, and the root.
+            keep: whether parameters stay whole between forward and backward.
+            mesh: replicas and ranks that share one (HSDP).
+        """
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        return model
+
+    def inner(self, model: nn.Module) -> Any:
+        """Returns the module that was wrapped."""
+        return model
+
+    def optimizer(self, model: nn.Module, kind: Any = torch.optim.SGD, **options: Any) -> Any:
+        """Returns an optimizer of a class, over all parameters; or one that exists, made to fit."""
+        return kind if isinstance(kind, Optimizer) else kind(model.parameters(), **{"lr": 0.1, **options})
+
+    def backward(self, loss: torch.Tensor | None, model: nn.Module, **options: Any) -> None:
+        """Runs a backward, after which gradients are averages; without a loss, takes part in it."""
+        if loss is not None:
+            loss.backward(**options)
+        self._average(model)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Says that gradients need not be averaged yet."""
+        return nullcontext()
+
+    def on_gradient(self, model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+        """Calls `hook` with each parameter whose gradient is ready."""
+        self._hooks.append(hook)
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        """Makes parameters whole, so that they can be read and written as they are."""
+        yield
+
+    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Returns the whole parameters by name; called on every rank."""
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+    def _average(self, model: nn.Module) -> None:
+        for param in model.parameters():
+            has = torch.tensor(float(param.grad is not None))
+            dist.all_reduce(has)
+            if has:
+                total = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+                dist.all_reduce(total)
+                param.grad = total.div_(dist.get_world_size())
+                for hook in self._hooks:
+                    hook(param)
+
+
+class _Wrapper(Engine):
+    """What engines that average by themselves have in common."""
+
+    def backward(self, loss: torch.Tensor | None, model: nn.Module, **options: Any) -> None:
+        if loss is not None:
+            loss.backward(**options)
+
+    def on_gradient(self, model: nn.Module, hook: Callable[[torch.Tensor], None]) -> None:
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(hook)
+
+
+class DDP(_Wrapper):
+    """`DistributedDataParallel`, looking for unused parameters."""
+
+    name = "DDP"
+
+    def wrap(self, model: nn.Module, *, mesh: Any = None, **_: Any) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+
+    def inner(self, model: nn.Module) -> Any:
+        return model.module
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        return model.no_sync()  # type: ignore[no-any-return, operator]
+
+    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        return super().parameters(self.inner(model))
+
+
+class FSDP1(DDP):
+    """`FullyShardedDataParallel` with `use_orig_params=True`."""
+
+    name = "FSDP1"
+
+    def wrap(
+        self, model: nn.Module, *, units: Any = None, keep: bool = False, mesh: Any = None, **_: Any
+    ) -> nn.Module:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+        from torch.distributed.fsdp.wrap import CustomPolicy
+
+        inside = set(_units(model, units)) - {model}
+        strategy = ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD
+        if mesh is not None:
+            strategy = ShardingStrategy.HYBRID_SHARD
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=CustomPolicy(lambda module: module in inside),
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+            device_mesh=None if mesh is None else _mesh(mesh),
+        )
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        with FullyShardedDataParallel.summon_full_params(model):
+            yield
+
+    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        with self.whole(model):
+            return Engine.parameters(self, model)
+
+
+class FSDP2(_Wrapper):
+    """`torch.distributed.fsdp.fully_shard`."""
+
+    name = "FSDP2"
+    module = "torch.distributed.fsdp"
+
+    def wrap(self, model: nn.Module, *, units: Any = None, keep: bool = False, mesh: Any = None) -> nn.Module:
+        fully_shard = sys.modules[self.module].fully_shard
+        options = {} if mesh is None else {"mesh": _mesh(mesh)}
+        for unit in _units(model, units):
+            fully_shard(unit, reshard_after_forward=False if keep else None, **options)
+        return model
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        units = [module for module in model.modules() if hasattr(module, "unshard")]
+        for unit in units:
+            unit.unshard()
+        yield
+        for unit in units:
+            unit.reshard()
+
+    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        for unit in [module for module in model.modules() if hasattr(module, "reshard")]:
+            unit.reshard()
+        return {name: whole(param).clone() for name, param in model.named_parameters()}
+
+
+class Shardgrad(FSDP2):
+    """This project."""
+
+    name = "shardgrad"
+    module = "shardgrad"
+
+
+class DeepSpeed(_Wrapper):
+    """DeepSpeed's ZeRO-3."""
+
+    name = "ZeRO-3"
+
+    def wrap(self, model: nn.Module, *, mesh: Any = None, **_: Any) -> nn.Module:
+        if mesh is not None:
+            raise NotOffered("a mesh of replicas")
+        return _Later(model)
+
+    def inner(self, model: nn.Module) -> Any:
+        return model.model  # type: ignore[union-attr]
+
+    def optimizer(self, model: Any, kind: Any = torch.optim.SGD, **options: Any) -> Any:
+        import deepspeed
+
+        # A faster all-reduce for ranks of one machine, which would be compiled now.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if not isinstance(model, _Later):
+            raise NotOffered("several engines in one model")
+        inner = super().optimizer(model.model, kind, **options)
+        model.engine, optimizer, _, _ = deepspeed.initialize(
+            model=model.model,
+            optimizer=inner,
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+                "zero_allow_untested_optimizer": True,
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+        return _Step(model.engine, optimizer)
+
+    def backward(self, loss: torch.Tensor | None, model: Any, **options: Any) -> None:
+        if loss is not None:
+            model.engine.backward(loss, **options)
+
+    @contextmanager
+    def no_sync(self, model: Any) -> Iterator[None]:
+        model.engine.set_gradient_accumulation_boundary(False)
+        yield
+        model.engine.set_gradient_accumulation_boundary(True)
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[None]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            yield
+
+    def parameters(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        with self.whole(model):
+            return Engine.parameters(self, self.inner(model))
+
+
+class _Later(nn.Module):
+    """A model whose DeepSpeed engine is made once its optimizer is known."""
+
+    engine: Any = None
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any) -> Any:
+        return (self.model if self.__dict__.get("engine") is None else self.engine)(*args)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "engine":
+            self.__dict__[name] = value  # not a submodule: its parameters are the model's
+        else:
+            super().__setattr__(name, value)
+
+
+class _Step:
+    """DeepSpeed's engine as an optimizer."""
+
+    def __init__(self, engine: Any, optimizer: Any) -> None:
+        self._engine = engine
+        self._optimizer = optimizer
+
+    def step(self) -> None:
+        self._engine.step()
+
+    def zero_grad(self) -> None:
+        """The engine's step has done it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+ENGINES: dict[str, Callable[[str], Engine]] = {
+    engine.name: engine for engine in (Engine, DDP, FSDP1, FSDP2, DeepSpeed, Shardgrad)
+}
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor as one process would hold it."""
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _units(model: nn.Module, units: Sequence[nn.Module] | None) -> list[nn.Module]:
+    inside = [child for child in model.children() if next(child.parameters(), None) is not None]
+    return [*(inside if units is None else units), model]
+
+
+def _mesh(shape: tuple[int, int]) -> Any:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+__all__ = ["ENGINES", "Engine", "NotOffered", "batch", "copy", "whole"]

@@ -1,0 +1,259 @@
+"""The page of the table: made of a record, and of what the programs say about themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.records import RESULTS, ROOT, read
+from tests.silent.engines import ENGINES
+
+PAGE = ROOT / "docs" / "explanation" / "right_where_others_are_wrong.md"
+RECORDS = RESULTS / "silent.jsonl"
+OURS = "shardgrad"
+_FOLDER = Path(__file__).parent / "cases"
+CASES = sorted(path.stem for path in _FOLDER.glob("*.py") if path.stem != "control")
+
+_TOPICS = {
+    "What the loss goes through": (
+        "loss_through_the_inner_module",
+        "loss_in_another_method",
+        "a_functional_call",
+        "a_weight_used_outside_of_forward",
+        "attention_that_uses_a_childs_weight",
+        "an_output_of_a_class_of_its_own",
+        "an_output_changed_in_place",
+    ),
+    "Which parameters are trained together": (
+        "adapter_attached_after_wrapping",
+        "only_blocks_wrapped",
+        "optimizer_before_wrapping",
+        "optimizer_after_a_forward",
+        "unfrozen_after_wrapping",
+        "frozen_after_wrapping",
+        "a_discriminator_frozen_in_turns",
+        "a_tied_weight_that_does_not_divide",
+        "tied_after_wrapping",
+        "an_unused_layer_decays",
+        "a_copy_as_target",
+    ),
+    "What ranks begin with": (
+        "other_weights_on_each_rank",
+        "layers_in_another_order",
+        "resumed_from_the_file_of_rank_0",
+        "an_optimizer_resumed_from_the_file_of_rank_0",
+        "saved_and_loaded_into_a_plain_model",
+    ),
+    "Ranks that do not do the same": (
+        "equal_experts",
+        "a_tower_unused_on_one_rank",
+        "a_skipped_layer",
+        "fewer_batches_on_one_rank",
+        "a_loss_skipped_on_one_rank",
+        "a_bad_sample_on_one_rank",
+        "evaluation_on_rank_0",
+        "saving_on_rank_0",
+        "texts_of_different_length",
+        "a_metric_reduced_on_rank_0",
+    ),
+    "When gradients are averaged": (
+        "a_last_window_that_is_not_full",
+        "sync_on_the_wrong_micro_batch",
+        "forward_without_sync_backward_with",
+        "two_backwards_through_one_forward",
+        "two_forwards_and_batch_norm",
+        "gradients_from_autograd_grad",
+        "a_backward_that_writes_the_gradient",
+        "a_gradient_penalty",
+        "forces",
+        "reentrant_checkpoints",
+        "a_shard_group_of_one",
+        "a_forward_that_fails_and_is_repeated",
+    ),
+    "What happens to gradients before the step": (
+        "clipping_with_torch",
+        "clipping_after_an_evaluation",
+        "the_norm_that_is_logged",
+        "gradients_scaled_by_hand",
+        "gradients_kept_per_task",
+        "a_hook_on_a_parameter",
+        "optimizers_in_backward",
+        "a_scaler_that_decides_alone",
+    ),
+    "Optimizers and weights": (
+        "an_optimizer_that_takes_norms",
+        "adafactor",
+        "a_trainer_that_resets_its_optimizer",
+        "sharpness_aware",
+        "kept_whole_over_a_step",
+        "weights_edited_while_whole",
+        "weights_written_in_forward",
+        "to_another_dtype_and_back",
+    ),
+    "Unusual parameters": (
+        "a_scalar_parameter",
+        "a_sparse_embedding",
+        "channels_last",
+    ),
+}
+
+_WORDS = {
+    "right": "right",
+    "refused": "refused",
+    "wrong": "**wrong**",
+    "wrong, warned": "wrong, warns",
+    "hangs": "**hangs**",
+    "hangs, warned": "hangs, warns",
+    "backend error": "**backend fails**",
+    "crashes": "**crashes**",
+    "not offered": "-",
+    "not installed": "not installed",
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a program says about itself.
+
+    Attributes:
+        source: its text.
+        title: what the user did.
+        reports: addresses.
+        right: what it has to come to.
+    """
+
+    source: str
+    title: str
+    reports: tuple[str, ...]
+    right: str
+
+
+def case(name: str) -> Case:
+    """Reads a program."""
+    source = (_FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    doc = ast.get_docstring(ast.parse(source)) or ""
+    title, _, rest = doc.partition("\n\n")
+    reports = tuple(re.findall(r"^Report: (\S+)$", rest, flags=re.MULTILINE))
+    right = re.search(r"^Right: (.*)", rest, flags=re.MULTILINE | re.DOTALL)
+    return Case(source, " ".join(title.split()), reports, " ".join(right[1].split()) if right else "")
+
+
+def newest_records() -> dict[str, dict[str, Any]]:
+    """Returns the last record of each engine in `RECORDS`."""
+    newest = {record["config"]["engine"]: record for record in read(RECORDS)}
+    return {engine: newest[engine] for engine in ENGINES if engine in newest}
+
+
+def written(records: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns the page of records by engine."""
+    columns = {engine: record["summary"] for engine, record in records.items()}
+    ours = records[OURS]
+    lines = [
+        _INTRODUCTION.format(
+            count=len(columns[OURS]),
+            torch=ours["config"]["versions"]["torch"],
+            deepspeed=records["ZeRO-3"]["config"]["versions"]["deepspeed"],
+            commit=(ours["environment"]["git"] or "")[:12],
+            cpu=ours["environment"]["cpu"],
+            counts=_counted(columns),
+        )
+    ]
+    for topic, cases in _TOPICS.items():
+        lines += [
+            f"## {topic}",
+            "",
+            _row(["what a program does", "reported", *columns]),
+            _row(["---"] * (len(columns) + 2)),
+        ]
+        lines += [_line(name, columns) for name in cases]
+        lines.append("")
+    lines.append(_WHAT_HAPPENS_HERE)
+    for topic in _TOPICS.values():
+        lines += [line for name in topic for line in _here(name, columns[OURS][name])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _line(name: str, columns: Mapping[str, Mapping[str, Any]]) -> str:
+    about = case(name)
+    link = f"[{about.title.rstrip('.').replace('|', '/')}](../../tests/silent/cases/{name}.py)"
+    reports = ", ".join(f"[{_short(url)}]({url})" for url in about.reports)
+    return _row([link, reports, *(_WORDS[column[name]["verdict"]] for column in columns.values())])
+
+
+def _here(name: str, found: Mapping[str, Any]) -> list[str]:
+    """Returns what this engine says, where it says something."""
+    title = case(name).title.rstrip(".")
+    if found["verdict"] == "refused":
+        return [f"- {title}: `{found['error']}`."]
+    if found["verdict"].endswith("warned"):
+        first = next((line for line in found["warned"] if "shardgrad" in line), found["warned"][0])
+        return [f'- {title}: a warning, "{first.removeprefix("shardgrad: ").split(". ")[0]}".']
+    return []
+
+
+def _counted(columns: Mapping[str, Mapping[str, Any]]) -> str:
+    kinds = ("right", "refused", "warns", "wrong", "hangs or crashes", "not offered")
+    rows = [_row(["", *kinds]), _row(["---"] * (len(kinds) + 1))]
+    for engine, column in columns.items():
+        counts = dict.fromkeys(kinds, 0)
+        for found in column.values():
+            counts[_kind(found["verdict"])] += 1
+        rows.append(_row([engine, *map(str, counts.values())]))
+    return "\n".join(rows)
+
+
+def _kind(found: str) -> str:
+    if found.endswith("warned"):
+        return "warns"
+    if found in ("hangs", "crashes", "backend error"):
+        return "hangs or crashes"
+    return "not offered" if found.startswith("not") else found
+
+
+def _short(url: str) -> str:
+    *_, project, _, number = url.split("/")
+    return f"{project}#{number}"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+_INTRODUCTION = """\
+# Right where others are wrong
+
+{count} programs that trained something else than their authors thought, or hung, or wrote a file that was
+not the model, with some engine. Each is taken from a report and has at most 40 lines in
+`tests/silent/cases/`. Each runs on two CPU ranks over gloo with every engine. What comes out is compared with
+plain torch, where every rank has the whole model and gradients are averaged by hand. `python -m tests.silent`
+does that again, and writes this page from its record, `benchmarks/results/silent.jsonl`. In CI, the column of
+this project is a test, and that page and record agree is another. Where engines differ otherwise:
+[differences from FSDP2](differences.md).
+
+| verdict | means |
+|---|---|
+| right | parameters, or what the program returns, differ by rounding at most |
+| refused | an exception, other than one of the communication backend |
+| **wrong** | other numbers, without a word |
+| wrong, warns | other numbers, and a warning that a program without a mistake does not get |
+| **hangs** | no end and no word within 13 seconds |
+| hangs, warns | waits, and says for whom |
+| **backend fails** | gloo's own error, such as a lost connection; over NCCL, a hang |
+| - | the engine does not offer what the program asks for |
+
+{counts}
+
+torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
+`find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32. A case can be right with an engine because
+what was reported has been fixed since.
+"""
+
+_WHAT_HAPPENS_HERE = """\
+## What happens here
+
+Where this project's column is not "right":
+"""

@@ -1,0 +1,102 @@
+"""Programs that were silently wrong, hung or corrupted with some engine: with this one, right or named."""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from benchmarks.records import ROOT
+from tests.silent.engines import ENGINES
+from tests.silent.judge import Ending, judged, names, verdict
+from tests.silent.table import CASES, OURS, PAGE, case, newest_records, written
+
+GOOD = ("right", "refused", "wrong, warned", "hangs, warned")
+CONTROL = "control"
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> Any:
+    """Returns what tells the verdict on a program; all are started in order, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        started = {name: pool.submit(judged, name, OURS, set()) for name in [CONTROL, *CASES]}
+        yield lambda name: started[name].result()
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_is_wrong_or_hangs_without_a_word(verdicts: Any, name: str) -> None:
+    found = verdicts(name)
+    assert found["verdict"] in GOOD, found
+    if found["verdict"] == "refused":
+        assert len(found["message"]) > 40, "a message that says what to do"
+
+
+def test_a_program_without_a_mistake_is_right_and_not_warned(verdicts: Any) -> None:
+    found = verdicts(CONTROL)
+    assert (found["verdict"], found.get("warned")) == ("right", None)
+
+
+# -- programs, record and page -------------------------------------------------------------------------------
+
+
+def test_there_are_forty_programs_of_at_most_forty_lines_with_a_report_each() -> None:
+    assert len(CASES) >= 40
+    assert set(names()) == {CONTROL, *CASES}
+    for name in CASES:
+        assert len(case(name).source.splitlines()) <= 40, name
+        assert case(name).reports, name
+        assert case(name).right, name
+        for url in case(name).reports:
+            assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", url), name
+
+
+def test_records_have_every_program_and_the_page_is_made_of_them() -> None:
+    records = newest_records()
+    assert list(records) == list(ENGINES)
+    for engine, record in records.items():
+        assert sorted(record["summary"]) == CASES, engine
+    assert PAGE.read_text(encoding="utf-8") == written(records), (
+        f"{PAGE.relative_to(ROOT)} is not what its records say: python -m tests.silent --page"
+    )
+
+
+def test_the_record_says_that_nothing_here_is_wrong_or_hangs_without_a_word() -> None:
+    records = newest_records()
+    for name in CASES:
+        assert records[OURS]["summary"][name]["verdict"] in GOOD, name
+        assert records["torch"]["summary"][name]["verdict"] == "right", name
+
+
+# -- how verdicts are made -----------------------------------------------------------------------------------
+
+
+def ended(how: str = "returned", **fields: Any) -> Ending:
+    values = {"w": [1.0, 2.0]}
+    return Ending(how, **{"values": values, "truth": values} | fields)
+
+
+@pytest.mark.parametrize(
+    ("endings", "said"),
+    [
+        ([ended(), ended()], "right"),
+        ([ended(), ended(values={"w": [1.0, 2.1]})], "wrong"),
+        ([ended(), ended(values={"w": [1.0]})], "wrong"),
+        ([ended(), ended(values={"w": [1.0, float("nan")]})], "wrong"),
+        ([ended(), ended(values={"w": [1.0, 2.1]}, warned=["careful"])], "wrong, warned"),
+        ([ended(), ended(values={"w": [1.0, 2.1]}, warned=["as always"])], "wrong"),
+        ([ended(), ended("late")], "hangs"),
+        ([ended("late", warned=["rank 1 is late"]), ended("late")], "hangs, warned"),
+        ([ended("late"), ended("raised", error="DesyncError", message="elsewhere")], "refused"),
+        ([ended("raised", error="RuntimeError", message="gloo: Read error"), ended("late")], "backend error"),
+        ([ended("raised", message="gloo: Read error"), ended("raised", message="a cause")], "refused"),
+        ([ended("died", error="SIGSEGV"), ended("late")], "crashes"),
+        ([ended("not offered"), ended("not offered")], "not offered"),
+        ([ended(), ended(truth={"w": [1.0, 2.1]})], "no oracle"),
+        ([ended("raised", truth=None), ended("late", truth=None)], "no oracle"),
+    ],
+)
+def test_verdicts_follow_from_how_ranks_end(endings: list[Ending], said: str) -> None:
+    assert verdict(endings, {"as always"})["verdict"] == said

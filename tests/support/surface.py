@@ -1,0 +1,74 @@
+"""The surface of FSDP2 as its sources say it, for any version of torch, installed or unpacked.
+
+    python -m tests.support.surface FOLDER [FOLDER ...]
+
+prints the table of docs/reference/fsdp2_surface.md, from folders named after versions that hold torch.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from pathlib import Path
+
+FILES = ("_fully_shard.py", "_fsdp_api.py")
+CLASSES = ("FSDPModule", "UnshardHandle", "GradientReductionHandle")  # whose methods programs call
+FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
+
+# (name, parameters with their defaults)
+Row = tuple[str, str]
+
+
+def surface(torch_folder: Path) -> set[Row]:
+    """Returns functions, methods of classes and fields of policies."""
+    folder = torch_folder / "distributed/fsdp/_fully_shard"
+    found: dict[str, str] = {}  # overloads come before what they describe
+    for node in (node for name in FILES for node in ast.parse((folder / name).read_text()).body):
+        if isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS:
+            found[node.name] = _parameters(node)
+        elif isinstance(node, ast.ClassDef):
+            found.update(row for item in node.body if (row := _member(node.name, item)) is not None)
+    return set(found.items())
+
+
+def _member(owner: str, node: ast.stmt) -> Row | None:
+    if isinstance(node, ast.FunctionDef) and owner in CLASSES and not node.name.startswith("_"):
+        return f"{owner}.{node.name}", _parameters(node)
+    if isinstance(node, ast.AnnAssign) and owner.endswith("Policy") and isinstance(node.target, ast.Name):
+        return f"{owner}.{node.target.id}", ""
+    return None
+
+
+def _parameters(node: ast.FunctionDef) -> str:
+    """Returns a signature without annotations, and without `self`."""
+    args = node.args
+    for each in (*args.posonlyargs, *args.args, *args.kwonlyargs):
+        each.annotation = None
+    args.args = [each for each in args.args if each.arg != "self"]
+    return ast.unparse(args)
+
+
+def table(surfaces: dict[str, set[Row]]) -> list[str]:
+    """Returns the lines of the table; which versions have what, each in a column."""
+    lines = [f"| name | parameters | {' | '.join(surfaces)} |", f"|---|---|{'---|' * len(surfaces)}"]
+    for row in sorted(set().union(*surfaces.values())):
+        name, parameters = row
+        marks = " | ".join("x" if row in rows else "" for rows in surfaces.values())
+        lines.append(f"| `{name}` | {f'`{parameters}`' if parameters else ''} | {marks} |")
+    return lines
+
+
+def rows_of(page: str, version: str) -> set[Row]:
+    """Returns what a page with such a table says that a version has."""
+    cells = [
+        [cell.strip().strip("`") for cell in line.split("|")[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("|") and "---" not in line
+    ]
+    column = cells[0].index(version)
+    return {(row[0], row[1]) for row in cells[1:] if row[column]}
+
+
+if __name__ == "__main__":
+    folders = {".".join(Path(name).name.split(".")[:2]): Path(name) for name in sys.argv[1:]}
+    print("\n".join(table({version: surface(folder / "torch") for version, folder in folders.items()})))

@@ -1,0 +1,142 @@
+"""`shardgrad doctor --audit`: a program on two ranks against one, and what is said about mistakes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from shardgrad.testing.first_difference import Piece, Trace, first_difference
+from tests.support.programs import run
+
+PROGRAMS = "tests.testing.audited"
+
+
+def audited(name: str, *options: str) -> tuple[int, str]:
+    done = run("shardgrad", "doctor", "--audit", f"{PROGRAMS}:{name}", *options, forks=True)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["sharded", "replicated", "fsdp2_sharded"])
+def test_a_right_program_passes(name: str) -> None:
+    status, said = audited(name)
+    assert "2 ranks train as one does: gradients and values of 4 parameters agree over 3 steps." in said
+    assert status == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "past_the_wrapper",
+            "step 0, gradient of module.0.weight, and 3 more: not averaged: every rank has its own",
+        ),
+        ("summed", "step 0, gradient of 0.weight, and 3 more: 2 times too large: summed over the ranks"),
+        (
+            "seeded_by_rank",
+            "initial value of 0.weight, and 3 more: rank 1 begins with other weights: seed every rank alike",
+        ),
+        ("only_the_data_of_rank_0", "step 0, gradient of 0.weight, and 3 more: it is the gradient of part 0"),
+        ("one_step_late", "step 1, gradient of 0.weight, and 3 more: stale: it is the gradient of step 0"),
+        (
+            "unused_on_rank_1",
+            "step 0, gradient of sometimes.weight, and 1 more: rank 1 has no gradient",
+        ),
+        (
+            "forgotten_by_the_optimizer",
+            "step 0, value of module.2.weight, and 1 more: gradients agree, and no rank updates it",
+        ),
+        ("another_model_on_rank_1", "fails on 2: rank"),
+    ],
+)
+def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> None:
+    status, said = audited(name)
+    assert words in said
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nothing", ["--audit needs a module and a function", "got:      'nothing'"]),
+        ("no.such.module:build", ["module no.such.module cannot be imported", "ModuleNotFoundError"]),
+        (f"{PROGRAMS}:absent", ["has no function absent", "got:      nothing of that name"]),
+        (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      a int"]),
+        (f"{PROGRAMS}:without_a_step", ["returned (Sequential, SGD)", "return model, optimizer, step"]),
+        (f"{PROGRAMS}:broken", ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"]),
+    ],
+)
+def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) -> None:
+    done = run("shardgrad", "doctor", "--audit", target, forks=True)
+    for word in words:
+        assert word in done.stderr
+    assert done.returncode == 1
+
+
+# -- what the numbers say ------------------------------------------------------------------------------------
+
+WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
+GRADIENT = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]])
+
+
+def whole(values: torch.Tensor | None) -> Piece | None:
+    return None if values is None else Piece(values, tuple(values.shape), (0,) * values.dim())
+
+
+def trace(*gradients: torch.Tensor | None, weights: list[torch.Tensor] | None = None) -> Trace:
+    weights = weights or [WEIGHT - (step + 1) * GRADIENT for step in range(len(gradients))]
+    return Trace(
+        {"w": whole(WEIGHT)},
+        [{"w": whole(each)} for each in gradients],
+        [{"w": whole(each)} for each in weights],
+    )
+
+
+def rows(values: torch.Tensor, start: int, stop: int) -> Piece:
+    return Piece(values[start:stop], tuple(values.shape), (start, 0))
+
+
+def said(reference: Trace, *ranks: Trace) -> str:
+    return str(first_difference(reference, ranks))
+
+
+def test_rounding_is_not_a_difference() -> None:
+    assert first_difference(trace(GRADIENT), [trace(GRADIENT * (1 + 1e-6))] * 2) is None
+
+
+def test_a_gradient_that_is_not_finite_anywhere_is_no_difference() -> None:
+    broken = GRADIENT / torch.zeros(())
+    assert first_difference(trace(broken), [trace(broken)] * 2) is None
+
+
+def test_factors_are_recognized() -> None:
+    assert "2 times too small: averaged once too often" in said(trace(GRADIENT), *[trace(GRADIENT / 2)] * 2)
+    assert "3.5 times the expected one" in said(trace(GRADIENT), *[trace(GRADIENT * 3.5)] * 2)
+    assert "it is zero on all ranks" in said(trace(GRADIENT), *[trace(GRADIENT * 0)] * 2)
+
+
+def test_a_gradient_that_was_not_set_to_zero_is_recognized() -> None:
+    reference, wrong = trace(GRADIENT, WEIGHT), trace(GRADIENT, WEIGHT + GRADIENT)
+    assert "step 1, gradient of w: it contains the gradient of step 0 too" in said(reference, wrong, wrong)
+
+
+def test_the_rank_whose_rows_are_wrong_is_named() -> None:
+    reference = trace(GRADIENT)
+    ranks = [
+        Trace({"w": rows(WEIGHT, *own)}, [{"w": rows(values, *own)}], [{"w": rows(WEIGHT - GRADIENT, *own)}])
+        for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
+    ]
+    assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
+
+
+def test_a_rank_without_an_optimizer_step_is_named() -> None:
+    idle = Trace({"w": whole(WEIGHT)}, [None], [{"w": whole(WEIGHT)}])
+    assert said(trace(GRADIENT), trace(GRADIENT), idle) == (
+        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the run on one rank"
+    )
+
+
+def test_updates_are_compared_where_gradients_agree() -> None:
+    reference, twice = trace(GRADIENT), trace(GRADIENT, weights=[WEIGHT - 2 * GRADIENT])
+    assert "gradients agree; the update of ranks 0 and 1 is 2 times" in said(reference, twice, twice)
+    kept = trace(GRADIENT, weights=[WEIGHT])
+    assert "gradients agree, and rank 1 does not update it" in said(reference, reference, kept)
