@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 from shardgrad.checkpoint import Series
 from shardgrad.cli import main
-from shardgrad.plan.models import PLAN_PRESETS
+from shardgrad.plan.models import PLAN_PRESETS, _function
 from shardgrad.plan.planning import make_plan
 from shardgrad.plan.request import Request
+from shardgrad.testing.audit import _Failed
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import load_corpus
 from shardgrad.train.failure import TrainingError
@@ -51,13 +52,17 @@ OVERRIDES = st.one_of(
     WORDS,
 )
 MESHES = st.one_of(st.sampled_from(["2", "2x2", "4x16", "1x1", "0x2", "2x2x2", "x", "²x2"]), NUMBERS)
+FUNCTIONS = st.one_of(
+    st.sampled_from(["json:loads", "json:nothing", "nothing:f", "json", ":", ".a:b", "a b:c", "..:x"]), WORDS
+)
 # What is given to an option that takes text; one that is not here has choices, a number or no value.
 TEXTS = {
+    "--audit": FUNCTIONS,
     "--config": PATHS,
     "--data": PATHS,
     "--hf": PATHS,
     "--mesh": MESHES,
-    "--model": st.one_of(st.sampled_from(["json:loads", "nothing:f", "json", ":", ".a:b", "a b:c"]), WORDS),
+    "--model": FUNCTIONS,
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
     "--override": OVERRIDES,
     "--picture": PATHS,
@@ -170,8 +175,13 @@ def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
     return Report(0, 0)
 
 
-def _made_sense(*_: Any) -> None:
+def _made_sense(request: Request, *_: Any) -> None:
+    if request.model is not None:
+        _function(request.model)
     raise TrainingError("made sense")
+
+
+_LEFT_OUT = _Failed(0.0, "build()", "left out")
 
 
 def call(words: list[str], variables: dict[str, str]) -> str:
@@ -182,6 +192,7 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         stack.enter_context(mock.patch("shardgrad.train.launch.run_rank", _read_as_ranks_do))
         stack.enter_context(mock.patch("shardgrad.cli.train.os._exit", side_effect=SystemExit))
         stack.enter_context(mock.patch("shardgrad.cli.doctor._issues", return_value=[]))
+        stack.enter_context(mock.patch("shardgrad.testing.audit._run", return_value=[_LEFT_OUT]))
         stack.enter_context(mock.patch("shardgrad.plan.planning.make_plan", _made_sense))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()

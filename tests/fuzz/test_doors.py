@@ -37,6 +37,7 @@ DOORS = {
     "checkpoint/torch_format.py TorchSource._read": "archive of torch",
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
     "plan/models.py _function": "plan",
+    "testing/audit.py load": "doctor",
     "train/config.py read_settings": "file of settings",
     "train/config.py read_text": "file of settings",
     "train/huggingface.py _settings_in": "configuration of transformers",
@@ -63,10 +64,11 @@ PARSERS = {
     "train/record.py _event": "metrics",
     "diagnosis/all_gather_object.py all_gather_object": "",  # ranks trust each other
     "diagnosis/rank_status.py RankStatus.from_json": "",  # ranks trust each other
+    "diagnosis/waiting_ranks.py Post.from_json": "",  # ranks trust each other
     "train/rank.py _keep": "",  # its own text
 }
 # Functions that read variables by names in a table, which `ENVIRONMENT` repeats.
-TABLES = {"graphs/preflight/environment.py", "train/launcher.py"}
+TABLES = {"graphs/preflight/environment.py", "sharding/mesh.py", "train/launcher.py"}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
