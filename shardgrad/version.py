@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from functools import cache
 from pathlib import Path
 
-from shardgrad import __version__
+__all__ = ["__version__", "commit", "described"]
 
-__all__ = ["commit", "described"]
+__version__ = "0.1.0"
 
 _PACKAGE = Path(__file__).parent
 
@@ -19,6 +18,8 @@ def commit() -> str | None:
 
     An installed package has it in a file, which the build wrote; in a clone git is asked.
     """
+    import subprocess  # which `import shardgrad` does not need
+
     file, root = _PACKAGE / "_commit.txt", _PACKAGE.parent
     if file.is_file():
         return file.read_text(encoding="utf-8").strip()

@@ -82,8 +82,9 @@ class LazyGroup(click.Group):
         super().__init__(*args, **rest)
         self._sections = commands_by_section or {}
         self._modules = {
-            name: module for rows in self._sections.values() for name, (module, _) in rows.items()
-        } | self.hidden_commands
+            **{name: module for rows in self._sections.values() for name, (module, _) in rows.items()},
+            **self.hidden_commands,
+        }
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Returns the names of all commands."""

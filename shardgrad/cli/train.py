@@ -137,7 +137,7 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
 )
 @click.pass_context
 def train(
-    ctx: click.Context, resume: str | None, config_file: Path | None, print_config: bool, **flags: Any
+    ctx: click.Context, /, resume: str | None, config_file: Path | None, print_config: bool, **flags: Any
 ) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
 

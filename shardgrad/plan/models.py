@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,8 @@ class PlanModel:
         """Removes blocks from the longest run of blocks that are alike, so that `count` are left of it."""
         run = self.alike()
         if len(run) > count:
-            del self.module.get_submodule(self.blocks)[run.start : run.stop - count]  # type: ignore[index]
+            blocks = cast(nn.ModuleList, self.module.get_submodule(self.blocks))
+            del blocks[run.start : run.stop - count]
 
 
 def _signature(block: nn.Module) -> Hashable:

@@ -56,8 +56,8 @@ class Setting:
             words += [flag, value] if value else []
         if request.hf is None and request.model is None:
             words += ["--preset", request.preset]
-        for key, value in request.override.items():
-            words += ["--override", f"{key}={value}"]
+        for key, override in request.override.items():
+            words += ["--override", f"{key}={override}"]
         words += ["--mesh", request.mesh or str(request.ranks)]
         words += [] if request.stage == "3" else ["--stage", request.stage]
         words += ["--precision", request.precision]

@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from shardgrad import __version__
 from shardgrad.checkpoint.files import content_of, make_folder, replace_synced
 from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.parallel import World, available_cores
 from shardgrad.train.sinks import Sink
-from shardgrad.version import commit
+from shardgrad.version import __version__, commit
 
 _METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
 
