@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 import click
@@ -44,6 +46,8 @@ def generate(run: Path, prompt: str, count: int, temperature: float, seed: int) 
     """
     if not prompt:
         raise UsageError("--prompt is empty: give at least one character.")
+    if math.isnan(temperature):
+        raise UsageError("--temperature nan is not in the range from 0 to 100.")
     if not (run / "config.json").exists():
         raise UsageError(f"There is no run in {run} (no config.json): correct the folder.")
     import torch
@@ -51,11 +55,12 @@ def generate(run: Path, prompt: str, count: int, temperature: float, seed: int) 
     from shardgrad.train.generate import continued, load_run, shown
 
     model, config = load_run(run)
+    begin = os.fsencode(prompt)  # the bytes that were typed, whether they are UTF-8 or not
     text = continued(
         model,
-        prompt.encode(),
+        begin,
         count=count,
-        window=config.seq_len,
+        window=min(config.seq_len, len(begin) + count),
         temperature=temperature,
         seed=seed,
         device=torch.device("cpu"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from shardgrad.explain.changes import Saving
@@ -27,7 +28,7 @@ def show(step: Step, played: Replay, savings: Sequence[Saving], console: Console
         sentence += f" replayed, {_ms(step.seconds)} recorded"
     console.print(f"[bold]{sentence}; {_ms(exposed)} of {_ms(moved)} of communication is exposed.[/bold]")
     if step.note:
-        console.print(step.note, style="dim", markup=False)
+        console.print(_printable(step.note), style="dim", markup=False)
     if not _is_faithful(step, played):
         console.print(
             "The replay differs from the record by more than 5 %: waits are missing in the trace, so what "
@@ -61,25 +62,23 @@ def as_json(step: Step, played: Replay, savings: Sequence[Saving]) -> dict[str, 
 
 
 def _is_faithful(step: Step, played: Replay) -> bool:
-    return step.seconds is None or abs(played.seconds / step.seconds - 1) <= _FAITHFUL
+    return not step.seconds or abs(played.seconds / step.seconds - 1) <= _FAITHFUL
 
 
 def _shares(title: str, sums: dict[str, float], whole: float) -> Table:
     table = Table(title, "time", "of the step", box=None, pad_edge=False)
     for name, seconds in sorted(sums.items(), key=lambda row: -row[1]):
-        table.add_row(name, _ms(seconds), f"{seconds / whole:.1%}" if whole else "")
+        table.add_row(escape(name), _ms(seconds), f"{seconds / whole:.1%}" if whole else "")
     return table
 
 
 def _names(played: Replay) -> Table:
     sums: dict[str, float] = {}
     for number in played.critical_path():
-        name = played.ops[number].name
+        name = _short(played.ops[number].name)
         sums[name] = sums.get(name, 0.0) + played.ends[number] - played.begins[number]
     largest = dict(sorted(sums.items(), key=lambda row: -row[1])[:_MOST_NAMES])
-    return _shares(
-        "critical path, largest operations", {_short(k): v for k, v in largest.items()}, played.seconds
-    )
+    return _shares("critical path, largest operations", largest, played.seconds)
 
 
 def _savings(savings: Sequence[Saving]) -> Table | str:
@@ -93,8 +92,12 @@ def _savings(savings: Sequence[Saving]) -> Table | str:
 
 
 def _short(name: str) -> str:
-    printable = "".join(c if c.isprintable() else "?" for c in name)
+    printable = _printable(name)
     return printable if len(printable) <= 60 else printable[:57] + "..."
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _ms(seconds: float) -> str:

@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import bisect
 import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardgrad.explain.replay import Replay
 from shardgrad.explain.step import COLLECTIVES, Kind, Op, Step
+from shardgrad.train.config import read_regular
 from shardgrad.train.failure import UsageError
 
 __all__ = ["read_trace", "trace_of", "write_trace"]
 
 _NBYTES = 2 * 2**30  # of a trace, uncompressed
 _US = 1e-6
+_MOST_US = 1e15  # thirty years, in which sums and quotients of times stay finite
 _ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _HOST_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -64,7 +68,7 @@ def read_trace(path: Path) -> Step:
     Raises:
         UsageError: the file is no trace, or has no operation.
     """
-    events = [event for event in _events(path) if event.get("ph") == "X" and _is_timed(event)]
+    events = [event for event in _events(path) if event.get("ph") == "X" and _is_usable(event)]
     events, note = _last_step(events)
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
     step = _device_step(events, on_device) if on_device else _host_step(events)
@@ -117,14 +121,13 @@ def _complete(name: str, category: str, pid: int, tid: int, begin: float, length
 
 def _events(path: Path) -> list[Any]:
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as stream:
-            content = stream.read(_NBYTES + 1)
+        content = read_regular(path, _NBYTES + 1)
+        if path.suffix == ".gz":
+            content = gzip.GzipFile(fileobj=io.BytesIO(content)).read(_NBYTES + 1)
         if len(content) > _NBYTES:
             raise UsageError(f"{path} has more than {_NBYTES >> 30} GiB: profile fewer steps.")
         raw = json.loads(content)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read ({error.strerror or error}): correct the path.") from error
-    except (ValueError, RecursionError, EOFError) as error:
+    except (ValueError, RecursionError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise UsageError(f"{path} is no Chrome trace ({str(error)[:100]}): export one again.") from error
     events = raw.get("traceEvents") if isinstance(raw, dict) else raw
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
@@ -132,8 +135,17 @@ def _events(path: Path) -> list[Any]:
     return events
 
 
-def _is_timed(event: _Event) -> bool:
-    return isinstance(event.get("ts"), int | float) and isinstance(event.get("dur"), int | float)
+def _is_usable(event: _Event) -> bool:
+    """Whether an event has times, and texts and numbers where it has to."""
+    ts, dur = event.get("ts"), event.get("dur")
+    return (
+        isinstance(ts, int | float)
+        and isinstance(dur, int | float)
+        and abs(ts) <= _MOST_US
+        and 0 <= dur <= _MOST_US
+        and isinstance(event.get("cat", ""), str)
+        and isinstance(event.get("tid", 0), int | str)
+    )
 
 
 def _last_step(events: list[_Event]) -> tuple[list[_Event], str]:
@@ -189,7 +201,7 @@ def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
         stalls = [each for each in host_waits if before <= each["ts"] and _end(each) <= launched]
         stalled = sum(float(wait["dur"]) for wait in stalls)
         launch = launches.get(_argument(event, "correlation"))
-        host_after = tuple(_argument(launch, "host_after") or ()) if launch is not None else ()
+        host_after = () if launch is None else _waited_by_host(launch, position, number)
         if stalls:  # the host waited for what it had launched
             host_after = tuple(range(max(0, number - 1), number))
         kind = _kind_of(event)
@@ -202,7 +214,7 @@ def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
                 launch_s=max(0.0, launched - before - stalled) * _US,
                 after=tuple(sorted(waits.get(number, ()))),
                 host_after=host_after,
-                link=_argument(event, "link") or (None if kind not in COLLECTIVES else "collectives"),
+                link=str(_argument(event, "link") or "collectives") if kind in COLLECTIVES else None,
                 dtype=_DTYPES.get(str(_argument(event, "dtype")), ""),
             )
         )
@@ -235,7 +247,9 @@ def _waits(
     for event in syncs:
         waits_for = _argument(event, "waits_for")
         if waits_for is not None:  # written by `trace_of`
-            found.setdefault(position[_argument(event, "correlation")], set()).add(position[waits_for])
+            waiting, waited = position.get(_argument(event, "correlation"), -1), position.get(waits_for, -1)
+            if 0 <= waited < waiting:
+                found.setdefault(waiting, set()).add(waited)
             continue
         recorded = records.get(_argument(event, "wait_on_cuda_event_record_corr_id"))
         issued = host_times.get(_argument(event, "correlation"))
@@ -248,6 +262,16 @@ def _waits(
         if waited >= 0 and waiting < len(own) and other[waited][1] < own[waiting][1]:
             found.setdefault(own[waiting][1], set()).add(other[waited][1])
     return found
+
+
+def _waited_by_host(launch: _Event, position: Mapping[Any, int], number: int) -> tuple[int, ...]:
+    """Returns the positions, before `number`, that the host waited for; written by `trace_of`."""
+    arguments = launch.get("args")
+    named = arguments.get("host_after") if isinstance(arguments, dict) else None
+    if not isinstance(named, list):
+        return ()
+    found = {position.get(other, number) for other in named if isinstance(other, int)}
+    return tuple(sorted(other for other in found if other < number))
 
 
 def _inferred_waits(ordered: list[_Event], launched_at: Any) -> dict[int, set[int]]:
@@ -283,9 +307,11 @@ def _kind_of(event: _Event) -> Kind:
     return "copy" if is_memory else "compute"
 
 
-def _argument(event: _Event, name: str) -> Any:
+def _argument(event: _Event, name: str) -> int | float | str | None:
+    """Returns an argument that is a number or a text; None for another, and where there is none."""
     arguments = event.get("args")
-    return arguments.get(name) if isinstance(arguments, dict) else None
+    found = arguments.get(name) if isinstance(arguments, dict) else None
+    return found if isinstance(found, int | float | str) else None
 
 
 # -- a CPU ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardgrad.checkpoint import Series, load
 from shardgrad.checkpoint.text import escaped
 from shardgrad.train.config import TrainConfig, read_settings
-from shardgrad.train.failure import UsageError
+from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import BYTE_VALUES, transformer_config
@@ -41,6 +41,9 @@ def continued(
         temperature: divides the logits; 0 takes the most likely byte.
         seed: seed of the choice. All ranks choose alike.
         device: device of the model.
+
+    Raises:
+        TrainingError: the model's logits are not finite, on all ranks.
     """
     generator = torch.Generator().manual_seed(seed)
     text = bytearray(prompt)
@@ -51,9 +54,11 @@ def continued(
         # what follows the last byte has no effect on it.
         seen = list(text[-window:])
         tokens = torch.tensor([seen + [0] * (window - len(seen))], device=device)
-        logits: Tensor = model(tokens)[0, len(seen) - 1, :BYTE_VALUES].float().cpu()
+        logits: Tensor = model(tokens)[0, len(seen) - 1, :BYTE_VALUES].double().cpu()
+        if not logits.isfinite().all():
+            raise TrainingError("The model's logits are not finite: take an earlier checkpoint.")
         if temperature:
-            shares = torch.softmax(logits / temperature, dim=-1)
+            shares = torch.softmax((logits - logits.max()) / temperature, dim=-1)
             text.append(int(torch.multinomial(shares, 1, generator=generator)))
         else:
             text.append(int(logits.argmax()))
@@ -71,7 +76,7 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
     """Builds the model of a run on the CPU, unsharded, with the weights of its newest checkpoint.
 
     Raises:
-        UsageError: the folder has no run, or no checkpoint.
+        UsageError: the folder has no run, or no checkpoint, or there is no memory for the model.
         CheckpointError: the checkpoint is damaged.
     """
     settings = folder / "config.json"
@@ -85,7 +90,12 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
     if config.hf is not None:
         model = build_causal_lm(config.hf, config.override, device=torch.device("cpu"), seed=0)
     else:
-        model = Transformer(transformer_config(config.preset, config.override))
+        with torch.device("meta"):
+            model = Transformer(transformer_config(config.preset, config.override))
+        try:
+            model.to_empty(device="cpu")  # every element is loaded
+        except RuntimeError as error:
+            raise UsageError(f"There is no memory for the model of {folder}: correct config.json.") from error
     state: Mapping[str, Any] = {"model": model.state_dict()}
     load(state, newest, optional=("optimizer/*", "schedule/*", "progress/*", "rng_*"))
     return model, config

@@ -18,6 +18,7 @@ from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resum
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import is_restarted, require_resolvable_master, torchrun_world_size
 from shardgrad.train.rank import Job, Report, run_rank
+from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
 
 RUNS = Path("runs")
@@ -95,6 +96,7 @@ def _check_inputs(config: TrainConfig) -> None:
         require("tensorboard", feature="--tensorboard")
     if config.wandb:
         require("wandb", feature="--wandb")
+        wandb_mode()
     if config.data is not None and not Path(config.data).exists():
         raise UsageError(
             f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardgrad.train.config import TrainConfig
+from shardgrad.train.failure import UsageError
 
-__all__ = ["Sink", "open_sinks"]
+__all__ = ["Sink", "open_sinks", "wandb_mode"]
+
+_WANDB_MODES = ("online", "offline", "disabled", "shared")
 
 
 class Sink(Protocol):
@@ -32,6 +35,18 @@ def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
     if config.wandb:
         sinks.append(_WeightsAndBiases(config, folder))
     return sinks
+
+
+def wandb_mode() -> str:
+    """Returns WANDB_MODE, or "offline".
+
+    Raises:
+        UsageError: Weights & Biases has no such mode.
+    """
+    mode = os.environ.get("WANDB_MODE", "offline")
+    if mode not in _WANDB_MODES:
+        raise UsageError(f"WANDB_MODE can be {', '.join(_WANDB_MODES)}, not {mode!r:.50}: set it to one.")
+    return mode
 
 
 class _TensorBoard:
@@ -60,7 +75,7 @@ class _WeightsAndBiases:
             name=folder.name,
             dir=str(folder),
             config=dataclasses.asdict(config),
-            mode=os.environ.get("WANDB_MODE", "offline"),
+            mode=wandb_mode(),
         )
 
     def write(self, event: str, numbers: Mapping[str, float]) -> None:
