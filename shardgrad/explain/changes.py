@@ -13,6 +13,7 @@ from shardgrad.explain.step import COLLECTIVES, Op
 __all__ = ["CHANGES", "Change", "Saving", "savings"]
 
 _REDUCTIONS = ("reduce-scatter", "all-reduce")
+_LATENCY_S = 30e-6  # of a collective, at most, if the record has none that is shorter
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,16 @@ def graphed(ops: Sequence[Op]) -> list[Op]:
 
 
 def half_precision_reductions(ops: Sequence[Op]) -> list[Op]:
-    """Reductions in bf16 instead of fp32: half the bytes."""
+    """Reductions in bf16 instead of fp32: half the bytes.
+
+    The latency stays. The shortest collective of a link shows how long it is, at most.
+    """
+    latency: dict[str | None, float] = {}
+    for op in ops:
+        if op.kind in COLLECTIVES:
+            latency[op.link] = min(op.seconds, latency.get(op.link, _LATENCY_S))
     return [
-        dataclasses.replace(op, seconds=op.seconds / 2, dtype="bf16")
+        dataclasses.replace(op, seconds=(op.seconds + latency[op.link]) / 2, dtype="bf16")
         if op.kind in _REDUCTIONS and op.dtype == "fp32"
         else op
         for op in ops

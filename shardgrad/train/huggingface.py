@@ -107,6 +107,8 @@ def _settings_in(source: str) -> dict[str, Any]:
         return {"model_type": source}
     try:
         settings = json.loads(read_text(path))
+    except UsageError as error:
+        raise UsageError(f"--hf {error}") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--hf {source} is not valid JSON ({error}): correct it there.") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):

@@ -517,7 +517,7 @@ def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> 
 
 
 def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> None:
-    plan = plan_of(rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1})), H100)
+    plan = plan_of([rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1}))], H100)
     assert plan.fits
     advice = advise(plan, Calibration())
     speeds = [each.tokens_per_s for each in advice]

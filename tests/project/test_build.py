@@ -110,7 +110,7 @@ def wheel_without_compiler(root: Path) -> Path:
 
 
 def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(sources: Path) -> None:
-    (sources / "README.md").write_text("[a](docs/a.md), [b](#b), [c](https://example.org/c)\n")
+    (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
     (sources / "shardgrad" / "_commit.txt").write_text("0123456789ab\n")
     wheel = wheel_without_compiler(sources)
     assert wheel.name.endswith("-py3-none-any.whl")
@@ -121,7 +121,7 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(
     assert not any(name.endswith(".so") for name in names)
     source = re.search(r"Project-URL: Source, (\S+)", metadata)
     assert source is not None
-    assert f"[a]({source[1]}/blob/main/docs/a.md), [b](#b), [c](https://example.org/c)" in metadata
+    assert f"[a]({source[1]}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
 
 
 def test_in_a_source_tree_the_command_builds_that_tree(package: Path, tmp_path: Path) -> None:
