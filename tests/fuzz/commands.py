@@ -404,7 +404,7 @@ def feed_request(fields: dict[str, Any]) -> str:
         except TrainingError:
             return "refused"
     assert made.peak_nbytes > 0
-    assert made.timeline.step_s > 0
+    assert 0 < made.step_range_s[0] <= made.step_s <= made.step_range_s[1]
     return "planned"
 
 
