@@ -9,6 +9,7 @@ and removed with the last one. Both return at once for an optimizer without para
 What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
+* before a step, all-gathers that a failed forward has left are waited for: they read what the step writes;
 * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
 * after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
 * the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`);
@@ -102,7 +103,10 @@ class _OptimizerHooks:
         watched = self._look_up(optimizer)
         if watched.groups:
             refuse_uncapturable_step(optimizer)
-            watched.lost_work.look(optimizer, (group for each in watched.groups if (group := each())))
+            groups = [group for each in watched.groups if (group := each()) is not None]
+            for group in groups:
+                group.cancel_unshard()
+            watched.lost_work.look(optimizer, groups)
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)
 

@@ -194,8 +194,7 @@ class GradShard:
 
         The flag of a gradient that is None now is cleared; any other tensor is copied into the shard.
 
-        Streams: writes, if any, go to the current stream.
-        Capture: safe; what is bound is a fact of the host and fixed by the capture.
+        Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by the capture.
 
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
@@ -230,6 +229,7 @@ class GradShard:
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
+            keep_for_current_stream(grad.to_local())  # it is dropped next
             self.flags[index].fill_(1)
         self.flagged[index] = True
         self.objects.bind(index)
@@ -270,8 +270,7 @@ class GradShard:
 
         `factor` is a float32 device scalar; it is kept, so it must not be changed afterwards.
 
-        Streams: a second factor is multiplied with the first on the current stream.
-        Capture: safe.
+        Streams: a second factor is multiplied with the first on the current stream. Capture: safe.
         """
         self.pending_scale = factor if self.pending_scale is None else self.pending_scale * factor
         self.objects.rebind(scaled=True)

@@ -175,6 +175,8 @@ class RootContext:
 
     def gather_in_order(self) -> None:
         """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
+        if self._forward_root is not None or self.scheduler.backward_running:
+            self.recover()  # here, on every rank: one without a batch has no forward that would do it
         self.keep_unsharded = True
         self._gathered = 0
 

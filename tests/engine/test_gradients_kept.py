@@ -387,15 +387,18 @@ def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks, p
 # -- a backward that does not come to its end ---------------------------------------------------------------
 
 
-def only_the_half_written_go(sync: bool) -> None:
-    """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end later."""
+def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
+    """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end later.
+
+    A sum that earlier backwards have left is sent along.
+    """
     model = shard_each(shardgrad.fully_shard, mlp())
-    set_sync(model, sync)
+    set_sync(model, earlier_syncs)
     model(batch()).square().sum().backward()
     set_sync(model, True)
     with torch.no_grad():
         model(batch())
-    set_sync(model, sync)
+    set_sync(model, failing_syncs)
 
     def trap(grad: Tensor) -> Tensor:
         raise Stop
@@ -412,7 +415,7 @@ def only_the_half_written_go(sync: bool) -> None:
         with torch.no_grad():
             model(batch())
     (warning,) = [str(each.message) for each in caught if "a backward failed" in str(each.message)]
-    assert ("In units 1, 2 they had been added" in warning) == (not sync)
+    assert ("In units 1, 2 they had been added" in warning) == (not earlier_syncs)
     set_sync(model, True)
     model(batch(2)).square().sum().backward()
     expected = {}
@@ -422,12 +425,12 @@ def only_the_half_written_go(sync: bool) -> None:
             plain(batch(number)).square().sum().backward()
         expected[numbers] = averaged(plain)
     for name, gradient in gathered(model).items():
-        kept = sync or name.startswith(("0.", "3."))  # the root waits for its turn, behind 0
+        kept = earlier_syncs or name.startswith(("0.", "3."))  # the root waits for its turn, behind 0
         torch.testing.assert_close(gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(("earlier_syncs", "failing_syncs"), [(True, True), (False, False), (False, True)])
 def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
-    two_ranks: Ranks, sync: bool
+    two_ranks: Ranks, earlier_syncs: bool, failing_syncs: bool
 ) -> None:
-    two_ranks.run(only_the_half_written_go, sync)
+    two_ranks.run(only_the_half_written_go, earlier_syncs, failing_syncs)

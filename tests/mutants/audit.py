@@ -105,7 +105,11 @@ def audit(
                 if chosen:
                     running.append((mutant, Trial(chosen, mutant, limit_s=_LEAST_S + 3 * search_s), False))
                 else:
-                    yield _kept(Verdict(mutant.name, mutant.room, "", "no test runs it", 0, 0.0))
+                    yield _kept(
+                        Verdict(
+                            mutant.name, mutant.room, "", "no test is known, or --search finds none", 0, 0.0
+                        )
+                    )
         for entry in [entry for entry in running if not entry[1].is_running()]:
             running.remove(entry)
             mutant, trial, was_known = entry

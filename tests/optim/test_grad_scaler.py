@@ -162,7 +162,9 @@ def test_a_wrong_order_of_calls_is_refused(two_ranks: Ranks) -> None:
 def states_go_both_ways() -> None:
     ours, theirs = shardgrad.GradScaler(), torch.amp.GradScaler("cpu")
     state = {**theirs.state_dict(), "scale": 64.0, "_growth_tracker": 3}
+    state |= {"growth_interval": 7, "growth_factor": 4.0, "backoff_factor": 0.25}
     ours.load_state_dict(state)
+    assert ours.state_dict() == state
     theirs.load_state_dict(ours.state_dict())
     assert ours.get_scale() == theirs.get_scale() == 64.0
     disabled = shardgrad.GradScaler(enabled=False)

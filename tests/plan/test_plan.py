@@ -308,6 +308,7 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     guess = make_plan(request, graphed)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
     assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
+    assert guess.mfu == pytest.approx(deep.mfu, rel=0.02)
     # What is counted is exact.
     assert (guess.parameters, guess.units, guess.blocks) == (deep.parameters, deep.units, 8)
     assert guess.resting == deep.resting
@@ -579,7 +580,8 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
         "optimizer state",
         "fits",
         "exposed",
-        "tokens/s",
+        "tokens/s, a rank",
+        "tokens/s, all ranks",
         "axis replicate",
     ):
         assert words in " ".join(result.stdout.split()), "wherever a line ends"

@@ -58,7 +58,7 @@ class Engine:
             keep: whether parameters stay whole between forward and backward.
             mesh: replicas and ranks that share one (HSDP).
         """
-        for tensor in (*model.parameters(), *model.buffers()):
+        for _, tensor in sorted((*model.named_parameters(), *model.named_buffers())):
             dist.broadcast(tensor.detach(), 0)
         return model
 
@@ -94,7 +94,7 @@ class Engine:
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
     def _average(self, model: nn.Module) -> None:
-        for param in model.parameters():
+        for _, param in sorted(model.named_parameters()):
             has = torch.tensor(float(param.grad is not None))
             dist.all_reduce(has)
             if has:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -177,6 +178,7 @@ def _distance(values: Any, truth: Any) -> float:
 
 
 def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(RANKS), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -200,6 +202,13 @@ def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -
     with lock:
         pipe.send(ending)
     threading.Event().wait()  # until it is killed: the other rank may still need this one
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _hear_warnings(tell: Callable[[object], None]) -> None:

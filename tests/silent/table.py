@@ -241,7 +241,7 @@ this project is a test, and that page and record agree is another. Where engines
 | **wrong** | other numbers, without a word |
 | wrong, warns | other numbers, and a warning that a program without a mistake does not get |
 | **hangs** | no end and no word within 13 seconds |
-| hangs, warns | waits, and says for whom |
+| hangs, warns | waits, and says for what |
 | **backend fails** | gloo's own error, such as a lost connection; over NCCL, a hang |
 | - | the engine does not offer what the program asks for |
 
@@ -255,5 +255,5 @@ what was reported has been fixed since.
 _WHAT_HAPPENS_HERE = """\
 ## What happens here
 
-Where this project's column is not "right":
+Where this project's column is not "right". A `RuntimeError` is torch's own:
 """

@@ -189,3 +189,27 @@ def test_a_step_of_the_tiny_preset_takes_less_than_thirty_times_the_cpus_time() 
         f"{simulated / plain:.2f}x"
     )
     assert simulated < 30 * plain
+
+
+def _steps_after_a_failed_evaluation() -> None:
+    """The gradients are those of a completed backward; the next layers had been gathered ahead."""
+    model = _sharded_tower(1, reshard_after_forward=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for fails in range(3):
+        tokens, targets = (t.to(NAME) for t in _batch(0, dist.get_rank(), dist.get_world_size()))
+        _loss(model, tokens, targets).backward()
+        trap = model.layers[fails].register_forward_pre_hook(_spring)
+        with pytest.raises(Trap), torch.no_grad():
+            model(tokens)
+        trap.remove()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _spring(*_: Any) -> None:
+    raise Trap
+
+
+def test_a_step_after_a_failed_forward_waits_for_what_that_was_gathering() -> None:
+    with checked():
+        VirtualRanks(2).run(_steps_after_a_failed_evaluation)

@@ -137,6 +137,6 @@ def test_a_rank_without_an_optimizer_step_is_named() -> None:
 
 def test_updates_are_compared_where_gradients_agree() -> None:
     reference, twice = trace(GRADIENT), trace(GRADIENT, weights=[WEIGHT - 2 * GRADIENT])
-    assert "gradients agree; the update of ranks 0 and 1 is 2 times" in said(reference, twice, twice)
+    assert "gradients agree, and the update of ranks 0 and 1 is 2 times" in said(reference, twice, twice)
     kept = trace(GRADIENT, weights=[WEIGHT])
     assert "gradients agree, and rank 1 does not update it" in said(reference, reference, kept)

@@ -49,12 +49,12 @@ def _frozen_after_forward_is_trained() -> Iterator[Patch]:
     """A gradient that arrived for a parameter frozen since the forward was taken."""
     take = GradCollector.take
 
-    def take_any(self: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any) -> bool:
+    def take_any(self: GradCollector, unsharded: torch.Tensor, *args: Any, **options: Any) -> bool:
         sharded = self._params[self._index[id(unsharded)]].sharded
         trains = sharded.requires_grad
         sharded.requires_grad_(True)
         try:
-            return take(self, unsharded, grad, streams)
+            return take(self, unsharded, *args, **options)
         finally:
             sharded.requires_grad_(trains)
 

@@ -32,6 +32,8 @@ def why_not_fsdp2(program: Program) -> str:
     if program.model.guess or any(block.kind == "again" for block in blocks_of(program)):
         return "a module that calls itself is resharded by the inner call"
     runs_twice = len(set(program.model.order)) < len(program.model.order)
+    if program.model.several and any(block.recompute for block in blocks_of(program)):
+        return "checkpointed modules of a list are resharded before they run again"
     if runs_twice and any(block.recompute == "reentrant" for block in blocks_of(program)):
         return "a reentrant checkpoint that runs twice leaves gradients out"
     if program.sharding.divide:

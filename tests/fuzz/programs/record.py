@@ -115,11 +115,12 @@ def found_defects(count: int, names: tuple[str, ...] = tuple(DEFECTS)) -> dict[s
 
 
 def _programs_until_found(defect: str, count: int) -> int | str:
-    with Worlds(defect, with_fsdp2=False) as worlds:
+    """Returns how many programs it took until one differed that does not without the defect."""
+    with Worlds(defect, with_fsdp2=False) as worlds, Worlds(with_fsdp2=False) as right:
         for begin in range(0, count, _ROUND):
             programs = [program_of(FIRST_SEED + n) for n in range(begin, min(begin + _ROUND, count))]
             for program, outcome in worlds.run_all(programs):
-                if outcome.differences:
+                if outcome.differences and not right.run(program).differences:
                     click.echo(f"{defect}: {outcome.differences[0]}")
                     return program.seed - FIRST_SEED + 1
     return "not found"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +40,12 @@ def noting_warnings() -> Iterator[None]:
     with mock.patch.object(root, "warnings", SimpleNamespace(warn=note)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+def zero_copy_as_in(program: Program) -> AbstractContextManager[object]:
+    """Makes parameters travel by themselves, however small, if the program says so; for all threads."""
+    least = 1 if program.sharding.zero_copy else zero_copy.ZERO_COPY_NBYTES
+    return mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", least)
 
 
 class Sharded(Script):
@@ -96,10 +102,8 @@ class Sharded(Script):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if self._is_ours:
             options["zero_stage"] = sharding.stage
-        least = 1 if sharding.zero_copy else zero_copy.ZERO_COPY_NBYTES
-        with mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", least):
-            for unit in nets.units(self.net):
-                self._engine.fully_shard(unit if len(unit) > 1 else unit[0], **options)
+        for unit in nets.units(self.net):
+            self._engine.fully_shard(unit if len(unit) > 1 else unit[0], **options)
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
         self.params = dict(self.net.named_parameters())
         is_flat = self._is_ours and self.program.optimizer.library == "shardgrad"

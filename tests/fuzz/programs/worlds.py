@@ -22,7 +22,7 @@ from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.program import Program
-from tests.fuzz.programs.sharded import noting_warnings
+from tests.fuzz.programs.sharded import noting_warnings, zero_copy_as_in
 from tests.support.ranks import RankError, Ranks
 
 COLLECTIVE_TIMEOUT_S = 10.0  # a rank that waits so long for another has found a hang
@@ -143,13 +143,14 @@ def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[
         gc.disable()
         stack.callback(gc.enable)
         for program in map(Program.from_json, texts):
-            outcome = run(
-                program,
-                dist.get_rank(),
-                _sum_over_gloo,
-                lambda plan, program=program: _build(program, plan),
-                with_fsdp2=with_fsdp2,
-            )
+            with zero_copy_as_in(program):
+                outcome = run(
+                    program,
+                    dist.get_rank(),
+                    _sum_over_gloo,
+                    lambda plan, program=program: _build(program, plan),
+                    with_fsdp2=with_fsdp2,
+                )
             outcomes.append(outcome)
             broken = torch.tensor([float(outcome.is_broken)])
             dist.all_reduce(broken, op=dist.ReduceOp.MAX, group=agreement)
@@ -188,7 +189,7 @@ def run_simulated(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> lis
     merged = []
     with noting_warnings(), defects.put_back(defect):
         for program in map(Program.from_json, texts):
-            with device.checked(raises=False) as hazards:
+            with device.checked(raises=False) as hazards, zero_copy_as_in(program):
                 try:
                     by_rank = VirtualRanks(program.ranks, COLLECTIVE_TIMEOUT_S).run(
                         _on_virtual_rank, program, _Sum(program.ranks), timeout_s=4 * COLLECTIVE_TIMEOUT_S
