@@ -1,7 +1,7 @@
 """The audit: does a test notice when a line of the package is wrong?
 
 `make mutants` tries every mutant (`mutant.py` says where they are listed) against the test that is known to
-notice it, and the test of this folder does so with forty that are drawn at random. Both print, and `--out`
+notice it, and `.ci/run` does so with forty that are drawn at random. Both print, and `--out`
 records, the share that was noticed by folder. A mutant that is not noticed is one of these:
 
 - The test that noticed it has moved: with `--search`, all tests that run its line are tried, and the one that
@@ -9,7 +9,7 @@ records, the share that was noticed by folder. A mutant that is not noticed is o
 - Nothing notices it: write the test.
 - There is nothing to notice: its name goes into `equivalent.toml`, with the reason.
 
-    python -m tests.mutants try --draw 40 --seed 7     what a run of the test has drawn, again
+    python -m tests.mutants try --draw 40 --seed 7     what a run of CI has drawn, again
     python -m tests.mutants try --only engine/ --search 20
     python -m tests.mutants lines                      measures which tests run which lines
     python -m tests.mutants renew                      new mutants for lines that are no more

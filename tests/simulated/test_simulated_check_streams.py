@@ -51,6 +51,7 @@ Step = Callable[[], None]
 def _training() -> tuple[nn.Module, Step]:
     mesh = init_device_mesh("sim", (dist.get_world_size(),))
     with one_at_a_time():
+        torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))).to("sim")
     for module in (*model, model):
         fully_shard(module, mesh=mesh)
