@@ -1,16 +1,17 @@
 # Every target works from a fresh clone: it sets up .venv itself, and again when what .venv was made from changes.
 #
-#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench clean
+#   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench
+#   make wheels clean
 #   make test-torch VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := test
-.PHONY: train test test-cuda test-torch drills mutants lint types docs bench clean
+.PHONY: train test test-cuda test-torch drills mutants lint types docs bench wheels clean
 
 TORCH := torch==2.13.0
-BUILD_TOOLS := 'setuptools>=77' 'wheel>=0.45'
+BUILD_TOOLS := 'setuptools>=77'
 ARGS :=
 
 # The first interpreter on PATH that is new enough; empty if there is none.
@@ -18,10 +19,11 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	"$$python" -c '$(SUITABLE)' 2>/dev/null && { echo "$$python"; break; }; done)
 
-PIP := .venv/bin/python -m pip install --quiet --disable-pip-version-check
+PIP := .venv/bin/python -m pip install --disable-pip-version-check
 NATIVE_SOURCES := $(shell find csrc -type f)
 
-train: .venv/installed
+# Less than the other targets need, so that a first run starts sooner.
+train: .venv/program
 	.venv/bin/shardgrad train $(ARGS)
 
 test: .venv/installed
@@ -62,6 +64,9 @@ docs: .venv/installed
 bench: .venv/installed
 	.venv/bin/python -m benchmarks $(ARGS)
 
+wheels: .venv/torch
+	.venv/bin/python release/wheels.py $(ARGS)
+
 clean:
 	rm -rf .venv .venv-* build *.egg-info shardgrad/_C.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,12 +74,19 @@ clean:
 # Torch first and alone: building the ops needs it, so the project is installed without build isolation.
 .venv/torch: Makefile
 	@[[ -n "$(PYTHON)" ]] || { echo "shardgrad needs Python 3.11, 3.12 or 3.13 with its venv module, and there is none on PATH: install one, or name it as in: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@echo "shardgrad: setting up .venv with $(PYTHON), once; 2 to 5 minutes, most of them for PyTorch"
 	"$(PYTHON)" -m venv .venv
-	$(PIP) $(BUILD_TOOLS)
+	$(PIP) --quiet $(BUILD_TOOLS)
 	$(PIP) $(TORCH)
 	touch .venv/torch
 
-.venv/installed: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
+.venv/program: .venv/torch pyproject.toml setup.py $(NATIVE_SOURCES)
+	@echo "shardgrad: compiling the ops, about a minute"
+	$(PIP) --no-build-isolation --editable '.[cli,plots]' '$(TORCH)'
+	touch .venv/program
+
+.venv/installed: .venv/program
+	@echo "shardgrad: installing what tests, checks and pages need"
 	$(PIP) --no-build-isolation --editable '.[cli,bench,plots,test,lint,docs,clients]' '$(TORCH)'
 	touch .venv/installed
 

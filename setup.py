@@ -1,11 +1,13 @@
 """Builds `shardgrad/_C.so`, the compiled ops, against the torch that is installed.
 
-The library is optional: without a compiler (or without torch, as in an isolated build) the install still
-succeeds, says so in one sentence, and the package runs on its Python reference ops. It is a plain shared
-library on torch's stable ABI, not a Python module, so one build serves torch 2.11 to 2.15 and every Python.
+The library is optional: without a compiler the install still succeeds, says so in one sentence, and the
+package runs on its Python reference ops. It is a plain shared library on torch's stable ABI, not a Python
+module, so one build serves torch 2.11 to 2.15 and every Python: a wheel with it is `py3-none-<platform>`, one
+without it `py3-none-any`. `release/backend.py` says when an isolated build asks for torch.
 
 CUDA kernels are linked in where torch was built for CUDA and an `nvcc` of the same major version is found
-in CUDA_HOME or on PATH. Two variables change how:
+in CUDA_HOME or on PATH. An isolated build leaves them out, unless SHARDGRAD_CUDA=1 asks for them: a library
+with them does not load where torch is without CUDA. Two more variables change how:
 
     TORCH_CUDA_ARCH_LIST=9.0         the architectures to compile for, as for torch's own extensions
     SHARDGRAD_CUDA_RUNTIME=shared    link the runtime that torch loads, not the static one
@@ -17,10 +19,14 @@ import os
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError, CCompilerError
 
 STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11, the oldest version served
@@ -39,12 +45,19 @@ CPU_SOURCES = [str(path) for path in sorted([*CSRC.glob("*.cpp"), *CSRC.glob("cp
 CUDA_BINDINGS = [str(path) for path in sorted((CSRC / "cuda").glob("*.cpp"))]
 CUDA_SOURCES = [str(path) for path in sorted((CSRC / "cuda").glob("*.cu"))]
 
+# For who has no source tree; the same as in shardgrad/ops/library.py.
+INSTALL_AGAIN = "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+COMMIT_FILE = Path("shardgrad", "_commit.txt")  # read by shardgrad/version.py
 BUILD_FAILURES = (BaseError, CCompilerError, ImportError, OSError, subprocess.SubprocessError)
 
 
-def find_nvcc(cuda_version: str | None) -> str | None:
+def find_nvcc(cuda_version: str | None, *, is_isolated: bool) -> str | None:
     """Returns an nvcc that fits torch, or None, after saying why if torch has CUDA."""
+    wanted = os.environ.get("SHARDGRAD_CUDA", "0" if is_isolated else "1")
     if cuda_version is None:
+        return None
+    if wanted == "0":
+        print("shardgrad: CUDA tensors will use the reference ops: to build kernels, SHARDGRAD_CUDA=1.")
         return None
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
@@ -102,12 +115,13 @@ class BuildOps(build_ext):
             self.add_torch(ext)
             super().build_extension(ext)
         except BUILD_FAILURES as error:
-            # What an earlier build left in the source tree no longer matches the sources.
-            Path(self.get_ext_filename(ext.name)).unlink(missing_ok=True)
+            # What an earlier build left there no longer matches the sources.
+            for stale in (self.get_ext_fullpath(ext.name), self.get_ext_filename(ext.name)):
+                Path(stale).unlink(missing_ok=True)
             print(
                 f"shardgrad: the compiled ops were not built ({error}), so the slower Python reference ops "
                 "will be used; to build them, install torch and a C++17 compiler, then type: "
-                "pip install --no-build-isolation -e ."
+                f"{INSTALL_AGAIN} (in a clone: pip install --no-build-isolation -e .)"
             )
 
     def add_torch(self, ext: Extension) -> None:
@@ -118,7 +132,8 @@ class BuildOps(build_ext):
         ext.extra_compile_args += ["-isystem", str(root / "include")]
         ext.library_dirs.append(str(root / "lib"))
         ext.libraries.append("torch_cpu")
-        nvcc = find_nvcc(torch.version.cuda)
+        # pip's and build's temporary environments have this in their names.
+        nvcc = find_nvcc(torch.version.cuda, is_isolated="build-env-" in torch.__file__)
         if nvcc is not None:
             self.add_cuda(ext, nvcc)
             ext.libraries.append("torch_cuda")
@@ -139,7 +154,62 @@ class BuildOps(build_ext):
         ext.libraries += ["rt", "pthread", "dl"]
 
 
+class BuildPython(build_py):
+    """Writes the commit into what is built, unless it is an editable install, which asks git."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_commit(Path(self.build_lib))
+
+
+class SourceDistribution(sdist):
+    """Writes the commit into the archive: there is no repository where it is unpacked."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        write_commit(Path(base_dir))
+
+
+class Wheel(bdist_wheel):
+    """Is for this platform and every Python if it has the compiled ops, else for every platform."""
+
+    def run(self) -> None:
+        self.run_command("build")
+        if not Path(self.get_finalized_command("build_ext").get_ext_fullpath("shardgrad._C")).exists():
+            self.distribution.ext_modules = None
+            self.root_is_pure = True
+        super().run()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+def write_commit(root: Path) -> None:
+    """Copies the commit of an unpacked archive, or asks git; writes nothing where there is neither."""
+    target = root / COMMIT_FILE
+    if COMMIT_FILE.exists():
+        shutil.copyfile(COMMIT_FILE, target)
+    elif Path(".git").exists():
+        command = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+        described = subprocess.run(command, capture_output=True, text=True, check=False)
+        if described.returncode == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(described.stdout, encoding="utf-8")
+
+
+def readme() -> str:
+    """Returns the README with absolute links: an index renders it where there are no other files."""
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    source = f"{project['urls']['Source']}/blob/main/"
+    text = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{source}", text)
+
+
 setup(
+    long_description=readme(),
+    long_description_content_type="text/markdown",
     ext_modules=[
         Extension(
             "shardgrad._C",
@@ -151,5 +221,10 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildOps},
+    cmdclass={
+        "bdist_wheel": Wheel,
+        "build_ext": BuildOps,
+        "build_py": BuildPython,
+        "sdist": SourceDistribution,
+    },
 )

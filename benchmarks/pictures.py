@@ -8,12 +8,15 @@ from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from benchmarks.engines.catalogue import ENGINES
 from benchmarks.engines.trace import LANES
 from benchmarks.records import Record
 from benchmarks.tables import heading, is_spread, rows_of, title, unit_of, words
 
 _COLOURS = dict(zip(LANES, ("#4c78a8", "#f28e2b", "#b23a8e", "#c44e52", "#3a8a4d", "#8b8f95"), strict=True))
+_ENGINE, _FLOOR = "#4c78a8", "#a9b0b8"
 _IN_TIMELINE = ("fsdp2", "shardgrad", "shardgrad-graphed")
 _TIMES = ("wall_s", "host_s", "cpu_s")
 _MEMORY = ("peak_reserved_nbytes", "peak_rss_beyond_imports_nbytes")  # of the device, where it has some
@@ -53,12 +56,13 @@ def _charts(record: Record, fields: Sequence[str]) -> Figure:
     for axes, field in zip(panels, fields, strict=True):
         places = [number for number, (_, row) in enumerate(rows) if row.get(field) is not None]
         spreads = [_spread_of(rows[place][1][field]) for place in places]
-        top = 1.25 * max([*(high for _, _, high in spreads)], default=1.0) or 1.0
+        top = 1.5 * max([*(high for _, _, high in spreads)], default=1.0) or 1.0
         factor, unit = unit_of(field, top)
         medians = [median / factor for _, median, _ in spreads]
         below = [max(0.0, median - low) / factor for low, median, _ in spreads]
         above = [max(0.0, high - median) / factor for _, median, high in spreads]
-        bars = axes.barh(places, medians, xerr=(below, above), color=_COLOURS["compute"], capsize=2)
+        colours = [_FLOOR if _is_floor(rows[place][0]) else _ENGINE for place in places]
+        bars = axes.barh(places, medians, xerr=(below, above), color=colours, capsize=2)
         axes.bar_label(bars, [words(field, median) for _, median, _ in spreads], padding=6, fontsize=8)
         for place in places if field in _TIMES else ():
             rounds = [value / factor for value in _at(record["samples"], (*rows[place][0], field))]
@@ -68,8 +72,16 @@ def _charts(record: Record, fields: Sequence[str]) -> Figure:
         # A round that was interrupted shall not squeeze all others together: it is not shown.
         axes.set(xlim=(0, top / factor), xlabel=", ".join(filter(None, (heading(field), unit))))
         axes.set_yticks(range(len(rows)), [", ".join(path) for path, _ in rows], fontsize=8)
+    if any(_is_floor(path) for path, _ in rows):
+        legend = [Patch(color=_ENGINE, label="engines"), Patch(color=_FLOOR, label="floors")]
+        figure.legend(handles=legend, loc="outside lower right", ncols=2, fontsize=8, frameon=False)
     figure.suptitle(title(record), fontsize="medium")
     return figure
+
+
+def _is_floor(path: Sequence[str]) -> bool:
+    """Whether a row is of a floor: what is left if an engine costs nothing."""
+    return any(name in ENGINES and not ENGINES[name].trains for name in path)
 
 
 def _spread_of(value: Any) -> tuple[float, float, float]:

@@ -33,8 +33,9 @@ from benchmarks.measure import proc_nbytes, ratios, settle, spread
 from benchmarks.run import Run, option
 from benchmarks.workers import on_ranks
 from shardgrad import ops
+from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.hardware import Link, machine_of
-from shardgrad.plan.planning import Calibration, plan_of
+from shardgrad.plan.planning import plan_of
 from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
 from shardgrad.train.model import Transformer, materialise
@@ -168,8 +169,8 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
         hop = (one["hop_s"],) * 3
         link = Link("loopback", one["link_bandwidth"], hop, hop, "measured in this round")
         machine = dataclasses.replace(usual, device=device, link=link, devices_per_node=ranks)
-        plans.append(plan_of(rehearsal, machine, Calibration(compute_s=one["compute_s"])))
-    return plans[0].peak_nbytes, [plan.timeline.step_s for plan in plans]
+        plans.append(plan_of([rehearsal], machine, Calibration(compute_s=one["compute_s"])))
+    return plans[0].peak_nbytes, [plan.step_s for plan in plans]
 
 
 # -- on the ranks ------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from rich.markup import escape
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.pictures import draw
 from benchmarks.records import Record, read
-from benchmarks.tables import COLUMNS, table_of
+from benchmarks.tables import COLUMNS, headline, table_of
 
 _WIDTH = 240  # where there is no terminal that says how wide it is
 _PAGE = Path(__file__).with_name("report.html")
@@ -28,6 +28,8 @@ def show(record: Record) -> None:
     console, table = Console(highlight=False), table_of(record)
     if not console.is_terminal:
         console.width = _WIDTH
+    if headline(record):
+        console.print(headline(record), style="bold", markup=False)
     if table.rows:
         drawn = rich.table.Table(title=escape(table.title), caption=escape(table.setting))
         drawn.add_column("", no_wrap=True)
@@ -79,6 +81,7 @@ def render(records: Sequence[Record], pictures: Sequence[Mapping[str, bytes]]) -
 def _section(record: Record, pictures: Mapping[str, bytes]) -> dict[str, Any]:
     return {
         "table": table_of(record),
+        "headline": headline(record),
         "left_out": record.get("left_out", {}),
         "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
         "peak": record["config"].get("mfu_peak"),

@@ -206,6 +206,16 @@ def setting(record: Record) -> str:
     )
 
 
+def headline(record: Record) -> str:
+    """One sentence that compares the engine with its peer; empty where a record does not."""
+    ratio = record["summary"].get("shardgrad", {})
+    ratio = ratio.get("ratio_to_base") if isinstance(ratio, Mapping) else None
+    if record["benchmark"] != "training_step" or not is_spread(ratio) or record["config"].get("smoke"):
+        return ""
+    low, high = ratio["quartiles"]
+    return f"shardgrad takes {ratio['median']:.2f} of FSDP2's step; quartiles {low:.2f} to {high:.2f}."
+
+
 def notes(record: Record) -> list[str]:
     """What a reader has to know before looking at the numbers."""
     found = []

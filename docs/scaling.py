@@ -3,6 +3,7 @@
     python docs/scaling.py                 write them; a few minutes
     python docs/scaling.py --check         exit with status 1 if one is out of date
     python docs/scaling.py --table 8b      only one of them
+    python docs/scaling.py --slowdowns     what published runs took, over the roofline
 
 Every number is of a model whose depth follows from two shallow ones (`shardgrad/plan/depth.py`).
 """
@@ -10,28 +11,29 @@ Every number is of a model whose depth follows from two shallow ones (`shardgrad
 from __future__ import annotations
 
 import re
+import statistics
 import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 PAGE = DOCS / "explanation" / "scaling.md"
 sys.path.insert(0, str(DOCS.parent))
 warnings.filterwarnings("ignore")
 
-from shardgrad.plan.depth import Estimate, estimate, shallow  # noqa: E402
+from shardgrad.plan.calibration import Calibration  # noqa: E402
+from shardgrad.plan.depth import rehearse_shallow  # noqa: E402
 from shardgrad.plan.hardware import Machine, machine_of  # noqa: E402
-from shardgrad.plan.planning import Calibration  # noqa: E402
+from shardgrad.plan.planning import Plan, plan_of  # noqa: E402
 from shardgrad.plan.rehearsal import Rehearsal  # noqa: E402
 from shardgrad.plan.request import Request  # noqa: E402
 
 GIB = 2**30
-DEPTHS = {"8b": 32, "70b": 80}
 SIZES = (8, 64, 512, 4096)
-LLAMA_2_7B = {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000}
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,15 @@ class Case:
 
 
 @cache
-def predicted(name: str, mfu: float | None = None) -> Estimate:
+def predicted(name: str, calibration: Calibration = Calibration()) -> Plan:
     case = CASES[name]
-    return estimate(rehearsals(name), case.machine, Calibration(mfu=mfu), DEPTHS[case.request.preset])
+    return plan_of(rehearsals(name), case.machine, calibration)
 
 
 @cache
 def rehearsals(name: str) -> list[Rehearsal]:
     print(name, file=sys.stderr)
-    return shallow(CASES[name].request, DEPTHS[CASES[name].request.preset])
+    return rehearse_shallow(CASES[name].request)
 
 
 # -- weak scaling ---------------------------------------------------------------------------------------
@@ -60,8 +62,8 @@ def rehearsals(name: str) -> list[Rehearsal]:
 GRAPHED = machine_of("h100", is_graphed=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
 BASES = {
-    "8b": Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing=True),
-    "70b": Request(preset="70b", batch_size=1, seq_len=8192, activation_checkpointing=True),
+    "8b": Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="full"),
+    "70b": Request(preset="70b", batch_size=1, seq_len=8192, activation_checkpointing="full"),
 }
 # Shards of a replica: as few as hold the model.
 INNER = {("8b", "HSDP"): 8, ("8b", "HFSDP"): 8, ("70b", "HSDP"): 64, ("70b", "HFSDP"): 8}
@@ -125,70 +127,196 @@ def weak_row(name: str, first: float | None) -> str:
 
 @dataclass(frozen=True)
 class Published:
-    """Tokens per second and GPU that others measured; rows of one `series` differ in the number of GPUs."""
+    """Tokens per second and GPU that others measured.
 
-    case: str
-    series: str
+    `after` is another row, which differs in the number of GPUs only. `memory_gib` is of one GPU.
+    """
+
+    name: str
+    request: Request
+    machine: Machine
     tokens_per_s: float
-    what: str
+    after: str | None = None
+    memory_gib: float | None = None
 
 
-def _eager(device: str, network: str, cards: int | None = None) -> Machine:
-    return machine_of(device, network=network, cards_per_node=cards)
+def _mpt(width: int, layers: int, heads: int) -> dict[str, int]:
+    """MPT's widths; a gated feed-forward with as many weights as its plain one."""
+    hidden = 8 * width // 3 // 32 * 32
+    sizes = {"width": width, "layers": layers, "heads": heads, "kv_heads": heads, "hidden": hidden}
+    return {**sizes, "vocab_size": 50_368}
 
 
-TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing=True)
-OLDER = Request(preset="8b", batch_size=1, seq_len=8192, activation_checkpointing=True)
-FMS = Request(preset="8b", override=LLAMA_2_7B, batch_size=2, seq_len=4096, reduce_dtype="bf16")
-PUBLISHED_CASES = [
-    Case("titan 8", TITAN.but(ranks=8), _eager("h100", "ib400")),
-    Case("titan 128", TITAN.but(ranks=128), _eager("h100", "ib400")),
-    Case("older 64", OLDER.but(ranks=64), _eager("a100", "ib200")),
-    Case("fms a100", FMS.but(ranks=128, mesh="16x8"), _eager("a100", "ib200", 2)),
-    Case("fms h100", FMS.but(ranks=96, mesh="12x8"), _eager("h100", "ib400")),
-]
+H100, A100 = machine_of("h100"), machine_of("a100", network="ib200")
+TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="selective")
+OLDER = Request(preset="8b", batch_size=1, seq_len=8192, activation_checkpointing="selective")
+LLAMA_2 = {
+    "7b": {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000},
+    "13b": {"width": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "hidden": 13_824, "vocab_size": 32_000},
+    "34b": {"width": 8192, "layers": 48, "heads": 64, "kv_heads": 8, "hidden": 22_016, "vocab_size": 32_000},
+    "70b": {"width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28_672, "vocab_size": 32_000},
+}
+MPT = {
+    "1b": _mpt(2048, 24, 16),
+    "3b": _mpt(2560, 32, 20),
+    "7b": _mpt(4096, 32, 32),
+    "13b": _mpt(5120, 40, 40),
+    "30b": _mpt(7168, 48, 64),
+    "70b": _mpt(8192, 80, 64),
+}
+
+
+def _fms(size: str, batch_size: int, *, recompute: str = "none", **changes: Any) -> Request:
+    return Request(
+        override=LLAMA_2[size],
+        batch_size=batch_size,
+        seq_len=4096,
+        activation_checkpointing=recompute,
+        **{"ranks": 128, **changes},
+    )
+
+
+def _foundry(
+    size: str, ranks: int, seq_len: int, batch_size: int, accumulate: int = 1, recompute: str = "none"
+) -> Request:
+    return Request(
+        override=MPT[size],
+        ranks=ranks,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        accumulate=min(accumulate, 3),  # more change nothing per token
+        activation_checkpointing=recompute,
+    )
+
+
 PUBLISHED = [
-    Published("titan 8", "eager", 5762, "torchtitan, Llama 3.1 8B, 8 x H100, eager"),
-    Published("titan 128", "eager", 5605, "the same, 128 x H100"),
-    Published("titan 8", "compiled", 6667, "torchtitan, Llama 3.1 8B, 8 x H100, compiled"),
-    Published("titan 128", "compiled", 6514, "the same, 128 x H100"),
-    Published("older 64", "", 2904, "torchtitan (older), Llama 3 8B, 64 x A100"),
-    Published("fms a100", "", 3700, "fms-fsdp, Llama 2 7B, HSDP, 128 x A100"),
-    Published("fms h100", "", 7500, "fms-fsdp, Llama 2 7B, HSDP, 96 x H100"),
+    Published("torchtitan, Llama 3.1 8B, 8 x H100, eager", TITAN, H100, 5762, None, 82.4),
+    Published(
+        "torchtitan, Llama 3.1 8B, 128 x H100, eager",
+        TITAN.but(ranks=128),
+        H100,
+        5605,
+        "torchtitan, Llama 3.1 8B, 8 x H100, eager",
+        67.0,
+    ),
+    Published(
+        "torchtitan, Llama 3.1 8B, 8 x H100, compiled", TITAN.but(compile=True), H100, 6667, None, 77.0
+    ),
+    Published(
+        "torchtitan, Llama 3.1 8B, 128 x H100, compiled",
+        TITAN.but(ranks=128, compile=True),
+        H100,
+        6514,
+        "torchtitan, Llama 3.1 8B, 8 x H100, compiled",
+        62.0,
+    ),
+    Published("torchtitan (older), Llama 3 8B, 64 x A100", OLDER.but(ranks=64), A100, 2904),
+    Published("fms-fsdp, Llama 2 7B, HSDP, 128 x A100", _fms("7b", 2, mesh="16x8"), A100, 3760),
+    Published("fms-fsdp, Llama 2 7B, HSDP, 96 x H100", _fms("7b", 2, ranks=96, mesh="12x8"), H100, 7500),
+    Published("fms-fsdp, Llama 2 13B, HSDP, 128 x A100", _fms("13b", 1, mesh="16x8"), A100, 1700),
+    Published("fms-fsdp, 34B, 128 x A100", _fms("34b", 8, recompute="full"), A100, 772),
+    Published("fms-fsdp, Llama 2 70B, 128 x A100", _fms("70b", 6, recompute="full"), A100, 380),
+    Published("llm-foundry, MPT 1B, 8 x H100", _foundry("1b", 8, 2048, 14), H100, 45_455),
+    Published("llm-foundry, MPT 1B, 64 x H100", _foundry("1b", 64, 2048, 20), H100, 44_402),
+    Published("llm-foundry, MPT 3B, 16 x H100", _foundry("3b", 16, 2048, 10, 3), H100, 24_142),
+    Published("llm-foundry, MPT 7B, 8 x H100", _foundry("7b", 8, 2048, 6), H100, 10_643),
+    Published("llm-foundry, MPT 7B, 8 x H100, 8,192", _foundry("7b", 8, 8192, 8, 2, "full"), H100, 6935),
+    Published("llm-foundry, MPT 13B, 8 x H100", _foundry("13b", 8, 2048, 2), H100, 4792),
+    Published(
+        "llm-foundry, MPT 13B, 64 x H100",
+        _foundry("13b", 64, 2048, 2),
+        H100,
+        4800,
+        "llm-foundry, MPT 13B, 8 x H100",
+    ),
+    Published("llm-foundry, MPT 30B, 16 x H100", _foundry("30b", 16, 2048, 10, 3, "full"), H100, 2263),
+    Published("llm-foundry, MPT 70B, 64 x H100", _foundry("70b", 64, 2048, 8, 4, "full"), H100, 1039),
+    Published("llm-foundry, MPT 1B, 8 x A100", _foundry("1b", 8, 2048, 14, 4), A100, 20_513),
+    Published("llm-foundry, MPT 3B, 8 x A100", _foundry("3b", 8, 2048, 10, 2), A100, 10_811),
+    Published("llm-foundry, MPT 7B, 8 x A100", _foundry("7b", 8, 2048, 6, 2), A100, 4641),
+    Published("llm-foundry, MPT 13B, 8 x A100", _foundry("13b", 8, 4096, 10, 3, "full"), A100, 2060),
+    Published("llm-foundry, MPT 30B, 8 x A100", _foundry("30b", 8, 2048, 3, 21, "full"), A100, 916),
 ]
 
 
 def published_table() -> list[str]:
     lines = [
-        "| what | published, tokens/s a GPU | predicted, datasheet | ratio | predicted, row above |",
-        "|---|---:|---:|---:|---:|",
+        "| what | published, tokens/s a GPU | predicted range | likely | likely / published "
+        "| with the other row's MFU | GiB, predicted / published |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    previous: Published | None = None
+    ratios, inside, scaled_errors, unseen_errors = [], 0, [], []
+    by_name = {row.name: row for row in PUBLISHED}
     for row in PUBLISHED:
-        guess = predicted(row.case)
-        scaled = ""
-        if previous is not None and row.series and previous.series == row.series:
-            mfu = fitted_mfu(previous)
-            from_above = predicted(row.case, mfu).tokens_per_s
-            scaled = f"{from_above:,.0f} ({from_above / row.tokens_per_s - 1:+.1%})"
-        ratio = guess.tokens_per_s / row.tokens_per_s
+        plan = predicted(row.name)
+        least, most = plan.tokens_per_s_range
+        ratio = plan.tokens_per_s / row.tokens_per_s
+        ratios.append(ratio)
+        inside += least <= row.tokens_per_s <= most
+        unseen = _median_of_others(row)
+        unseen_errors.append(predicted(row.name, unseen).tokens_per_s / row.tokens_per_s - 1)
+        scaled = memory = ""
+        if row.after is not None:
+            from_other = predicted(row.name, fitted(by_name[row.after])).tokens_per_s
+            scaled_errors.append(from_other / row.tokens_per_s - 1)
+            scaled = f"{from_other:,.0f} ({scaled_errors[-1]:+.1%})"
+        if row.memory_gib is not None:
+            taken = plan.reserved_nbytes / GIB
+            memory = f"{taken:.1f} / {row.memory_gib:.1f}"
         lines.append(
-            f"| {row.what} | {row.tokens_per_s:,.0f} | {guess.tokens_per_s:,.0f} | {ratio:.2f} | {scaled} |"
+            f"| {row.name} | {row.tokens_per_s:,.0f} | {least:,.0f} to {most:,.0f} "
+            f"| {plan.tokens_per_s:,.0f} | {ratio:.2f} | {scaled} | {memory} |"
         )
-        previous = row
-    return lines
+    worst = max(abs(error) for error in scaled_errors)
+    return [
+        *lines,
+        "",
+        f"Of {len(ratios)} runs {inside} are inside the range. Likely over published: median "
+        f"{statistics.median(ratios):.2f}, worst {min(ratios):.2f} and {max(ratios):.2f}; the median error "
+        f"is {statistics.median(abs(ratio - 1) for ratio in ratios):.0%}. With the median of the other "
+        f"sources' runs in its place, so that no run predicts itself, the median error is "
+        f"{statistics.median(map(abs, unseen_errors)):.0%} and the worst "
+        f"{max(unseen_errors, key=abs):+.0%}. With the compute of the same run "
+        f"on fewer GPUs, the worst error of {len(scaled_errors)} is {worst:.1%}.",
+    ]
+
+
+def _median_of_others(row: Published) -> Calibration:
+    """The likely compute, as runs of the same GPU from other sources have it."""
+    source = row.name.partition(",")[0].split()[0]
+    others = [
+        each
+        for each in PUBLISHED
+        if each.machine.device is row.machine.device and not each.name.startswith(source)
+    ]
+    return Calibration(scale=statistics.median(fitted(each).scale or 1.0 for each in others))
+
+
+def fastest_scales() -> None:
+    """Prints, for each run, the factor on the roofline's compute with which the plan says what was published.
+
+    The quantiles of these, by kind of GPU, are `Device.slowdowns`.
+    """
+    for row in PUBLISHED:
+        print(f"{fitted(row).scale:.3f}  {row.machine.device.name}  {row.name}")
+
+
+def fitted(row: Published) -> Calibration:
+    """The factor on the roofline with which the plan says what was published."""
+    return _fitted(row.name)
 
 
 @cache
-def fitted_mfu(row: Published) -> float:
-    """The compute's MFU with which the plan says what was published."""
-    mfu = predicted(row.case).mfu
-    for _ in range(4):  # the step is nearly all compute, so this converges at once
-        mfu *= row.tokens_per_s / predicted(row.case, round(mfu, 6)).tokens_per_s
-        mfu = round(mfu, 6)
-    return mfu
+def _fitted(name: str) -> Calibration:
+    row = next(row for row in PUBLISHED if row.name == name)
+    wanted_s = row.request.tokens / row.tokens_per_s
+    scale = 1.0
+    for _ in range(8):  # the step is nearly all compute, so this converges at once
+        scale *= wanted_s / predicted(row.name, Calibration(scale=round(scale, 4))).step_s
+    return Calibration(scale=round(scale, 4))
 
 
+PUBLISHED_CASES = [Case(row.name, row.request, row.machine) for row in PUBLISHED]
 CASES = {case.name: case for case in (*weak_cases(), *short_cases(), *PUBLISHED_CASES)}
 TABLES: dict[str, Callable[[], list[str]]] = {
     "8b": lambda: weak_table("8b"),
@@ -208,6 +336,9 @@ def write(text: str, name: str, lines: list[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    if "--slowdowns" in arguments:
+        fastest_scales()
+        return 0
     wanted = [arguments[arguments.index("--table") + 1]] if "--table" in arguments else list(TABLES)
     text = old = PAGE.read_text(encoding="utf-8")
     for name in wanted:

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from shardgrad.version import __version__
+
 if TYPE_CHECKING:
     from shardgrad import optim
     from shardgrad.checks.gradient_report import gradient_report
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     )
     from shardgrad.sharding.gradient_objects import KeptGradientWarning
 
-__version__ = "0.1.0"
 
 __all__ = [
     "CPUOffloadPolicy",

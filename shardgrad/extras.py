@@ -16,7 +16,9 @@ EXTRAS = {
     "numpy": "checkpoint",
     "matplotlib": "plots",
     "safetensors": "safetensors",
+    "tensorboard": "tensorboard",
     "transformers": "hf",
+    "wandb": "wandb",
 }
 
 

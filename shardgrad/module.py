@@ -297,7 +297,7 @@ class FSDPModule:
             raise RootError(
                 "reset_iter_state must be called on the root FSDP module",
                 expected=f"the root, {type(context.root.modules[0]).__name__}",
-                got=f"unit {unit.name!r}",
+                got=f"unit {unit.name or 'root'!r}",
                 fix="root.reset_iter_state()",
             )
         context.recover()
@@ -443,7 +443,7 @@ class FSDPModule:
                         f"cannot call {name}() when a collective is custom: {type(comm).__name__}",
                         expected="a unit with the engine's own collectives",
                         got=f"{type(comm).__name__}, which allocates its staging itself",
-                        where=f"unit {self._unit.name}",
+                        where=f"unit {self._unit.name or 'root'!r}",
                         fix="allocate from there in the object's own allocate()",
                     )
 

@@ -135,15 +135,24 @@ def test_the_command_line_names_its_extra_in_one_sentence(
             "shardgrad.train.launch.spawn",
             "--hf needs transformers, which is not installed: pip install 'shardgrad[hf]'",
         ),
+        *(
+            (
+                package,
+                ["train", f"--{package}"],
+                "shardgrad.train.launch.spawn",
+                f"--{package} needs {package}, which is not installed: pip install 'shardgrad[{package}]'",
+            )
+            for package in ("tensorboard", "wandb")
+        ),
         (
             "safetensors",
-            ["checkpoint", "convert", "here", "there", "--to", "safetensors"],
+            ["checkpoint", "convert", ".", "there", "--to", "safetensors"],
             "shardgrad.checkpoint.convert.open_checkpoint",
             "a safetensors file needs safetensors, which is not installed: "
             "pip install 'shardgrad[safetensors]'",
         ),
     ],
-    ids=["matplotlib", "transformers in a plan", "transformers in a run", "safetensors"],
+    ids=["matplotlib", "transformers, plan", "transformers, run", "tensorboard", "wandb", "safetensors"],
 )
 def test_a_missing_package_is_named_before_any_work(
     package: str, arguments: list[str], work: str, sentence: str, monkeypatch: pytest.MonkeyPatch

@@ -14,6 +14,7 @@ from torch.autograd.graph import increment_version
 
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.plan import Holding, holdings
+from shardgrad.checkpoint.safetensors import INDEX_FILE, ONE_FILE, SafetensorsSource
 from shardgrad.checkpoint.source import COMPLETE, NativeSource, Source
 from shardgrad.checkpoint.text import listed, printable
 from shardgrad.checkpoint.torch_format import METADATA, TorchSource
@@ -26,7 +27,7 @@ _State = TypeVar("_State", bound=Mapping[Any, Any])
 
 
 def open_checkpoint(folder: Path | str) -> Source:
-    """Opens a checkpoint of shardgrad or of `torch.distributed.checkpoint` for reading.
+    """Opens a checkpoint of shardgrad, of `torch.distributed.checkpoint`, or `safetensors` files for reading.
 
     Args:
         folder: folder of the checkpoint.
@@ -40,6 +41,8 @@ def open_checkpoint(folder: Path | str) -> Source:
     folder = Path(folder)
     if (folder / METADATA).exists() and not (folder / COMPLETE).exists():
         return TorchSource(folder)
+    if not (folder / COMPLETE).exists() and any((folder / name).exists() for name in (ONE_FILE, INDEX_FILE)):
+        return SafetensorsSource(folder)
     if not folder.is_dir() or not (folder / COMPLETE).exists():
         raise CheckpointError(
             "there is no complete checkpoint",
@@ -67,7 +70,7 @@ def load(
     Args:
         state: a state of the structure that was saved. Its tensors are filled in place and keep their dtypes,
             so captured graphs stay valid.
-        folder: a checkpoint of shardgrad or of `torch.distributed.checkpoint`.
+        folder: a checkpoint of shardgrad or of `torch.distributed.checkpoint`, or `safetensors` files.
         optional: shell patterns of names that may be missing on either side; `("*",)` loads the names that
             both sides have.
         verify: read everything twice, to verify checksums before the first tensor is changed.

@@ -1,26 +1,122 @@
-"""Exports unsharded models as `safetensors` files with the Hugging Face hub's file names."""
+"""Unsharded models as `safetensors` files with the Hugging Face hub's names: written, and read in parts."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardgrad.checkpoint.files import write_synced
+from shardgrad.checkpoint.boxes import Box, row_runs
+from shardgrad.checkpoint.files import content_of, open_plain, write_synced
+from shardgrad.checkpoint.index import DTYPES, MOST_NBYTES, Entry, Piece
 from shardgrad.checkpoint.peers import Peers
 from shardgrad.checkpoint.publish import Publication
+from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
+from shardgrad.errors import CheckpointError
 from shardgrad.extras import require
 
-__all__ = ["FILE_NBYTES", "export_safetensors", "write_safetensors"]
+__all__ = ["FILE_NBYTES", "SafetensorsSource", "export_safetensors", "write_safetensors"]
 
 FILE_NBYTES = 4 * 2**30
+ONE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+_RUN_NBYTES = 4 * 2**20  # copied at once
+
+
+class SafetensorsSource(Source):
+    """The weights of a model in `safetensors` files, as `transformers` writes them.
+
+    The format has no checksums: sizes are checked, contents are not.
+
+    Args:
+        folder: folder of `model.safetensors`, or of `model.safetensors.index.json` and the files it names.
+
+    Raises:
+        PartnerUnavailableError: safetensors is not installed.
+        CheckpointError: a file is missing, or is none of this format.
+    """
+
+    origin = "safetensors"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        require("safetensors", feature="a safetensors file")
+        self.folder = folder
+        self.values = {}
+        self._files: dict[str, Any] = {}
+        tensors: dict[str, Entry] = {}
+        package, described = import_module("safetensors"), []
+        for file in _files_in(folder):
+            path = folder / file
+            try:
+                os.close(open_plain(path))
+                opened = self._exits.enter_context(package.safe_open(path, framework="pt"))
+                for name in opened.keys():  # noqa: SIM118  (not a dictionary)
+                    part = opened.get_slice(name)
+                    shape = tuple(part.get_shape())
+                    dtype = _dtype_of(part.get_dtype())
+                    piece = Piece(file, 0, Box.whole(shape), ())
+                    tensors[name] = Entry(dtype, shape, (piece,) if piece.box.numel else ())
+                    self._files[name] = opened
+                    described.append((name, shape, str(dtype)))
+            except (package.SafetensorError, KeyError, OSError) as error:
+                self._exits.close()
+                raise _unusable(path, f"{type(error).__name__}: {error}") from error
+        self.tensors = tensors
+        self.identity = hashlib.sha256(repr(sorted(described)).encode()).hexdigest()
+
+    def check(self, name: str, box: Box) -> None:
+        """No effect: there are no checksums."""
+
+    def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
+        """Copies a region, some rows at a time."""
+        entry, part, target = self.tensors[name], self._files[name].get_slice(name), into.detach()
+        for run, _, _ in row_runs(box, entry.shape, _RUN_NBYTES // entry.dtype.itemsize):
+            if run.shape:
+                target[run.seen_from(box).slices()].copy_(part[run.slices()])
+            else:
+                target.copy_(self._files[name].get_tensor(name))
+
+
+def _files_in(folder: Path) -> list[str]:
+    if not (folder / INDEX_FILE).exists():
+        return [ONE_FILE]
+    try:
+        places = json.loads(content_of(folder / INDEX_FILE, MOST_NBYTES))["weight_map"]
+        names = sorted({str(name) for name in places.values()})
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _unusable(folder / INDEX_FILE, f"{type(error).__name__}: {error}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise _unusable(folder / INDEX_FILE, f"the name {name!r:.100}, which is not of a file beside it")
+    return names
+
+
+def _dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype that the format calls F32, BF16, I64 and so on."""
+    names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    kinds = {"F": "float", "I": "int", "U": "uint"}
+    full = names.get(name) or kinds[name[0]] + name[1:]
+    return DTYPES[full]
+
+
+def _unusable(path: Path, got: str) -> CheckpointError:
+    return CheckpointError(
+        "a file of weights cannot be used",
+        expected="a file in the format safetensors",
+        got=printable(got),
+        where=printable(path),
+        fix="correct the path, or write the file again",
+    )
 
 
 def export_safetensors(
@@ -103,7 +199,7 @@ def _finish(publication: Publication, files: Mapping[str, Sequence[str]], sizes:
     if len(files) > 1:
         places = {member: name for name, members in files.items() for member in members}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-        write_synced(publication.aside / "model.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_synced(publication.aside / INDEX_FILE, json.dumps(index, indent=2) + "\n")
     publication.rename()
 
 
@@ -122,7 +218,7 @@ def _filled(sizes: Mapping[str, int], file_nbytes: int) -> list[list[str]]:
 
 def _named(files: Sequence[list[str]]) -> dict[str, list[str]]:
     if len(files) == 1:
-        return {"model.safetensors": files[0]}
+        return {ONE_FILE: files[0]}
     count = len(files)
     return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)}
 

@@ -5,39 +5,54 @@ So `shardgrad --help`, `shardgrad train --help` and errors in options are answer
 
 from __future__ import annotations
 
-from importlib import import_module
-
 import click
+
+from shardgrad.cli.command import LazyGroup
 
 __all__ = ["main"]
 
-# By name: the module whose attribute of the same name is the command, and its line in `shardgrad --help`.
 _COMMANDS = {
-    "bench": ("shardgrad.cli.bench", "Moved: python -m benchmarks, in a checkout of the repository."),
-    "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
-    "doctor": ("shardgrad.cli.doctor", "Print versions and devices; check that a step can be captured."),
-    "plan": ("shardgrad.cli.plan", "Predict memory, traffic and time of a training step."),
-    "train": ("shardgrad.cli.train", "Train a language model on bytes."),
+    "Before a run": {
+        "doctor": ("shardgrad.cli.doctor", "Print versions and devices; check that a step can be captured."),
+        "plan": ("shardgrad.cli.plan", "Predict memory, traffic and time of a training step."),
+    },
+    "A run": {
+        "train": ("shardgrad.cli.train", "Train a language model on bytes."),
+        "generate": ("shardgrad.cli.generate", "Continue a text with the model of a run."),
+    },
+    "After a run": {
+        "explain": ("shardgrad.cli.explain", "Say where a step's time goes, and what changes would save."),
+        "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
+    },
+    "This program": {
+        "completion": ("shardgrad.cli.completion", "Print the script that completes words in your shell."),
+    },
 }
 
 
-class _LazyGroup(click.Group):
-    """A group that imports a subcommand when it is named; `--help` needs none of them."""
+def _print_version(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+    if value:
+        from shardgrad.version import described
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _COMMANDS:
-            return None
-        command: click.Command = getattr(import_module(_COMMANDS[cmd_name][0]), cmd_name)
-        return command
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, short_help) for name, (_, short_help) in _COMMANDS.items()])
+        click.echo(f"shardgrad {described()}")
+        ctx.exit()
 
 
-@click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    name="shardgrad",
+    cls=LazyGroup,
+    commands_by_section=_COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="\b\nExamples:\n  shardgrad doctor\n  shardgrad plan --preset 8b --ranks 64\n"
+    "  shardgrad train --steps 100\n\n`shardgrad COMMAND --help` has more of them.",
+)
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_print_version,
+    help="Print the version and the commit.",
+)
 def main() -> None:
     """Fully-sharded data-parallel training with PyTorch."""

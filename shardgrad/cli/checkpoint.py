@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from shardgrad.cli.reporting import reported
+from shardgrad.cli.command import Command
 
 if TYPE_CHECKING:
     from shardgrad.checkpoint.index import Entry
     from shardgrad.checkpoint.source import Source
 
 _FORMATS = ("shardgrad", "torch", "safetensors")
-_PATH = click.argument("path", type=click.Path(path_type=Path))
+_PATH = click.argument("path", type=click.Path(exists=True, path_type=Path))
 
 
 @click.group()
@@ -28,7 +28,7 @@ def checkpoint() -> None:
     """
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command, examples=["shardgrad checkpoint verify runs/first"])
 @_PATH
 def verify(path: Path) -> None:
     """Read every byte of a checkpoint and compare it with its checksums."""
@@ -42,7 +42,7 @@ def verify(path: Path) -> None:
         click.echo(f"{_shown(source.folder)} is complete and undamaged: {count}, {size}.")
 
 
-@checkpoint.command()
+@checkpoint.command(cls=Command, examples=["shardgrad checkpoint inspect runs/first --all"])
 @_PATH
 @click.option("--all", "everything", is_flag=True, help="List every tensor and every value.")
 def inspect(path: Path, everything: bool) -> None:
@@ -66,7 +66,9 @@ def inspect(path: Path, everything: bool) -> None:
                 click.echo(f"{_shown(name)} = {_shown(repr(value))}")
 
 
-@checkpoint.command()
+@checkpoint.command(
+    cls=Command, examples=["shardgrad checkpoint convert runs/first weights --to safetensors --only model"]
+)
 @_PATH
 @click.argument("target", type=click.Path(path_type=Path))
 @click.option(
@@ -84,10 +86,9 @@ def inspect(path: Path, everything: bool) -> None:
 )
 def convert(path: Path, target: Path, to: str, only: str) -> None:
     """Verify a checkpoint and write it to TARGET in another format."""
-    with reported("shardgrad checkpoint"):
-        from shardgrad.checkpoint import convert as write
+    from shardgrad.checkpoint import convert as write
 
-        write(_checkpoint_in(path), target, to=to, only=only)
+    write(_checkpoint_in(path), target, to=to, only=only)
     click.echo(f"{_shown(target)} is written.")
 
 
@@ -95,7 +96,7 @@ def convert(path: Path, target: Path, to: str, only: str) -> None:
 def _opened(path: Path) -> Iterator[Source]:
     from shardgrad.checkpoint import open_checkpoint
 
-    with reported("shardgrad checkpoint"), open_checkpoint(_checkpoint_in(path)) as source:
+    with open_checkpoint(_checkpoint_in(path)) as source:
         yield source
 
 

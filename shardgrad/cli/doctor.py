@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from shardgrad.cli.reporting import escaped, reported
+from shardgrad.cli.command import Command
+from shardgrad.cli.reporting import escaped
 from shardgrad.train.presets import PRESETS
 
 if TYPE_CHECKING:
@@ -24,7 +25,10 @@ _SHAPE = (2, 32)  # sequences, and bytes of each: enough for every operation to 
 _NONE = "none"
 
 
-@click.command()
+@click.command(
+    cls=Command,
+    examples=["shardgrad doctor", "shardgrad doctor --preset none     # versions and devices only"],
+)
 @click.option(
     "--preset",
     type=click.Choice([*PRESETS, _NONE]),
@@ -76,8 +80,7 @@ def _audit(target: str, ranks: int, steps: int) -> NoReturn:
     """Prints where a program on several ranks departs from one rank; exits with 1 if it does."""
     from shardgrad.testing.audit import audit
 
-    with reported("shardgrad doctor"):
-        found = audit(target, ranks=ranks, steps=steps)
+    found = audit(target, ranks=ranks, steps=steps)
     click.echo(escaped(found))
     sys.exit(0 if found.passed else 1)
 
@@ -92,8 +95,9 @@ def _device(cpu: bool) -> torch.device:
 def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     import torch
 
-    from shardgrad import ops
+    from shardgrad import ops, version
 
+    yield "shardgrad", version.described()
     yield "python", platform.python_version()
     yield "torch", torch.__version__
     yield "CUDA", torch.version.cuda or "not in this build of torch"

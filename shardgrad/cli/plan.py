@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardgrad.cli.reporting import reported
+from shardgrad.cli.command import Command
 from shardgrad.extras import require
 
 if TYPE_CHECKING:
+    from shardgrad.plan.calibration import Calibration
     from shardgrad.plan.hardware import Machine
-    from shardgrad.plan.planning import Calibration
     from shardgrad.plan.request import Request
 
 
-@click.command()
+_SECTIONS = {
+    "Model": ("preset", "hf", "model", "override"),
+    "Ranks and sharding": ("ranks", "mesh", "stage", "reshard_to", "units"),
+    "Precision and memory": (
+        "precision",
+        "reduce_dtype",
+        "gradient_dtype",
+        "activation_checkpointing",
+        "compile",
+        "optimizer",
+    ),
+    "Steps": ("batch_size", "seq_len", "accumulate", "no_sync"),
+    "Machine": ("device", "memory_gib", "devices_per_node", "link", "network", "cards", "graph"),
+    "Measurements": ("is_measured", "mfu", "compute_s"),
+    "What is printed": ("advice", "tokens_per_step", "picture", "trace", "as_json"),
+}
+_PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
+_EXAMPLES = [
+    "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
+    "shardgrad plan --preset 70b --mesh 64x8 --stage hfsdp --device h200",
+    "shardgrad plan --preset small --device cpu --ranks 2 --measure",
+    "shardgrad plan --preset 8b --ranks 64 --search 4194304",
+]
+
+
+def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a hidden option that says that a plan does not have it: people look for it under this name."""
+
+    def refuse(ctx: click.Context, _: click.Parameter, value: object) -> None:
+        if value is not None:
+            raise click.UsageError(
+                f"--{name}: plans have no {what}. The engine trains with it "
+                "(docs/how_to/other_parallelism.md); plan the part of the model that one rank of it has, "
+                "with --model or --override.",
+                ctx,
+            )
+
+    return click.option(
+        f"--{name}", hidden=True, is_flag=False, flag_value="", expose_value=False, callback=refuse
+    )
+
+
+@click.command(cls=Command, sections=_SECTIONS, examples=_EXAMPLES)
 @click.option(
     "--preset", default="8b", show_default=True, help="Built-in model; also 70b and moe-670b, for plans only."
 )
@@ -67,8 +110,15 @@ if TYPE_CHECKING:
     "--gradient-dtype", metavar="fp32|bf16", help="Dtype of stored gradients.  [default: that of the weights]"
 )
 @click.option(
-    "--activation-checkpointing", is_flag=True, help="Recompute the activations of each block in backward."
+    "--activation-checkpointing",
+    is_flag=False,
+    flag_value="full",
+    default="none",
+    show_default=True,
+    metavar="none|selective|full",
+    help="Recompute the activations of each block in backward: all, or all but those that cost most.",
 )
+@click.option("--compile", is_flag=True, help="Assume torch.compile of each block, which fuses kernels.")
 @click.option(
     "--batch-size", type=int, default=1, show_default=True, help="Sequences per rank in each micro-batch."
 )
@@ -121,25 +171,68 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path),
     help="Draw memory and timeline into this file; needs matplotlib.",
 )
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the step as a Chrome trace, for shardgrad explain and https://ui.perfetto.dev.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as one JSON object.")
+@click.option(
+    "--measure",
+    "is_measured",
+    is_flag=True,
+    help="Run forward and backward of a few blocks on this machine, for a few seconds, and scale the plan.",
+)
+@click.option(
+    "--search",
+    "tokens_per_step",
+    type=int,
+    metavar="TOKENS",
+    help="Instead of a plan, print the ten fastest settings that fit for this many tokens per step of all "
+    "ranks, each with the command that trains so.",
+)
+@_refused("tp", "tensor parallelism")
+@_refused("pp", "pipeline parallelism")
+@_refused("cp", "context parallelism")
+@_refused("ep", "expert parallelism")
+@_refused("float8", "float8")
 def plan(**options: Any) -> None:
     """Predict memory, traffic and time of one training step, and suggest changes.
 
-    The engine itself runs the step on fake tensors in a fake process group, so that any number of ranks
-    (16,384 and more) and any model size can be planned on one CPU, in seconds, or in minutes for the largest.
-    Sizes are those of rank 0, which holds at least as much as any other rank. docs/explanation/scaling.md
-    describes the method and its accuracy.
+    The engine itself runs the step on fake tensors in a fake process group, with a few of the blocks that are
+    alike, so that any number of ranks (16,384 and more) and any model size can be planned on one CPU, in
+    seconds. Sizes are those of rank 0, which holds at least as much as any other rank. Without a measurement,
+    times are a range. docs/explanation/scaling.md describes the method and its accuracy.
     """
-    with reported("shardgrad plan"):
-        _plan(**options)
+    _plan(**options)
 
 
-def _plan(*, advice: bool, picture: Path | None, as_json: bool, **options: Any) -> None:
-    # Before PyTorch is imported: a plan may take minutes.
+def _plan(
+    *,
+    advice: bool,
+    picture: Path | None,
+    trace: Path | None,
+    as_json: bool,
+    is_measured: bool,
+    tokens_per_step: int | None,
+    **options: Any,
+) -> None:
+    from shardgrad.plan.request import require_share
+
+    # Before PyTorch is imported, which takes seconds.
+    request, machine, calibration = _asked(options)
     if picture is not None:
         require("matplotlib", feature="--picture")
-    if options["hf"] is not None:
+    for flag, path in (("--picture", picture), ("--trace", trace)):
+        if path is not None:
+            _check_file(flag, path)
+    if request.hf is not None:
         require("transformers", feature="--hf")
+    if trace is not None and request.on_host:
+        raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
+    if tokens_per_step is not None:
+        require_share(request, tokens_per_step)
+    _check_preset(request)
 
     import json
     import warnings
@@ -148,23 +241,67 @@ def _plan(*, advice: bool, picture: Path | None, as_json: bool, **options: Any) 
 
     from shardgrad.plan import report
     from shardgrad.plan.advice import advise
+    from shardgrad.plan.calibration import Calibration
     from shardgrad.plan.picture import draw
     from shardgrad.plan.planning import make_plan
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
-    request, machine, calibration = _asked(options)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=100)
+    if is_measured:
+        from shardgrad.plan.measuring import measure
+
+        measured = measure(request, machine)
+        click.echo(measured.sentence, err=True)
+        calibration = Calibration(scale=measured.scale)
+    if tokens_per_step is not None:
+        from shardgrad.plan.search import as_table, search
+
+        settings = search(request, machine, calibration, tokens_per_step)
+        if as_json:
+            click.echo(json.dumps([one.as_json() for one in settings]))
+        else:
+            console.print(as_table(settings))
+        return
     made = make_plan(request, machine, calibration)
     found = advise(made, calibration) if advice else None
     if picture is not None:
         draw(made, picture)
+    if trace is not None:
+        from shardgrad.plan.exported import export
+
+        export(made, trace)
     if as_json:
         click.echo(json.dumps(report.as_json(made, found)))
     else:
-        console = Console(highlight=False)
-        # Without a terminal there is no width to fit into.
-        report.show(made, found, console if console.is_terminal else Console(highlight=False, width=120))
+        report.show(made, found, console)
+
+
+def _check_file(flag: str, path: Path) -> None:
+    from shardgrad.train.failure import UsageError
+
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): correct the path.") from error
+    if path.is_dir() or (flag == "--picture" and path.suffix not in _PICTURES):
+        raise UsageError(f"{flag} {path} cannot be written: try a name that ends in .png.")
+
+
+def _check_preset(request: Request) -> None:
+    from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS
+    from shardgrad.train.failure import UsageError
+    from shardgrad.train.presets import PRESETS, suggestion, transformer_config
+
+    if request.hf is None and request.model is None and request.preset not in PLAN_PRESETS:
+        known = suggestion(request.preset, list(PLAN_PRESETS))
+        raise UsageError(f"There is no preset {request.preset!r}: {known}")
+    dense = {**PRESETS, **LARGE_PRESETS}
+    if request.hf is None and request.model is None and request.preset in dense:
+        transformer_config(request.preset, request.override, presets=dense)
 
 
 def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:
@@ -173,8 +310,8 @@ def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:
     import math
 
     from shardgrad.cli.train import key_and_value
+    from shardgrad.plan.calibration import Calibration
     from shardgrad.plan.hardware import machine_of
-    from shardgrad.plan.planning import Calibration
     from shardgrad.plan.request import Request
     from shardgrad.train.config import mesh_shape
 

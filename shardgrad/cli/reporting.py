@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -16,29 +17,47 @@ __all__ = ["escaped", "reported"]
 
 
 @contextmanager
-def reported(program: str) -> Iterator[None]:
-    """Prints an expected error of the block and exits; other exceptions pass.
+def reported(program: str, *, debug: bool = False) -> Iterator[None]:
+    """Prints an error of the block, and exits. Errors of click pass.
 
     The exit status is 2 for a missing package, the error's own for a `TrainingError`, and 1 for other errors.
 
     Args:
         program: prefix of the message, such as "shardgrad train".
+        debug: print the traceback first.
     """
     try:
         yield
-    except TrainingError as error:
-        _exit(f"{program}: {error}", error.exit_status)
-    except PartnerUnavailableError as error:
-        _exit(f"{program}: {error.what}: {error.fix}", 2)
-    except ShardgradError as error:
-        _exit(f"{program}: {error}", 1)
-    except OSError as error:
-        _exit(f"{program}: {error}: free space, or correct the path.", 1)
+    except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        _exit(f"{program}: {_sentence(error)}", _status(error))
 
 
 def escaped(text: object) -> str:
     """Returns text with control characters escaped, so that names from files cannot steer the terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, PartnerUnavailableError):
+        return f"{error.what}: {error.fix}"
+    if isinstance(error, OSError):
+        return f"{error}: free space, or correct the path."
+    if isinstance(error, TrainingError | ShardgradError):
+        return str(error)
+    first, _, _ = str(error).partition("\n")
+    return (
+        f"{type(error).__name__}: {first}; this error was not expected: --debug prints where it was raised."
+    )
+
+
+def _status(error: Exception) -> int:
+    if isinstance(error, TrainingError):
+        return error.exit_status
+    return 2 if isinstance(error, PartnerUnavailableError) else 1
 
 
 def _exit(message: str, status: int) -> NoReturn:

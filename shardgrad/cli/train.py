@@ -13,12 +13,59 @@ from typing import Any
 
 import click
 
-from shardgrad.cli.reporting import escaped, reported
+from shardgrad.cli.command import Command, is_debug
+from shardgrad.cli.reporting import escaped
 from shardgrad.train.config import TrainConfig, read_settings
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import Scalar
 
 _NEWEST = ""  # the value of --resume without a folder
+
+_SECTIONS = {
+    "Model and data": ("preset", "hf", "override", "data", "data_limit_mib", "validation_fraction", "seed"),
+    "Ranks and engine": (
+        "ranks",
+        "mesh",
+        "device",
+        "engine",
+        "stage",
+        "precision",
+        "activation_checkpointing",
+        "compile",
+        "graph",
+        "timeout",
+    ),
+    "Steps": ("steps", "batch_size", "accumulate", "sync_every_microbatch", "seq_len"),
+    "Optimizer": ("optimizer", "lr", "warmup_steps", "final_lr_ratio", "weight_decay", "clip"),
+    "Metrics and checks": (
+        "log_every",
+        "eval_every",
+        "eval_samples",
+        "check_every",
+        "on_nonfinite",
+        "profile",
+        "tensorboard",
+        "wandb",
+        "sample_bytes",
+        "plot",
+    ),
+    "Run folder and checkpoints": (
+        "run_dir",
+        "checkpoint_every",
+        "checkpoint_async",
+        "keep",
+        "resume",
+    ),
+    "Settings": ("config_file", "print_config"),
+}
+_EXAMPLES = [
+    "shardgrad train",
+    "shardgrad train --preset small --data my_texts/ --steps 2000 --ranks 4",
+    "shardgrad train --mesh 2x2 --precision bf16-mixed --activation-checkpointing",
+    "shardgrad train --resume",
+    "shardgrad train --lr 1e-3 --print-config > run.json; shardgrad train --config run.json",
+    "torchrun --nproc-per-node 2 -m shardgrad train",
+]
 
 
 def _options_of_a_run(command: Callable[..., None]) -> Callable[..., None]:
@@ -47,10 +94,26 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
     plain = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
     # Not click.Choice: TrainConfig checks values from the command line and from files in one place.
     metavar = "|".join(choices) if choices else None
-    return click.option(flag, one.name, type=plain, default=None, metavar=metavar, help=words)
+
+    def completed(_: click.Context, __: click.Parameter, incomplete: str) -> list[str]:
+        return [choice for choice in choices if choice.startswith(incomplete)]
+
+    bare: dict[str, Any] = {}
+    if one.metadata["bare"] is not None:
+        bare = {"is_flag": False, "flag_value": one.metadata["bare"]}
+    return click.option(
+        flag,
+        one.name,
+        type=plain,
+        default=None,
+        **bare,
+        metavar=metavar,
+        help=words,
+        shell_complete=completed if choices else None,
+    )
 
 
-@click.command()
+@click.command(cls=Command, sections=_SECTIONS, examples=_EXAMPLES)
 @_options_of_a_run
 @click.option(
     "--resume",
@@ -63,28 +126,38 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
 )
 @click.option(
     "--config",
-    "file",
+    "config_file",
     type=click.Path(path_type=Path),
     help="Read settings from a TOML or JSON file; options on the command line take precedence.",
 )
-@click.option("--debug", is_flag=True, help="Print the traceback of a failure.")
-def train(resume: str | None, file: Path | None, debug: bool, **flags: Any) -> None:
+@click.option(
+    "--print-config",
+    is_flag=True,
+    help="Print all settings as JSON, in the form that --config reads, and start nothing.",
+)
+@click.pass_context
+def train(
+    ctx: click.Context, /, resume: str | None, config_file: Path | None, print_config: bool, **flags: Any
+) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
 
-    Starts its own ranks (--ranks, --mesh), or runs as one of the ranks that torchrun started:
-    torchrun --nproc-per-node 2 -m shardgrad train.
+    Starts its own ranks (--ranks, --mesh), or runs as one of the ranks that torchrun started.
     Ctrl-C finishes the current step and saves a checkpoint; a second Ctrl-C stops at once.
     """
-    from shardgrad.train.launch import newest_run, start
+    from shardgrad.train.launch import newest_run, prepare, start
     from shardgrad.train.launcher import torchrun_world_size
 
-    with reported("shardgrad train"):
-        given = read_settings(file) if file is not None else {}
-        given |= {name: value for name, value in flags.items() if value not in (None, ())}
-        if flags["override"]:
-            given["override"] = dict(key_and_value(text) for text in flags["override"])
-        folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
-        report = start(given, resume=folder, debug=debug)
+    given = read_settings(config_file) if config_file is not None else {}
+    given |= {name: value for name, value in flags.items() if value not in (None, ())}
+    if flags["override"]:
+        given["override"] = dict(key_and_value(text) for text in flags["override"])
+    folder = None if resume is None else newest_run() if resume == _NEWEST else Path(resume)
+    job = prepare(given, resume=folder, debug=is_debug(ctx))
+    if print_config:
+        # The default folder has the time of day in its name.
+        click.echo(dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False)
+        return
+    report = start(job)
     if report.exit_status and report.speaks:
         click.echo(f"shardgrad train: {escaped(report.sentence)}", err=True)
         for frame in report.stack:

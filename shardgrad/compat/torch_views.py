@@ -187,7 +187,7 @@ class StateView:
     def _hooks(self) -> list[RemovableHandle]:
         if len(self._unit.hooks) > 1:
             raise unsupported(
-                f"torch's FSDPMemTracker over {self._unit.name or 'the model'}, a unit of several modules,",
+                f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several modules,",
                 instead="a unit for each module: the tracker has one handle for all their hooks",
             )
         return self._unit.hooks[0]

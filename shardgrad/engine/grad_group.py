@@ -245,7 +245,7 @@ class GradGroup:
     def packer(self) -> GradPacker:
         """What packs the trainable parameters' gradients."""
         if self._packer is None:
-            raise RuntimeError(f"unit {self.group.name} was never unsharded")
+            raise RuntimeError(f"unit {self.group.name or 'root'!r} was never unsharded")
         return self._packer
 
     def unsharded_for(self, stream: Stream) -> None:
@@ -347,7 +347,7 @@ class GradGroup:
         if grad is None:
             return
         if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {self.group.name} before a root was known")
+            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
         is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
         if is_last or not scheduler.backward_running:
             scheduler.arrived(self)

@@ -320,7 +320,7 @@ class ParamGroup:
         """Changes the state; a transition that is not listed is a fault of the engine."""
         if (self.state, to) not in TRANSITIONS:
             raise RuntimeError(
-                f"the parameters of {self.name or 'a unit'} cannot go from {self.state} to {to}"
+                f"the parameters of unit {self.name or 'root'!r} cannot go from {self.state} to {to}"
             )
         self.state = to
 

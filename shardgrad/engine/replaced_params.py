@@ -49,7 +49,7 @@ def require_data(group: ParamGroup) -> None:
             f"were still on meta device: {names}",
             expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
-            where=f"unit {group.name}",
+            where=f"unit {group.name or 'root'!r}",
             fix="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
         )
 
@@ -66,7 +66,7 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             f"parameter {p.name} was replaced by something its unit cannot take over",
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
-            where=f"unit {group.name}",
+            where=f"unit {group.name or 'root'!r}",
             fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); parametrize, "
             "or remove parameters, before fully_shard",
         )
@@ -81,18 +81,18 @@ def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> Non
         f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",
         expected="both methods on the local tensor before the first forward of the root, or neither",
         got="a parameter that already travels in a flat shard",
-        where=f"unit {group.name}",
+        where=f"unit {group.name or 'root'!r}",
         fix="put the methods there after to_empty() or loading, and before the model first runs",
     )
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
     named = [(p.name, param) for p, param in zip(group.params, shown, strict=True)]
-    group.shard_memory.require_params_here(named, where=f"unit {group.name}")
+    group.shard_memory.require_params_here(named, where=f"unit {group.name or 'root'!r}")
     dtypes = {local_of(param).dtype for param in shown}
     if len(dtypes) > 1:
         raise ForeignParameterError(
-            f"parameters of unit {group.name} no longer share a dtype",
+            f"parameters of unit {group.name or 'root'!r} no longer share a dtype",
             expected=f"one dtype for {[p.name for p in group.params]}",
             got=", ".join(map(str, sorted(dtypes, key=str))),
             fix="cast the whole unit at once, for example model.to(torch.bfloat16)",
@@ -104,6 +104,6 @@ def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:
                 f"the local shard of {p.name} has another shape",
                 expected=str(tuple(view.shape)),
                 got=str(tuple(local.shape)),
-                where=f"unit {group.name}",
+                where=f"unit {group.name or 'root'!r}",
                 fix="distribute the full tensor with distribute_tensor",
             )

@@ -29,9 +29,8 @@ _GRAD = attrgetter("grad")
 def _move(grads: GradGroup, state: GradState) -> None:
     """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
-        raise RuntimeError(
-            f"gradients of unit {grads.group.name} cannot go from {grads.state.name} to {state.name}"
-        )
+        name = grads.group.name or "root"
+        raise RuntimeError(f"gradients of unit {name!r} cannot go from {grads.state.name} to {state.name}")
     grads.state = state
 
 

@@ -240,20 +240,21 @@ class ModuleState(Capturable):
                     yield f"gradient of {name}", param.grad
         yield from self._module.named_buffers()
         for group, grads in zip(self._groups, self._grad_groups, strict=True):
-            yield f"shard of {group.name}", group.shard
+            unit = f"unit {group.name or 'root'!r}"
+            yield f"shard of {unit}", group.shard
             shard = grads.shard
             if shard is not None:
-                yield f"gradient shard of {group.name}", shard.flat
+                yield f"gradient shard of {unit}", shard.flat
                 for what, scalar in zip(("pending scale", "verdict"), _PENDING(shard), strict=True):
                     if scalar is not None:
-                        yield f"{what} of the gradients of {group.name}", scalar
+                        yield f"{what} of the gradients of {unit}", scalar
             for what, buffer in grads.buffers().items():
-                yield f"{what} of {group.name}", buffer
+                yield f"{what} of {unit}", buffer
 
 
 def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
     for group in groups:
-        where = f"unit {group.name}" if group.name else None
+        where = f"unit {group.name or 'root'!r}"
         if group.shard_memory.is_offloaded:
             raise CaptureError(
                 "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, and a "

@@ -29,6 +29,7 @@ from shardgrad.errors import CaptureError, CollectiveError, OptionError
 from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
+from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
 from shardgrad.graphs.lifetime import graphs_captured, graphs_destroyed
 from shardgrad.graphs.outputs import apart_from, clones, detached, used_on
@@ -228,6 +229,7 @@ class GraphedStep(Generic[_P, _R]):
         self._outputs: Any = None
         self._call = 0
         self._status = StatusReader(self.pool, self._capturables)
+        self._habits = Habits(optimizers, self._warn)
         self.eager_steps = self.captures = self.replays = 0
 
     @property
@@ -288,6 +290,8 @@ class GraphedStep(Generic[_P, _R]):
             lambda: [*kind.buffers.buffers, *self._state()],
         )
         self.eager_steps += 1
+        if self.eager_steps == 2:  # the first may begin with gradients of the program's
+            self._habits.stepped_eagerly()
         kind.seen.add(key[1])
         return used_on(outputs, caller)
 
@@ -338,8 +342,10 @@ class GraphedStep(Generic[_P, _R]):
     def _kind(self, inputs: Inputs) -> _InputKind:
         key = inputs.key
         if self._latest_kind is not None and self._latest_kind.key == key:
+            self._habits.called(key, is_new=False)
             return self._latest_kind
         kind = self._kinds.get(key)
+        self._habits.called(key, is_new=kind is None)
         if kind is None:
             kind = self._kinds[key] = _InputKind(key, InputBuffers(inputs, self.pool))
             self._evict()

@@ -7,6 +7,7 @@ The schemas are here and not in C++, because the reference needs them when there
 
 from __future__ import annotations
 
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,14 @@ def load_compiled() -> None:
         what = f"there is no compiled library {_PATH}"
     warnings.warn(
         f"shardgrad: {what}; the slower Python reference ops are used. "
-        "To build it, type in the source tree: pip install --no-build-isolation -e .",
+        f"To build it with a C++17 compiler, type: {_command()}",
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+def _command() -> str:
+    root = _PATH.parents[1]
+    if (root / "setup.py").is_file():
+        return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"
+    return "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"

@@ -308,7 +308,7 @@ class ShardedSegment(Segment):
                         f"parameter {managed.name} was replaced after the optimizer was built",
                         expected="the parameter the optimizer was given",
                         got="another one in its place: load_state_dict(assign=True), or model.to(dtype)",
-                        where=f"unit {self._group.name}",
+                        where=f"unit {self._group.name or 'root'!r}",
                         fix="build the optimizer after the last change of this kind",
                     )
             self._storage_check = _StorageCheck(self.params)
@@ -328,7 +328,7 @@ class ShardedSegment(Segment):
             f"the data of a parameter among {', '.join(self.names)} was replaced",
             expected="the piece of the shard that the engine gathers from",
             got="another tensor, which the next forward would not see",
-            where=f"unit {self._group.name}",
+            where=f"unit {self._group.name or 'root'!r}",
             fix="change parameters in place: param.copy_(new) under torch.no_grad()",
         )
 

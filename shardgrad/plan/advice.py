@@ -1,4 +1,4 @@
-"""Suggests changes. Each one is rehearsed with a few blocks of the model (`depth.py`)."""
+"""Suggests changes. Each one is planned; one that does not fit, or gains nothing, is not suggested."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardgrad.plan.depth import estimate, shallow
+from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.hardware import Machine
-from shardgrad.plan.planning import Calibration, Plan
+from shardgrad.plan.models import build_plan_model
+from shardgrad.plan.planning import Plan, make_plan
+from shardgrad.plan.request import Request
 from shardgrad.train.failure import TrainingError
 
-__all__ = ["Advice", "advise"]
+__all__ = ["Advice", "advise", "is_hopeless"]
 
 _WORTH = 1.01  # an improvement below one per cent is not reported
+_RECOMPUTATION = {
+    "none": "no recomputation",
+    "selective": "attention and half of the products are kept, the rest is recomputed",
+    "full": "activations of one block at a time, for a third more compute",
+}
+_ORDER = list(_RECOMPUTATION)
 
 
 @dataclass(frozen=True)
@@ -26,14 +34,12 @@ class Advice:
         why: reason, a short phrase.
         needed_nbytes: memory that a device must have after the change.
         tokens_per_s: tokens per second of a rank after the change.
-        fits: whether the device has enough memory after the change.
     """
 
     option: str
     why: str
     needed_nbytes: int
     tokens_per_s: float
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -45,49 +51,48 @@ class _Change:
 
 
 def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advice]:
-    """Returns the most effective changes: those that make the plan fit, or faster if it fits already.
+    """Returns the most effective changes, all of which fit: if the plan does not, the fastest of them.
 
     Args:
         plan: the plan.
         calibration: calibration of the plan.
         most: largest number of changes to return.
     """
-    changes = [change for change in _changes(plan) if not _is_hopeless(plan, change)]
-    depth = plan.rehearsal.blocks
-    as_it_is = shallow(plan.request, depth)
-    base = estimate(as_it_is, plan.machine, calibration, depth)
+    if calibration.compute_s is not None:  # of this model and batch; the factor is what other batches share
+        calibration = Calibration(scale=plan.compute_scale)
     found = []
-    for change in changes:
+    for change in _changes(plan):
+        request = plan.request.but(**change.fields)
+        if is_hopeless(request, change.machine, plan.parameters):
+            continue
         try:
-            tried = shallow(plan.request.but(**change.fields), depth) if change.fields else as_it_is
-            after = estimate(tried, change.machine, calibration, depth)
+            after = make_plan(request, change.machine, calibration)
         except TrainingError:
             continue  # not possible with this model or mesh
-        needed = int(plan.needed_nbytes + after.needed_nbytes - base.needed_nbytes)
-        tokens_per_s = plan.tokens_per_s * after.tokens_per_s / base.tokens_per_s
-        fits = needed <= change.machine.device.memory_nbytes
-        found.append(Advice(change.option, change.why, needed, tokens_per_s, fits))
-    if plan.fits:
-        faster = [a for a in found if a.fits and a.tokens_per_s > plan.tokens_per_s * _WORTH]
-        return sorted(faster, key=lambda a: -a.tokens_per_s)[:most]
-    worth = (_WORTH - 1) * plan.peak_nbytes
-    smaller = [a for a in found if plan.needed_nbytes - a.needed_nbytes > worth]
-    # Changes that fit come first, in the order of speed; then the others, in the order of memory.
-    return sorted(smaller, key=lambda a: (not a.fits, -a.tokens_per_s if a.fits else a.needed_nbytes))[:most]
+        if after.fits and (not plan.fits or after.tokens_per_s > plan.tokens_per_s * _WORTH):
+            found.append(Advice(change.option, change.why, after.needed_nbytes, after.tokens_per_s))
+    return sorted(found, key=lambda advice: -advice.tokens_per_s)[:most]
 
 
-def _is_hopeless(plan: Plan, change: _Change) -> bool:
+def is_hopeless(request: Request, machine: Machine, parameters: int | None = None) -> bool:
     """Returns whether weights and optimizer states alone take more memory than the device has.
 
-    Gradients, activations and unsharded layers need more, so such a change need not be rehearsed.
+    Gradients, activations and unsharded layers need more, so such a request need not be rehearsed.
+
+    Args:
+        request: the request.
+        machine: the machine.
+        parameters: number of elements of the model's parameters, if it is known.
     """
-    after, numel = plan.request.but(**change.fields), plan.rehearsal.parameters
-    weight_nbytes = 2 if after.precision == "bf16" else 4
-    states = 2 if after.optimizer == "adamw" else 1
-    of_shards = weight_nbytes * (1 + states) / (after.ranks if after.stage == "hfsdp" else after.shards)
-    computed_nbytes = 4 if after.precision == "fp32" else 2
-    of_whole = computed_nbytes if after.stage in ("1", "2") else 0
-    return numel * (of_shards + of_whole) > change.machine.device.memory_nbytes
+    numel = parameters
+    if numel is None:
+        numel = sum(param.numel() for param in build_plan_model(request).module.parameters())
+    weight_nbytes = 2 if request.precision == "bf16" else 4
+    states = 2 if request.optimizer == "adamw" else 1
+    of_shards = weight_nbytes * (1 + states) / (request.ranks if request.stage == "hfsdp" else request.shards)
+    computed_nbytes = 4 if request.precision == "fp32" else 2
+    of_whole = computed_nbytes if request.stage in ("1", "2") else 0
+    return numel * (of_shards + of_whole) > machine.device.memory_nbytes
 
 
 def _changes(plan: Plan) -> Iterator[_Change]:
@@ -97,14 +102,13 @@ def _changes(plan: Plan) -> Iterator[_Change]:
     def but(option: str, why: str, **fields: object) -> _Change:
         return _Change(option, why, fields, machine)
 
-    if not request.activation_checkpointing:
-        yield but(
-            "--activation-checkpointing",
-            "activations of one block at a time, for a third more compute",
-            activation_checkpointing=True,
-        )
-    elif plan.fits:
-        yield but("without --activation-checkpointing", "no recomputation", activation_checkpointing=False)
+    for mode, why in _RECOMPUTATION.items():
+        # What recomputes more takes less memory and more time.
+        is_smaller = _ORDER.index(mode) > _ORDER.index(request.activation_checkpointing)
+        if mode != request.activation_checkpointing and is_smaller != plan.fits:
+            yield but(f"--activation-checkpointing {mode}", why, activation_checkpointing=mode)
+    if plan.fits and not request.compile and not request.on_host:
+        yield but("--compile", "elementwise kernels of a block are fused", compile=True)
     if request.batch_size % 2 == 0:
         size, count = request.batch_size // 2, request.accumulate * 2
         yield but(
@@ -124,7 +128,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         yield but("--precision bf16-mixed", "tensor cores, and half the traffic", precision="bf16-mixed")
     elif request.reduce_dtype != "bf16":
         yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
-    if machine.launch_s and plan.timeline.host_s > 0.9 * plan.timeline.step_s:
+    if machine.launch_s and plan.host_s > 0.9 * plan.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)
         yield _Change("--graph", "the step is limited by the host", {}, graphed)
 

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.recording import Event, Kernel, Transfer
-from shardgrad.train.failure import UsageError
 
 __all__ = ["AxisLayout", "CostModel", "compute_s", "model_flops"]
 
@@ -142,31 +141,3 @@ def compute_s(events: Iterable[Event], cost: CostModel) -> float:
     """Returns the sum of the durations of the model's kernels in forward and backward, in seconds."""
     own = (e for e in events if isinstance(e, Kernel) and not e.is_engine and e.phase != "optimizer")
     return sum(cost.kernel_s(kernel) for kernel in own)
-
-
-def scaled_to_mfu(cost: CostModel, events: Iterable[Event], mfu: float) -> CostModel:
-    """Returns the cost model in which forward and backward reach an MFU without communication.
-
-    Raises:
-        UsageError: `mfu` is not between 0 and 1.
-    """
-    if not 0 < mfu <= 1:
-        raise UsageError(f"--mfu is {mfu}: give a fraction of the peak, such as 0.4.")
-    events = list(events)
-    peak = cost.machine.device.flops[_main_dtype(events)]
-    return scaled_to_time(cost, events, model_flops(events) / (peak * mfu))
-
-
-def scaled_to_time(cost: CostModel, events: Iterable[Event], seconds: float) -> CostModel:
-    """Returns the cost model in which forward and backward take these seconds without communication."""
-    plain = CostModel(cost.machine, cost.shards)
-    return CostModel(cost.machine, cost.shards, seconds / compute_s(events, plain))
-
-
-def _main_dtype(events: Iterable[Event]) -> str:
-    """Returns the dtype in which most products are computed."""
-    sums: dict[str, float] = {}
-    for event in events:
-        if isinstance(event, Kernel):
-            sums[event.dtype] = sums.get(event.dtype, 0.0) + event.flops
-    return max(sums, key=lambda dtype: sums[dtype], default="fp32")

@@ -34,6 +34,8 @@ class Device:
         bandwidth: memory bandwidth in bytes per second.
         matmul_share: fraction of the peak that large matrix products reach.
         bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
+        slowdowns: factors on the durations of forward and backward without a measurement, for the fastest,
+            the likely and the slowest program: quantiles of published runs (docs/explanation/scaling.md).
         is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
         link: name of the fastest link inside a node.
         source: source of the numbers.
@@ -46,9 +48,15 @@ class Device:
     bandwidth: float
     matmul_share: float
     bandwidth_share: float
+    slowdowns: tuple[float, float, float]
     is_synchronous: bool
     link: str
     source: str
+
+    @property
+    def margin_nbytes(self) -> int:
+        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take later."""
+        return 0 if self.is_synchronous else int(_MARGIN * self.memory_nbytes)
 
 
 @dataclass(frozen=True)
@@ -123,6 +131,10 @@ NETWORKS: Mapping[str, Link] = {
 
 _TENSOR_CORES = 0.70  # of the peak: what cuBLAS reaches on transformer shapes at full power
 _ELEMENTWISE = 0.80
+# Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand for what
+# came after them, of which too little is published.
+_AMPERE, _HOPPER = (0.86, 0.93, 1.25), (0.97, 1.22, 1.60)
+_MARGIN = 0.05
 
 DEVICES: Mapping[str, Device] = {
     device.name: device
@@ -135,6 +147,7 @@ DEVICES: Mapping[str, Device] = {
             1555 * GB,
             _TENSOR_CORES,
             _ELEMENTWISE,
+            _AMPERE,
             False,
             "nvlink3",
             "NVIDIA A100 datasheet, SXM 40 GB",
@@ -147,6 +160,7 @@ DEVICES: Mapping[str, Device] = {
             2039 * GB,
             _TENSOR_CORES,
             _ELEMENTWISE,
+            _AMPERE,
             False,
             "nvlink3",
             "NVIDIA A100 datasheet, SXM 80 GB",
@@ -159,6 +173,7 @@ DEVICES: Mapping[str, Device] = {
             3350 * GB,
             _TENSOR_CORES,
             _ELEMENTWISE,
+            _HOPPER,
             False,
             "nvlink4",
             "NVIDIA H100 datasheet, SXM",
@@ -171,6 +186,7 @@ DEVICES: Mapping[str, Device] = {
             4800 * GB,
             _TENSOR_CORES,
             _ELEMENTWISE,
+            _HOPPER,
             False,
             "nvlink4",
             "NVIDIA H200 datasheet, SXM",
@@ -183,6 +199,7 @@ DEVICES: Mapping[str, Device] = {
             7700 * GB,
             _TENSOR_CORES,
             _ELEMENTWISE,
+            _HOPPER,
             False,
             "nvlink5",
             "NVIDIA DGX B200 datasheet",
@@ -195,6 +212,7 @@ DEVICES: Mapping[str, Device] = {
             8 * GB,
             1.0,
             1.0,
+            (0.5, 1.0, 2.0),
             True,
             "loopback",
             "one core, an order of magnitude; measure your own: python -m benchmarks plan",

@@ -5,37 +5,26 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
-from shardgrad.plan.request import Request
+from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.train.model import Transformer
-from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig, suggestion, transformer_config
+from shardgrad.train.presets import PRESETS, Scalar, suggestion, transformer_config
 
-__all__ = ["PLAN_PRESETS", "PlanModel", "build_plan_model"]
+__all__ = ["PlanModel", "build_plan_model"]
 
-# Presets for plans only.
-_LARGE: Mapping[str, TransformerConfig] = {
-    "70b": TransformerConfig(
-        width=8192,
-        layers=80,
-        heads=64,
-        kv_heads=8,
-        hidden=28_672,
-        vocab_size=128_256,
-        tied=False,
-        rope_theta=500_000.0,
-    ),
-}
-PLAN_PRESETS = (*PRESETS, *_LARGE, *MOE_PRESETS)
+# Attributes in which a block keeps its position. transformers has the first.
+_POSITION = ("layer_idx", "layer_id", "layer_number")
 
 Loss = Callable[[int, int], Tensor]
 
@@ -61,11 +50,41 @@ class PlanModel:
         """Returns the blocks with their names in the list."""
         return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
 
-    def keep_last_blocks(self, count: int) -> None:
-        """Removes all blocks but the last `count`."""
+    def alike(self) -> range:
+        """Returns the positions of the longest run of blocks that are alike."""
         blocks = self.module.get_submodule(self.blocks) if self.blocks else None
-        if isinstance(blocks, nn.ModuleList):
-            del blocks[: len(blocks) - count]
+        if not isinstance(blocks, nn.ModuleList):
+            return range(0)
+        longest = range(0)
+        start = 0
+        for _, run in groupby(map(_signature, blocks)):
+            length = len(list(run))
+            if length > len(longest):
+                longest = range(start, start + length)
+            start += length
+        return longest
+
+    def keep_alike(self, count: int) -> None:
+        """Removes blocks from the longest run of blocks that are alike, so that `count` are left of it."""
+        run = self.alike()
+        if len(run) > count:
+            blocks = cast(nn.ModuleList, self.module.get_submodule(self.blocks))
+            del blocks[run.start : run.stop - count]
+
+
+def _signature(block: nn.Module) -> Hashable:
+    """Returns what a block's operations can depend on: classes, sizes, and numbers, but for its position."""
+    described: list[Hashable] = []
+    for name, part in block.named_modules():
+        plain = sorted(
+            (key, value)
+            for key, value in vars(part).items()
+            if isinstance(value, int | float | str) and key not in _POSITION
+        )
+        tensors = [*part._parameters.items(), *part._buffers.items()]
+        shapes = [(key, None if one is None else (one.shape, one.dtype)) for key, one in tensors]
+        described.append((name, type(part), tuple(plain), tuple(shapes)))
+    return tuple(described)
 
 
 def build_plan_model(request: Request) -> PlanModel:
@@ -87,7 +106,7 @@ def build_plan_model(request: Request) -> PlanModel:
             raise UsageError(f"--override is for the dense presets, not for {name}: leave it out.")
         moe = _built(name, lambda: MoeTransformer(MOE_PRESETS[name]))
         return PlanModel(name, moe, "layers", _loss_of(moe))
-    config = transformer_config(name, request.override, presets={**PRESETS, **_LARGE})
+    config = transformer_config(name, request.override, presets={**PRESETS, **LARGE_PRESETS})
     dense = _built(name, lambda: Transformer(config))
     return PlanModel(name, dense, "layers", _loss_of(dense))
 
@@ -171,8 +190,9 @@ def _loss_of(module: nn.Module) -> Loss:
     """Returns the loss of a language model on tokens."""
 
     def loss(batch_size: int, seq_len: int) -> Tensor:
-        tokens = torch.empty(batch_size, seq_len, dtype=torch.int64, device="cpu")
-        targets = torch.empty_like(tokens)
+        device = next(module.parameters()).device
+        tokens = torch.zeros(batch_size, seq_len, dtype=torch.int64, device=device)
+        targets = torch.zeros_like(tokens)
         result: Tensor = module.loss(tokens, targets)  # type: ignore[operator]
         return result
 

@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
+from shardgrad.plan.cost import CostModel
+from shardgrad.plan.memory import MemoryCurve, memory_of
 from shardgrad.plan.planning import Plan
 from shardgrad.plan.recording import Kernel, Transfer
+from shardgrad.plan.rehearsal import Rehearsal, rehearse
+from shardgrad.plan.timeline import Timeline, play
 from shardgrad.train.failure import UsageError
 
 __all__ = ["draw"]
@@ -41,7 +45,7 @@ _MARGIN_S = 1e-9
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draws memory and timeline into a file, in the format of its suffix.
+    """Rehearses the plan's step with all blocks, and draws memory and timeline in the format of the suffix.
 
     Raises:
         PartnerUnavailableError: matplotlib is not installed.
@@ -52,12 +56,15 @@ def draw(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(11, 7), layout="constrained")
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_memory(plan, memory)
-    _draw_lanes(plan, lanes)
+    rehearsal = rehearse(plan.request)
+    cost = CostModel(plan.machine, plan.request.shards, plan.compute_scale)
+    timeline = play(rehearsal.events, cost)
+    _draw_memory(plan, memory_of(rehearsal), timeline, memory)
+    _draw_lanes(rehearsal, timeline, lanes)
     request = plan.request
     figure.suptitle(
-        f"{plan.rehearsal.name} on {request.ranks} x {plan.machine.device.name}: "
-        f"{plan.timeline.step_s * 1e3:,.1f} ms, {plan.peak_nbytes / 2**30:,.2f} GiB (predicted)"
+        f"{plan.name} on {request.ranks} x {plan.machine.device.name}: "
+        f"{timeline.step_s * 1e3:,.1f} ms, {plan.peak_nbytes / 2**30:,.2f} GiB (predicted)"
     )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,12 +75,12 @@ def draw(plan: Plan, path: Path) -> None:
         ) from error
 
 
-def _draw_memory(plan: Plan, axes: Any) -> None:
+def _draw_memory(plan: Plan, curve: MemoryCurve, timeline: Timeline, axes: Any) -> None:
     """Draws the memory of each owner over time; it changes when the device starts the following operation."""
-    moments = plan.memory.moments
-    spans = sorted(plan.timeline.spans, key=lambda span: span.event)
+    moments = curve.moments
+    spans = sorted(timeline.spans, key=lambda span: span.event)
     events, begins = [span.event for span in spans], [span.begin_s * 1e3 for span in spans]
-    end = plan.timeline.step_s * 1e3
+    end = timeline.step_s * 1e3
     times: list[float] = []
     for moment in moments:
         place = bisect_right(events, moment.event - 1)
@@ -95,11 +102,11 @@ def _draw_memory(plan: Plan, axes: Any) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", reverse=True, frameon=False)
 
 
-def _draw_lanes(plan: Plan, axes: Any) -> None:
+def _draw_lanes(rehearsal: Rehearsal, timeline: Timeline, axes: Any) -> None:
     """Draws one lane for compute and one for each link; adjacent operations of one kind are one bar."""
-    events = plan.rehearsal.events
+    events = rehearsal.events
     bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
-    for span in plan.timeline.spans:
+    for span in timeline.spans:
         event = events[span.event]
         if isinstance(event, Kernel) and span.end_s > span.begin_s:
             key = span.lane, "engine" if event.is_engine else event.phase, ""

@@ -1,35 +1,23 @@
-"""The plan: the memory, traffic and time of a rehearsed step on a machine."""
+"""The plan: the memory, traffic and time of a step on a machine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardgrad.plan.cost import CostModel, model_flops, scaled_to_mfu, scaled_to_time
-from shardgrad.plan.hardware import DEVICES, Machine
-from shardgrad.plan.memory import MemoryCurve, memory_of
+from shardgrad.plan.calibration import Calibration
+from shardgrad.plan.cost import CostModel, compute_s, model_flops
+from shardgrad.plan.depth import line, rehearse_shallow
+from shardgrad.plan.hardware import DEVICES, Device, Machine
+from shardgrad.plan.memory import memory_of
 from shardgrad.plan.recording import Transfer
-from shardgrad.plan.rehearsal import Rehearsal, rehearse
-from shardgrad.plan.request import Request, require_range
-from shardgrad.plan.timeline import Timeline, play
+from shardgrad.plan.rehearsal import Rehearsal
+from shardgrad.plan.request import Request
+from shardgrad.plan.stages import Waste
+from shardgrad.plan.timeline import play
 
-__all__ = ["Calibration", "Plan", "Traffic", "make_plan", "plan_of"]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Measurements that replace the roofline model of compute; None uses the roofline.
-
-    Attributes:
-        mfu: MFU of forward and backward without communication, with PaLM's count of FLOPs.
-        compute_s: seconds of forward and backward without communication.
-    """
-
-    mfu: float | None = None
-    compute_s: float | None = None
-
-    def __post_init__(self) -> None:
-        require_range("--compute-s", self.compute_s, 1e9)
+__all__ = ["Plan", "Traffic", "make_plan", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -55,97 +43,217 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for a step on a machine.
+    """The prediction for a step on a machine. Sizes are those of rank 0, in bytes; times in seconds.
 
     Attributes:
-        rehearsal: the rehearsed step.
+        request: the request.
         machine: the machine.
-        cost: model of durations.
-        memory: memory over the step.
-        timeline: timeline of the step.
+        name: name of the model.
+        parameters: number of elements of its parameters.
+        units: number of calls of `fully_shard`.
+        blocks: length of the longest run of blocks that are alike.
+        resting: allocated between steps, by owner.
+        at_peak: allocated at the peak, by owner.
+        peak_nbytes: peak of allocated memory.
+        reserved_nbytes: what a caching allocator reserves.
+        waste: padding in the shards.
+        traffic: traffic of a rank.
+        model_flops: FLOPs of the model, as PaLM counts them.
+        step_s: the step.
+        step_range_s: the step if compute is as fast, and as slow, as in runs that were published; both are
+            `step_s` if it was measured.
+        compute_s: the compute stream is busy.
+        exposed_s: the compute stream is idle.
+        transfers_s: sum of all collectives.
+        host_s: until the host has launched everything.
+        compute_scale: factor on the roofline's durations of kernels in forward and backward.
     """
 
-    rehearsal: Rehearsal
+    request: Request
     machine: Machine
-    cost: CostModel
-    memory: MemoryCurve
-    timeline: Timeline
+    name: str
+    parameters: int
+    units: int
+    blocks: int
+    resting: Mapping[str, int]
+    at_peak: Mapping[str, int]
+    peak_nbytes: int
+    reserved_nbytes: int
+    waste: Waste
+    traffic: tuple[Traffic, ...]
+    model_flops: float
+    step_s: float
+    step_range_s: tuple[float, float]
+    compute_s: float
+    exposed_s: float
+    transfers_s: float
+    host_s: float
+    compute_scale: float
 
-    @property
-    def request(self) -> Request:
-        """The request of the plan."""
-        return self.rehearsal.request
-
-    @property
-    def peak_nbytes(self) -> int:
-        """Peak of allocated memory."""
-        return self.memory.peak.total
+    def needed_on(self, device: Device) -> int:
+        """Returns the memory that a device must have: with its context and libraries, and a margin."""
+        reserved = self.peak_nbytes if self.request.on_host else self.reserved_nbytes
+        return reserved + device.taken_nbytes + device.margin_nbytes
 
     @property
     def needed_nbytes(self) -> int:
-        """Memory that a device must have, for the allocator, context, communicators and workspaces."""
-        reserved = self.peak_nbytes if self.request.on_host else self.memory.reserved_nbytes
-        return reserved + self.machine.device.taken_nbytes
+        """Memory that a device of the machine must have."""
+        return self.needed_on(self.machine.device)
 
     @property
     def fits(self) -> bool:
-        """Whether the device has enough memory."""
+        """Whether the device has enough memory, with a margin."""
         return self.needed_nbytes <= self.machine.device.memory_nbytes
 
     @property
     def tokens_per_s(self) -> float:
         """Tokens per second of one rank."""
-        return self.request.tokens / self.timeline.step_s
+        return self.request.tokens / self.step_s
 
     @property
-    def peak_flops(self) -> float:
-        """Peak FLOP/s of the device in the dtype that the model computes in."""
-        return self.machine.device.flops["fp32" if self.request.precision == "fp32" else "bf16"]
+    def tokens_per_s_range(self) -> tuple[float, float]:
+        """Tokens per second of one rank, for the slow and for the fast end of the step's range."""
+        fast, slow = self.step_range_s
+        return self.request.tokens / slow, self.request.tokens / fast
 
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, with PaLM's count of FLOPs."""
-        return model_flops(self.rehearsal.events) / (self.timeline.step_s * self.peak_flops)
+        return self.model_flops / (self.step_s * _peak_flops(self.request, self.machine))
 
     def fits_on(self) -> Iterator[tuple[str, bool]]:
         """Yields every known accelerator, and whether it has enough memory."""
         for device in DEVICES.values():
             if not device.is_synchronous:
-                room = device.memory_nbytes - device.taken_nbytes
-                yield device.name, self.memory.reserved_nbytes <= room
-
-    def traffic(self) -> list[Traffic]:
-        """Returns the traffic of a rank, by axis and kind."""
-        found: dict[tuple[str, str, str], list[Transfer]] = {}
-        for event in self.rehearsal.events:
-            if isinstance(event, Transfer) and event.ranks > 1:
-                key = event.axis, event.kind, self.cost.links_of(event)
-                found.setdefault(key, []).append(event)
-        return [
-            Traffic(
-                *key,
-                len(transfers),
-                sum(transfer.sent_nbytes for transfer in transfers),
-                sum(map(self.cost.transfer_s, transfers)),
-            )
-            for key, transfers in sorted(found.items())
-        ]
+                yield device.name, self.needed_on(device) <= device.memory_nbytes
 
 
 def make_plan(request: Request, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
-    """Rehearses a step and predicts its memory and time on a machine.
+    """Rehearses a step with a few blocks of the model, and predicts the whole model's on a machine.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.
     """
-    return plan_of(rehearse(request), machine, calibration)
+    return plan_of(rehearse_shallow(request), machine, calibration)
 
 
-def plan_of(rehearsal: Rehearsal, machine: Machine, calibration: Calibration = Calibration()) -> Plan:
-    """Predicts memory and time of a rehearsed step on a machine."""
-    cost = CostModel(machine, rehearsal.request.shards)
-    if calibration.mfu is not None:
-        cost = scaled_to_mfu(cost, rehearsal.events, calibration.mfu)
+def plan_of(
+    rehearsals: Sequence[Rehearsal], machine: Machine, calibration: Calibration = Calibration()
+) -> Plan:
+    """Predicts memory and time on a machine: of one rehearsed step, or of the line through two.
+
+    Args:
+        rehearsals: one with all blocks, or two with fewer; see `depth.py`.
+        machine: the machine.
+        calibration: measurements of the whole model.
+    """
+    first = rehearsals[0]
+
+    def total(value: Callable[[Rehearsal], float]) -> float:
+        return line([(one.kept, value(one)) for one in rehearsals], first.blocks)
+
+    def totals(value: Callable[[Rehearsal], Mapping[str, int]]) -> dict[str, int]:
+        found = [value(one) for one in rehearsals]
+        owners = dict.fromkeys(owner for sizes in found for owner in sizes)
+        depths = [one.kept for one in rehearsals]
+        return {
+            owner: round(
+                line([(d, each.get(owner, 0)) for d, each in zip(depths, found, strict=True)], first.blocks)
+            )
+            for owner in owners
+        }
+
+    plain = CostModel(machine, first.request.shards)
+    flops = total(lambda one: model_flops(one.events))
+    scales = _scales(
+        flops,
+        total(lambda one: compute_s(one.events, plain)),
+        _peak_flops(first.request, machine),
+        machine.device.slowdowns,
+        calibration,
+    )
+    costs = [dataclasses.replace(plain, compute_scale=scale) for scale in scales]
+    likely = {one.kept: play(one.events, costs[1]) for one in rehearsals}
+    curves = {one.kept: memory_of(one) for one in rehearsals}
+    step_s = total(lambda one: likely[one.kept].step_s)
+    ends = step_s, step_s
+    if not calibration.is_measured:
+        fast, slow = (
+            total(lambda one, cost=cost: play(one.events, cost).step_s)  # type: ignore[misc]
+            for cost in (costs[0], costs[2])
+        )
+        ends = fast, slow
+    return Plan(
+        request=first.request.but(blocks=None),
+        machine=machine,
+        name=first.name,
+        parameters=first.parameters,
+        units=round(total(lambda one: one.units)),
+        blocks=first.blocks,
+        resting=totals(lambda one: one.resting),
+        at_peak=totals(lambda one: curves[one.kept].peak.nbytes),
+        peak_nbytes=round(total(lambda one: curves[one.kept].peak.total)),
+        reserved_nbytes=round(total(lambda one: curves[one.kept].reserved_nbytes)),
+        waste=Waste(
+            *(
+                round(total(lambda one, field=field: getattr(one.waste, field.name)))  # type: ignore[misc]
+                for field in dataclasses.fields(Waste)
+            )
+        ),
+        traffic=_traffic(rehearsals, costs[1], total),
+        model_flops=flops,
+        step_s=step_s,
+        step_range_s=ends,
+        compute_s=total(lambda one: likely[one.kept].compute_s),
+        exposed_s=total(lambda one: likely[one.kept].exposed_s),
+        transfers_s=total(lambda one: likely[one.kept].transfers_s),
+        host_s=total(lambda one: likely[one.kept].host_s),
+        compute_scale=scales[1],
+    )
+
+
+def _scales(
+    flops: float,
+    seconds: float,
+    peak_flops: float,
+    slowdowns: tuple[float, float, float],
+    calibration: Calibration,
+) -> tuple[float, float, float]:
+    """Returns factors on the roofline: for the fastest, the likely and the slowest step."""
+    if calibration.scale is not None:
+        scale = calibration.scale
+    elif calibration.mfu is not None:
+        scale = flops / (peak_flops * calibration.mfu) / seconds
     elif calibration.compute_s is not None:
-        cost = scaled_to_time(cost, rehearsal.events, calibration.compute_s)
-    return Plan(rehearsal, machine, cost, memory_of(rehearsal), play(rehearsal.events, cost))
+        scale = calibration.compute_s / seconds
+    else:
+        return slowdowns
+    return scale, scale, scale
+
+
+def _peak_flops(request: Request, machine: Machine) -> float:
+    """Returns the peak FLOP/s of the device in the dtype that the model computes in."""
+    return machine.device.flops["fp32" if request.precision == "fp32" else "bf16"]
+
+
+def _traffic(
+    rehearsals: Sequence[Rehearsal], cost: CostModel, total: Callable[[Callable[[Rehearsal], float]], float]
+) -> tuple[Traffic, ...]:
+    def kinds(one: Rehearsal) -> dict[tuple[str, str, str], list[Transfer]]:
+        found: dict[tuple[str, str, str], list[Transfer]] = {}
+        for event in one.events:
+            if isinstance(event, Transfer) and event.ranks > 1:
+                key = event.axis, event.kind, cost.links_of(event)
+                found.setdefault(key, []).append(event)
+        return found
+
+    of = {one.kept: kinds(one) for one in rehearsals}
+    return tuple(
+        Traffic(
+            *key,
+            round(total(lambda one, key=key: len(of[one.kept].get(key, ())))),  # type: ignore[misc]
+            round(total(lambda one, key=key: sum(t.sent_nbytes for t in of[one.kept].get(key, ())))),  # type: ignore[misc]
+            total(lambda one, key=key: sum(map(cost.transfer_s, of[one.kept].get(key, ())))),  # type: ignore[misc]
+        )
+        for key in sorted({key for found in of.values() for key in found})
+    )

@@ -41,6 +41,9 @@ class Kernel:
         palm_flops: `flops`, with attention counted as if it were not causal.
         dtype: dtype of the products, such as "bf16".
         nbytes: number of bytes read and written.
+        read: for each tensor that is read, the id of its storage, as in `Change`, and its bytes.
+        written: the same for tensors that are written.
+        is_launched: False if another kernel does its work (`fusion.py`).
     """
 
     stream: str
@@ -51,6 +54,9 @@ class Kernel:
     palm_flops: float
     dtype: str
     nbytes: int
+    read: tuple[tuple[int, int], ...] = ()
+    written: tuple[tuple[int, int], ...] = ()
+    is_launched: bool = True
 
 
 @dataclass(frozen=True, slots=True)

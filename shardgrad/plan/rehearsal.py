@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
+from shardgrad.plan.fusion import fused
 from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.plan.request import Request
@@ -44,8 +45,9 @@ class Rehearsal:
     Attributes:
         request: the request.
         name: name of the model.
-        parameters: number of elements of its parameters.
-        blocks: number of blocks of the model.
+        parameters: number of elements of the whole model's parameters.
+        blocks: length of the longest run of the whole model's blocks that are alike.
+        kept: how many of them were rehearsed.
         units: number of calls of `fully_shard`.
         unit_nbytes: bytes of the largest parameter group when unsharded.
         events: events of the step, in the host's order.
@@ -61,6 +63,7 @@ class Rehearsal:
     name: str
     parameters: int
     blocks: int
+    kept: int
     units: int
     unit_nbytes: int
     events: tuple[Event, ...]
@@ -80,16 +83,16 @@ def rehearse(request: Request) -> Rehearsal:
         TrainingError: the step depends on values, which fake tensors do not have.
     """
     plan_model = build_plan_model(request)
+    whole = sum(param.numel() for param in plan_model.module.parameters()), len(plan_model.alike())
     if request.blocks is not None:
-        plan_model.keep_last_blocks(request.blocks)
-    parameters = sum(param.numel() for param in plan_model.module.parameters())
+        plan_model.keep_alike(request.blocks)
     recorder = Recorder(granularity=_HOST_BLOCK if request.on_host else _CUDA_BLOCK)
     with fake_world(request.shape) as mesh:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
-            with _no_collector(), fake_tensors(recorder):
-                return _Rehearsing(request, plan_model, parameters, mesh, recorder).result()
+            with _no_collector(), fake_tensors(recorder, with_operands=request.compile):
+                return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
                 f"{plan_model.name} decides by values which operations to run ({error.func}), and a plan has "
@@ -115,10 +118,16 @@ class _Rehearsing:
     """A sharded model and an optimizer whose operations and collectives are recorded."""
 
     def __init__(
-        self, request: Request, plan_model: PlanModel, parameters: int, mesh: DeviceMesh, recorder: Recorder
+        self,
+        request: Request,
+        plan_model: PlanModel,
+        whole: tuple[int, int],
+        mesh: DeviceMesh,
+        recorder: Recorder,
     ) -> None:
         self._request, self._plan_model, self._recorder = request, plan_model, recorder
-        self._parameters = parameters
+        self._parameters, self._blocks = whole
+        self._kept = len(plan_model.alike())
         self._model: Any = plan_model.module  # an `FSDPModule` from the next line on
         shard_plan_model(plan_model, request, mesh)
         for group in groups_of(self._model):
@@ -144,6 +153,9 @@ class _Rehearsing:
         start, start_nbytes_by_stream = sum(recorder.live.values()), recorder.nbytes_by_stream()
         self._step()
         owners = self._owners()
+        events: Sequence[Event] = recorder.events
+        if self._request.compile:
+            events = fused(events, recorder.changes)
         resting: dict[str, int] = {}
         for storage, nbytes in recorder.live.items():
             owner = owners.get(storage, "other")
@@ -153,10 +165,11 @@ class _Rehearsing:
             request=self._request,
             name=self._plan_model.name,
             parameters=self._parameters,
-            blocks=len(self._plan_model.named_blocks()),
+            blocks=self._blocks,
+            kept=self._kept,
             units=len({group.name for group in groups}),
             unit_nbytes=max(g.layout.unsharded_numel * g.gather_dtype.itemsize for g in groups),
-            events=tuple(recorder.events),
+            events=tuple(events),
             changes=tuple(recorder.changes),
             resting=resting,
             owners=owners,

@@ -33,30 +33,32 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
 
 def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
     """Returns a plan as plain values of one rank; sizes are in bytes, times in seconds."""
-    rehearsal, timeline = plan.rehearsal, plan.timeline
     return {
-        "model": rehearsal.name,
-        "parameters": rehearsal.parameters,
+        "model": plan.name,
+        "parameters": plan.parameters,
         "request": dataclasses.asdict(plan.request),
         "device": plan.machine.device.name,
         "memory": {
-            "resting_nbytes": dict(rehearsal.resting),
-            "at_peak_nbytes": dict(plan.memory.peak.nbytes),
+            "resting_nbytes": dict(plan.resting),
+            "at_peak_nbytes": dict(plan.at_peak),
             "peak_nbytes": plan.peak_nbytes,
-            "reserved_nbytes": plan.memory.reserved_nbytes,
+            "reserved_nbytes": plan.reserved_nbytes,
+            "margin_nbytes": plan.machine.device.margin_nbytes,
             "needed_nbytes": plan.needed_nbytes,
-            "waste": dataclasses.asdict(rehearsal.waste),
+            "waste": dataclasses.asdict(plan.waste),
             "fits": plan.fits,
             "fits_on": dict(plan.fits_on()),
         },
-        "traffic": [dataclasses.asdict(each) for each in plan.traffic()],
+        "traffic": [dataclasses.asdict(each) for each in plan.traffic],
         "time": {
-            "step_s": timeline.step_s,
-            "compute_s": timeline.compute_s,
-            "exposed_s": timeline.exposed_s,
-            "transfers_s": timeline.transfers_s,
-            "host_s": timeline.host_s,
+            "step_s": plan.step_s,
+            "step_range_s": list(plan.step_range_s),
+            "compute_s": plan.compute_s,
+            "exposed_s": plan.exposed_s,
+            "transfers_s": plan.transfers_s,
+            "host_s": plan.host_s,
             "tokens_per_s": plan.tokens_per_s,
+            "tokens_per_s_range": list(plan.tokens_per_s_range),
             "mfu": plan.mfu,
         },
         "advice": None if advice is None else [dataclasses.asdict(each) for each in advice],
@@ -64,20 +66,20 @@ def as_json(plan: Plan, advice: Sequence[Advice] | None) -> dict[str, Any]:
 
 
 def _heading(plan: Plan) -> str:
-    request, rehearsal, machine = plan.request, plan.rehearsal, plan.machine
+    request, machine = plan.request, plan.machine
     mesh = f"{request.shards} shards"
     if request.replicas > 1:
         mesh = f"{request.replicas} replicas of {mesh}"
     return (
-        f"[bold]{rehearsal.name}[/bold], {rehearsal.parameters / 1e9:.3g} billion parameters in "
-        f"{rehearsal.units} units, on {request.ranks} x {machine.device.name}: {mesh}, "
+        f"[bold]{plan.name}[/bold], {_numel(plan.parameters)} parameters in "
+        f"{plan.units} units, on {request.ranks} x {machine.device.name}: {mesh}, "
         f"stage {request.stage}, {request.precision}, "
         f"{request.accumulate} x {request.batch_size} x {request.seq_len} tokens a rank"
     )
 
 
 def _memory(plan: Plan) -> Table:
-    resting, peak = plan.rehearsal.resting, plan.memory.peak.nbytes
+    resting, peak, device = plan.resting, plan.at_peak, plan.machine.device
     table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
     for owner in sorted({*resting, *peak}, key=lambda owner: -peak.get(owner, 0)):
         if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
@@ -86,13 +88,14 @@ def _memory(plan: Plan) -> Table:
         "[bold]allocated", nice_nbytes(sum(resting.values())), f"[bold]{nice_nbytes(plan.peak_nbytes)}"
     )
     if not plan.request.on_host:
-        table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.memory.reserved_nbytes))
-        table.add_row("context, communicators, workspaces", "", nice_nbytes(plan.machine.device.taken_nbytes))
-    waste = plan.rehearsal.waste
+        table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
+        table.add_row("context, communicators, workspaces", "", nice_nbytes(device.taken_nbytes))
+        table.add_row("margin: fragmentation, NCCL", "", nice_nbytes(device.margin_nbytes))
+    waste = plan.waste
     table.add_row("of the shards: alignment and tails", nice_nbytes(waste.alignment_nbytes), "")
     table.add_row("of the shards: rows that do not divide", nice_nbytes(waste.uneven_nbytes), "")
     verdict = "[green]fits" if plan.fits else "[red]does not fit"
-    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(plan.machine.device.memory_nbytes)}"
+    room = f"{nice_nbytes(plan.needed_nbytes)} of {nice_nbytes(device.memory_nbytes)}"
     table.add_row(f"[bold]{verdict}", "", f"[bold]{room}")
     if not plan.request.on_host:
         fitting = [name for name, fits in plan.fits_on() if fits]
@@ -101,7 +104,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _traffic(plan: Plan) -> RenderableType:
-    rows = plan.traffic()
+    rows = plan.traffic
     if not rows:
         return "No traffic: there is one rank."
     table = Table("traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False)
@@ -112,28 +115,36 @@ def _traffic(plan: Plan) -> RenderableType:
 
 
 def _time(plan: Plan) -> Table:
-    timeline, request = plan.timeline, plan.request
+    request, (least, most) = plan.request, plan.tokens_per_s_range
+    fast, slow = plan.step_range_s
+    is_range = slow > fast
     table = Table("time of a step", "", box=None, pad_edge=False)
-    table.add_row("[bold]step", f"[bold]{_ms(timeline.step_s)}")
-    table.add_row("compute stream busy", _ms(timeline.compute_s))
-    table.add_row("exposed: compute waits", f"{_ms(timeline.exposed_s)} of {_ms(timeline.transfers_s)} moved")
-    table.add_row("host launches", _ms(timeline.host_s))
+    table.add_row("[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}" if is_range else f"[bold]{_ms(fast)}")
+    if is_range:
+        table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
+        table.add_row("", "measure here with --measure, or give --mfu, for one number; likely:")
+        table.add_row("step", _ms(plan.step_s))
+    table.add_row("compute stream busy", _ms(plan.compute_s))
+    table.add_row("exposed: compute waits", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)} moved")
+    table.add_row("host launches", _ms(plan.host_s))
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
-    table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
+    if not plan.request.on_host:  # of a CPU no peak is known
+        table.add_row("MFU, as PaLM counts", f"{plan.mfu:.1%}")
     return table
 
 
 def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
     if not advice:
-        return "No change that was tried helps."
-    table = Table("what would help most", "needs", "", "tokens/s", "", box=None, pad_edge=False)
+        if plan.fits:
+            return "No change that was tried gains anything."
+        return "No single change makes it fit: shardgrad plan --search tries combinations."
+    table = Table("what would help most", "needs", "tokens/s", "", box=None, pad_edge=False)
     for each in advice:
         change = each.tokens_per_s / plan.tokens_per_s - 1
         table.add_row(
             f"[bold]{each.option}",
             nice_nbytes(each.needed_nbytes),
-            "[green]fits" if each.fits else "[red]does not fit",
             f"{each.tokens_per_s:,.0f} ({change:+.0%})",
             each.why,
         )
@@ -144,12 +155,16 @@ def _sources(plan: Plan) -> str:
     machine = plan.machine
     lines = [
         f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' peak, "
-        f"{machine.device.bandwidth_share:.0%} of its bandwidth",
+        f"{machine.device.bandwidth_share:.0%} of its bandwidth, durations times {plan.compute_scale:.2f}",
         f"link {machine.link.name}: {machine.link.source}",
     ]
     if not machine.device.is_synchronous:
         lines.append(f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}")
     return "\n".join(f"[dim]{line}[/dim]" for line in lines)
+
+
+def _numel(count: int) -> str:
+    return f"{count / 1e9:.3g} billion" if count >= 1e9 else f"{count / 1e6:.3g} million"
 
 
 def _ms(seconds: float) -> str:

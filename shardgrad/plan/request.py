@@ -9,9 +9,32 @@ from dataclasses import dataclass, field
 
 from shardgrad.train.config import mesh_shape
 from shardgrad.train.failure import UsageError
-from shardgrad.train.presets import Scalar
+from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig
 
-__all__ = ["MOST_RANKS", "PRECISIONS", "Request", "require_range"]
+__all__ = [
+    "LARGE_PRESETS",
+    "MOST_RANKS",
+    "PLAN_PRESETS",
+    "PRECISIONS",
+    "Request",
+    "require_range",
+    "require_share",
+]
+
+# Presets for plans only. Of the last, `plan/moe.py` has the configuration.
+LARGE_PRESETS: Mapping[str, TransformerConfig] = {
+    "70b": TransformerConfig(
+        width=8192,
+        layers=80,
+        heads=64,
+        kv_heads=8,
+        hidden=28_672,
+        vocab_size=128_256,
+        tied=False,
+        rope_theta=500_000.0,
+    ),
+}
+PLAN_PRESETS = (*PRESETS, *LARGE_PRESETS, "moe-670b")
 
 MOST_RANKS = 2**24
 # Beyond these, torch could not count the elements of an activation.
@@ -37,14 +60,16 @@ class Request:
         precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
         reduce_dtype: dtype of gradient reductions; None for fp32.
         gradient_dtype: dtype of stored gradients; None for that of the weights.
-        activation_checkpointing: recompute the activations of each block in backward.
+        activation_checkpointing: "full" recomputes the activations of each block in backward, "selective" all
+            but those that cost most (`train/recompute.py`), "none" none.
+        compile: each block is compiled, so that its elementwise kernels are fused.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
         accumulate: micro-batches per step.
         no_sync: accumulate unsharded gradients, and reduce them after the last micro-batch.
         optimizer: "adamw" or "sgd".
         on_host: plan for CPU ranks with gloo.
-        blocks: plan for the last `blocks` blocks only; None for all.
+        blocks: plan with only so many of the longest run of blocks that are alike; None for all.
     """
 
     preset: str = "8b"
@@ -59,7 +84,8 @@ class Request:
     precision: str = "bf16-mixed"
     reduce_dtype: str | None = None
     gradient_dtype: str | None = None
-    activation_checkpointing: bool = False
+    activation_checkpointing: str = "none"
+    compile: bool = False
     batch_size: int = 1
     seq_len: int = 8192
     accumulate: int = 1
@@ -90,6 +116,7 @@ class Request:
         _check("--precision", self.precision, PRECISIONS)
         _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
         _check("--gradient-dtype", self.gradient_dtype, (None, *_DTYPES))
+        _check("--activation-checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
         _check("--optimizer", self.optimizer, ("adamw", "sgd"))
 
     @property
@@ -115,6 +142,18 @@ class Request:
     def but(self, **changes: object) -> Request:
         """Returns the same request with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def require_share(request: Request, tokens_per_step: int) -> int:
+    """Returns how many sequences of a step each rank takes; refuses tokens that the ranks cannot share."""
+    share = request.seq_len * request.ranks
+    if tokens_per_step < share or tokens_per_step % share:
+        near = max(1, round(tokens_per_step / share)) * share
+        raise UsageError(
+            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of {request.seq_len} tokens "
+            f"in multiples of {share}; try {near}."
+        )
+    return tokens_per_step // share
 
 
 def require_range(flag: str, value: float | None, most: float) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardgrad import fully_shard
@@ -20,6 +19,7 @@ from shardgrad.plan.request import Request
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.train.failure import UsageError
+from shardgrad.train.recompute import checkpointed
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
 
@@ -57,9 +57,8 @@ def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) 
                 _materialise(part, weights)
                 fully_shard(part, mesh=mesh, **policies)
         _materialise(block, weights)
-        if request.activation_checkpointing:
-            block = checkpoint_wrapper(block, preserve_rng_state=False)
-            plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
+        block = checkpointed(block, request.activation_checkpointing, preserve_rng_state=False)
+        plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
         fully_shard(block, mesh=mesh, **policies)
     missing = [name for name in request.units if name not in found]
     if missing:

@@ -92,6 +92,8 @@ class _Clock:
         return self.streams.get(stream, 0.0)
 
     def run(self, number: int, kernel: Kernel) -> None:
+        if not kernel.is_launched:
+            return
         self.host_s += self._cost.machine.launch_s
         seconds = self._cost.kernel_s(kernel)
         begin = max(self.free(kernel.stream), self.host_s)

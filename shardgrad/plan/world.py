@@ -86,11 +86,16 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def fake_tensors(recorder: Recorder) -> Iterator[None]:
-    """Makes every new tensor fake, and records the operations on it."""
+def fake_tensors(recorder: Recorder, *, with_operands: bool = False) -> Iterator[None]:
+    """Makes every new tensor fake, and records the operations on it.
+
+    Args:
+        recorder: recorder of the step.
+        with_operands: also record which storages a kernel reads and writes.
+    """
     with ExitStack() as stack:
         mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_Observer(recorder, mode))
+        stack.enter_context(_Observer(recorder, mode, with_operands=with_operands))
         stack.enter_context(_watched_resizes(recorder))
         stack.enter_context(_one_piece_for_many())
         yield
@@ -138,9 +143,9 @@ class _Observer(TorchDispatchMode):
     # Kept between rehearsals: those of a plan's advice run almost the same operators.
     _seen: ClassVar[dict[Hashable, Seen]] = {}
 
-    def __init__(self, recorder: Recorder, mode: FakeTensorMode) -> None:
+    def __init__(self, recorder: Recorder, mode: FakeTensorMode, *, with_operands: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder, self._mode = recorder, mode
+        self._recorder, self._mode, self._with_operands = recorder, mode, with_operands
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -182,7 +187,7 @@ class _Observer(TorchDispatchMode):
             if isinstance(tensor, FakeTensor):
                 self._recorder.saw(tensor)
         if work is not None:
-            self._launched(func, work)
+            self._launched(func, work, inputs, result)
         return result
 
     def _answer(self) -> int:
@@ -194,7 +199,7 @@ class _Observer(TorchDispatchMode):
             )
         return 0
 
-    def _launched(self, func: OpOverload, work: Work) -> None:
+    def _launched(self, func: OpOverload, work: Work, inputs: list[torch.Tensor], result: Any) -> None:
         recorder = self._recorder
         is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
         recorder.events.append(
@@ -207,6 +212,7 @@ class _Observer(TorchDispatchMode):
                 work.palm_flops,
                 work.dtype,
                 work.nbytes,
+                *((_storages(inputs), _storages(_tensors((result,)))) if self._with_operands else ()),
             )
         )
 
@@ -264,6 +270,10 @@ def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield arg
         elif isinstance(arg, list | tuple):
             yield from _tensors(arg)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    return tuple((tensor.untyped_storage()._cdata, _nbytes(tensor)) for tensor in tensors)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -290,11 +290,11 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
         yield _range(slot._bytes, "the engine's staging memory")
     for grads in context.grad_groups:
         group = grads.group
-        yield _range(group.shard, f"shard of {group.name or 'the root'}")
+        yield _range(group.shard, f"shard of unit {group.name or 'root'!r}")
         if grads.shard is not None:
-            yield _range(grads.shard.flat, f"gradients of {group.name or 'the root'}")
+            yield _range(grads.shard.flat, f"gradients of unit {group.name or 'root'!r}")
         if grads._sum is not None:
-            yield _range(grads._sum._bytes, f"accumulated gradients of {group.name or 'the root'}")
+            yield _range(grads._sum._bytes, f"accumulated gradients of unit {group.name or 'root'!r}")
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:

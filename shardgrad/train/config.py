@@ -31,15 +31,19 @@ def _setting(
     choices: tuple[str, ...] = (),
     least: float | None = None,
     most: float | None = None,
+    bare: str | None = None,
 ) -> Any:
-    """Declares a field with its help text and limits, from which the command line is generated."""
-    return field(default=default, metadata=_metadata(words, choices, least, most))
+    """Declares a field with its help text and limits, from which the command line is generated.
+
+    `bare` is the value of the option without one.
+    """
+    return field(default=default, metadata={**_metadata(words, choices, least, most), "bare": bare})
 
 
 def _metadata(
     words: str, choices: tuple[str, ...] = (), least: float | None = None, most: float | None = None
 ) -> dict[str, Any]:
-    return {"help": words, "choices": choices, "least": least, "most": most}
+    return {"help": words, "choices": choices, "least": least, "most": most, "bare": None}
 
 
 @dataclass(frozen=True)
@@ -92,9 +96,19 @@ class TrainConfig:
         "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in fp32.",
         choices=("fp32", "bf16-mixed"),
     )
-    activation_checkpointing: bool = _setting(
-        False, "Recompute the activations of each block in backward instead of keeping them."
+    stage: str = _setting(
+        "3",
+        "ZeRO stage, as `zero_stage` of fully_shard; hfsdp needs a --mesh of two axes.",
+        choices=("1", "2", "3", "hfsdp"),
     )
+    activation_checkpointing: str = _setting(
+        "none",
+        "Recompute the activations of each block in backward instead of keeping them: full recomputes all, "
+        "selective keeps attention and every second matrix product.",
+        choices=("none", "selective", "full"),
+        bare="full",
+    )
+    compile: bool = _setting(False, "Compile each block with torch.compile.")
     graph: str = _setting(
         "auto",
         "Capture each step as one CUDA graph, with the same results; auto does so with --engine shardgrad on "
@@ -151,8 +165,18 @@ class TrainConfig:
     checkpoint_async: bool = _setting(
         False, "Write checkpoints in the background, from a copy in host memory."
     )
+    profile: int = _setting(
+        0, "Profile this step of rank 0 into trace.json of the run folder, for `shardgrad explain`.", least=0
+    )
     keep: int = _setting(2, "Number of checkpoints to keep.", least=1)
     run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
+    tensorboard: bool = _setting(False, "Write the metrics for TensorBoard too, into the run folder.")
+    wandb: bool = _setting(
+        False, "Log the metrics to Weights & Biases too; offline, unless WANDB_MODE=online is set."
+    )
+    sample_bytes: int = _setting(
+        60, "Length of the text that the trained model writes at the end; 0 for none.", least=0, most=2**20
+    )
     plot: bool = _setting(True, "Do not draw the loss curve.")
 
     def __post_init__(self) -> None:
@@ -170,6 +194,10 @@ class TrainConfig:
             )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
             raise UsageError("--engine none trains in one process: use --ranks 1, or an engine that shards.")
+        if self.stage != "3" and self.engine != "shardgrad":
+            raise UsageError(f"--stage {self.stage} is for --engine shardgrad: leave one of them out.")
+        if self.stage == "hfsdp" and len(mesh) != 2:
+            raise UsageError("--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2.")
         if self.on_nonfinite == "skip" and self.engine == "fsdp2":
             raise UsageError(
                 "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers skip such steps: "
@@ -234,6 +262,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     for name in settings:
         if name not in known:
             raise UsageError(f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}")
+    checkpointing = settings.get("activation_checkpointing")
+    if isinstance(checkpointing, bool):  # as earlier versions saved it
+        settings["activation_checkpointing"] = "full" if checkpointing else "none"
     return settings
 
 
@@ -243,20 +274,31 @@ def read_text(path: Path) -> str:
     Raises:
         UsageError: the file is something else, or cannot be read.
     """
+    content = read_regular(path, _FILE_NBYTES + 1)
+    if len(content) > _FILE_NBYTES:
+        raise UsageError(f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path.")
+    try:
+        return content.decode("utf-8")
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read ({error}): correct the path, or the file.") from error
+
+
+def read_regular(path: Path, most_nbytes: int) -> bytes:
+    """Reads a regular file, or its first `most_nbytes` bytes.
+
+    Raises:
+        UsageError: the file is something else, or cannot be read.
+    """
     try:
         # Non-blocking, so that opening a named pipe does not wait for a writer.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
                 raise UsageError(f"{path} is no regular file: give the path of one.")
-            content = stream.read(_FILE_NBYTES + 1)
-        text = content.decode("utf-8")
+            return stream.read(most_nbytes)
     except OSError as error:
         raise UsageError(f"{path} cannot be read ({error.strerror}): correct the path.") from error
-    except ValueError as error:  # not UTF-8, or a path that no file can have
-        raise UsageError(f"{path} cannot be read ({error}): correct the path, or the file.") from error
-    if len(content) > _FILE_NBYTES:
-        raise UsageError(f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path.")
-    return text
+    except ValueError as error:  # a path that no file can have
+        raise UsageError(f"{path} cannot be read ({error}): correct the path.") from error
 
 
 def resumed(saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None) -> TrainConfig:

@@ -31,6 +31,9 @@ class SilentDisplay:
     def note(self, text: str) -> None:
         """Shows a message that stays on the screen."""
 
+    def stepped(self, step: int) -> None:
+        """Shows that a step is done, without waiting for its results."""
+
     def progress(self, metrics: StepMetrics) -> None:
         """Shows the progress of the run."""
 
@@ -68,29 +71,42 @@ class LiveDisplay(SilentDisplay):
         self._steps = steps
         self._title = title
         self._live = Live(console=console, refresh_per_second=4, transient=False)
+        self._step = 0
+        self._values: list[tuple[str, str]] = []
 
     def __enter__(self) -> Self:
         self._live.start()
+        self._draw()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._live.transient = kind is not None  # what comes next would leave half of the panel
         self._live.stop()
 
     def note(self, text: str) -> None:
         """Prints the text above the panel."""
         self._live.console.print(escaped(text), markup=False, highlight=False)
 
+    def stepped(self, step: int) -> None:
+        """Moves the bar."""
+        self._step = step
+        self._draw()
+
     def progress(self, metrics: StepMetrics) -> None:
         """Redraws the panel."""
+        self._step, self._values = metrics.step, _values(metrics)
+        self._draw()
+
+    def _draw(self) -> None:
         numbers = Table.grid(padding=(0, 2))
-        values = _values(metrics)
-        numbers.add_row(*(f"[dim]{name}[/dim]" for name, _ in values))
-        numbers.add_row(*(f"[bold]{value}[/bold]" for _, value in values))
+        if self._values:
+            numbers.add_row(*(f"[dim]{name}[/dim]" for name, _ in self._values))
+            numbers.add_row(*(f"[bold]{value}[/bold]" for _, value in self._values))
         panel = Table.grid(expand=True)
-        panel.add_row(f"step {metrics.step} of {self._steps}")
-        panel.add_row(ProgressBar(total=self._steps, completed=metrics.step))
+        panel.add_row(f"step {self._step} of {self._steps}" if self._step else "the first step")
+        panel.add_row(ProgressBar(total=self._steps, completed=self._step))
         panel.add_row(numbers)
         self._live.update(
             Panel(

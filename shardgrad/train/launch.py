@@ -18,13 +18,14 @@ from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resum
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import is_restarted, require_resolvable_master, torchrun_world_size
 from shardgrad.train.rank import Job, Report, run_rank
+from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
 
 RUNS = Path("runs")
 
 
-def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Report:
-    """Trains, and returns a report of how the run ended.
+def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Job:
+    """Checks the settings of a run, and returns what is to be run. Nothing is started or written.
 
     Args:
         given: the settings given by the user; others have their defaults, or the saved values.
@@ -32,8 +33,8 @@ def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Repo
         debug: print tracebacks.
 
     Raises:
-        UsageError: the settings are invalid; nothing was started or written.
-        PartnerUnavailableError: a setting needs a package that is not installed; nothing was started.
+        UsageError: the settings are invalid.
+        PartnerUnavailableError: a setting needs a package that is not installed.
     """
     world_size = torchrun_world_size()
     if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
@@ -43,19 +44,17 @@ def start(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Repo
         config, folder = _new_run(given, world_size)
     else:
         config, folder = resumed(_saved_config(resume), given, world_size=world_size), resume
+        _check_inputs(config)
     config = dataclasses.replace(config, run_dir=str(folder))
-    if config.hf is not None:
-        require("transformers", feature="--hf")
-    if config.data is not None and not Path(config.data).exists():
-        raise UsageError(
-            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
-            "train on the source of Python's standard library."
-        )
-    job = Job(config, folder, resume is not None, debug)
-    if world_size is not None:
+    return Job(config, folder, resume is not None, debug)
+
+
+def start(job: Job) -> Report:
+    """Trains, and returns a report of how the run ended."""
+    if torchrun_world_size() is not None:
         require_resolvable_master()
         return run_rank(job, init_method="env://")
-    return spawn(job, config.ranks or 1)
+    return spawn(job, job.config.ranks or 1)
 
 
 def _has_checkpoint(folder: str | None) -> bool:
@@ -74,6 +73,7 @@ def newest_run() -> Path:
 
 def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainConfig, Path]:
     config = TrainConfig(**given)
+    _check_inputs(config)
     if world_size is not None and config.ranks not in (None, world_size):
         raise UsageError(
             f"torchrun started {world_size} ranks, not the {config.ranks} of --ranks: drop --ranks."
@@ -87,6 +87,21 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
             f"{folder} already holds a run: resume it with --resume {folder}, or choose another --run-dir."
         )
     return dataclasses.replace(config, ranks=world_size or config.ranks or _fitting_ranks(config)), folder
+
+
+def _check_inputs(config: TrainConfig) -> None:
+    if config.hf is not None:
+        require("transformers", feature="--hf")
+    if config.tensorboard:
+        require("tensorboard", feature="--tensorboard")
+    if config.wandb:
+        require("wandb", feature="--wandb")
+        wandb_mode()
+    if config.data is not None and not Path(config.data).exists():
+        raise UsageError(
+            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
+            "train on the source of Python's standard library."
+        )
 
 
 def _fitting_ranks(config: TrainConfig) -> int:

@@ -17,14 +17,19 @@ from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Corpus, Sampler, load_corpus
 from shardgrad.train.display import SilentDisplay, choose_display, nice_seconds
 from shardgrad.train.failure import Interrupted, UsageError
+from shardgrad.train.generate import continued, shown
 from shardgrad.train.health import NonfiniteCheck, SilentFaultCheck, StepResult
 from shardgrad.train.model import count_parameters
 from shardgrad.train.optimizer import build_optimizer, build_schedule
 from shardgrad.train.parallel import World, build_mesh, memory_nbytes
+from shardgrad.train.profiling import profiled
 from shardgrad.train.record import RunRecord, StepMetrics
 from shardgrad.train.sharding import build_model
+from shardgrad.train.sinks import open_sinks
 from shardgrad.train.step import TrainStep, validation_loss
 from shardgrad.train.stop import StopRequest
+
+_PROMPT_BYTES, _TEMPERATURE = 40, 0.8  # of the sample at the end
 
 
 def train(config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool) -> None:
@@ -116,7 +121,10 @@ class Run:
         self._corpus = corpus
         self._checkpoints = checkpoints
         self._display = display
-        self._record = RunRecord(folder) if world.leads else None
+        self._sinks = open_sinks(config, folder) if world.leads else []
+        self._record = RunRecord(folder, self._sinks) if world.leads else None
+        # Of the finite losses since the last report, the sum and the number.
+        self._losses = torch.zeros(2, device=world.device)
         self._step = TrainStep(state, Sampler(corpus.train, config.seq_len, config.seed), config, world)
         names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self._nonfinite = NonfiniteCheck(names, config.on_nonfinite, folder, world)
@@ -163,9 +171,13 @@ class Run:
         """Trains, reports, checks, validates and saves until the last step or a request to stop."""
         config, state = self._config, self._state
         while state.step < config.steps:
-            result = self._step()
+            with profiled(self._folder if self._is_profiled() else None, self._world.device):
+                result = self._step()
             self._nonfinite.watch(state.step, result)
             self._unreported_steps += 1
+            is_finite = torch.isfinite(result.loss)
+            self._losses += torch.stack((torch.where(is_finite, result.loss, 0.0), is_finite.float()))
+            self._display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report(result)
             if config.check_every and self._is_due(config.check_every):
@@ -182,6 +194,9 @@ class Run:
         self._checkpoints.finish()
         self._close()
 
+    def _is_profiled(self) -> bool:
+        return self._record is not None and self._state.step + 1 == self._config.profile
+
     def _is_due(self, every: int) -> bool:
         return self._state.step % every == 0 or self._state.step == self._config.steps
 
@@ -191,7 +206,9 @@ class Run:
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         self._examine()
-        rows = self._world.gather([float(result.loss), float(memory_nbytes(self._world.device))])
+        mean = float(self._losses[0] / self._losses[1])
+        self._losses.zero_()
+        rows = self._world.gather([mean, float(memory_nbytes(self._world.device))])
         now_s = time.perf_counter()
         state, config = self._state, self._config
         tokens = self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
@@ -250,9 +267,16 @@ class Run:
         self._reported_s += seconds
 
     def _close(self) -> None:
-        """Draws the loss curve and prints the result of the run."""
+        """Prints a sample and the result of the run, and draws the loss curve."""
+        sample = self._sample()
         if self._record is None:
             return
+        if sample is not None:
+            self._display.note("The model writes:")
+            for line in sample.split("\n"):
+                self._display.note(f"  {line}")
+        for sink in self._sinks:
+            sink.close()
         elapsed_s = time.perf_counter() - self._began_s
         if self._config.plot:
             self._record.draw(unigram_entropy=self._entropy)
@@ -261,3 +285,21 @@ class Run:
             f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per byte; "
             f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
         )
+
+    def _sample(self) -> str | None:
+        """Returns what the model makes of the beginning of the held-out text. A collective."""
+        config = self._config
+        if not config.sample_bytes:
+            return None
+        recorder.enter("sample")
+        prompt = bytes(self._corpus.validation[: min(_PROMPT_BYTES, config.seq_len)].tolist())
+        text = continued(
+            self._state.model,
+            prompt,
+            count=config.sample_bytes,
+            window=config.seq_len,
+            temperature=_TEMPERATURE,
+            seed=config.seed,
+            device=self._world.device,
+        )
+        return shown(text)

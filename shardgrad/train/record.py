@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from shardgrad.checkpoint.files import content_of, make_folder, replace_synced
 from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.parallel import World, available_cores
+from shardgrad.train.sinks import Sink
+from shardgrad.version import __version__, commit
 
 _METRICS_NBYTES = 4 * 2**30  # of a file of metrics that is read
 
@@ -29,7 +31,7 @@ class StepMetrics:
 
     Args:
         step: number of optimizer steps done.
-        loss: mean loss of the step over its global batch, in nats per byte.
+        loss: mean loss of the steps since the last metrics, over their global batches, in nats per byte.
         lr: learning rate of the step.
         grad_norm: gradient norm before clipping.
         tokens_per_s: tokens per second of all ranks together, since the last metrics.
@@ -52,16 +54,17 @@ class RunRecord:
     """Writes the run folder; exists on rank 0 only.
 
     - `config.json`: every setting, resolved; `--resume` reads it.
-    - `environment.json`: versions and hardware.
+    - `environment.json`: versions, the commit of shardgrad, and hardware.
     - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or checkpoint.
     - `loss.png`: the loss curve.
 
     Args:
         folder: the run folder, created if it is missing.
+        sinks: other places for the numbers of the events.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, sinks: Sequence[Sink] = ()) -> None:
+        self._folder, self._sinks = folder, sinks
         self._metrics = folder / "metrics.jsonl"
 
     def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> str | None:
@@ -99,6 +102,9 @@ class RunRecord:
         """Appends an event to `metrics.jsonl`."""
         with self._metrics.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"event": event, **values}) + "\n")
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        for sink in self._sinks:
+            sink.write(event, numbers)
 
     def step(self, metrics: StepMetrics) -> None:
         """Appends a `step` event."""
@@ -159,6 +165,8 @@ def _endings() -> Iterator[str]:
 def _environment(world: World) -> dict[str, Any]:
     device = world.device
     facts: dict[str, Any] = {
+        "shardgrad": __version__,
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),

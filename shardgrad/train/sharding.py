@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -16,6 +15,7 @@ from shardgrad.train.failure import UsageError
 from shardgrad.train.huggingface import CausalLM, build_causal_lm
 from shardgrad.train.model import Transformer, materialise
 from shardgrad.train.presets import transformer_config
+from shardgrad.train.recompute import checkpointed
 
 LanguageModel = Transformer | CausalLM
 ShardModule = Callable[..., Any]
@@ -35,6 +35,9 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     """
     shard = choose_engine(config.engine, mesh)
     policy = precision_policy(config.precision)
+    stage: dict[str, Any] = {}
+    if config.stage != "3":
+        stage["zero_stage"] = config.stage if config.stage == "hfsdp" else int(config.stage)
     if config.hf is None:
         with torch.device("meta"):
             model: LanguageModel = Transformer(transformer_config(config.preset, config.override))
@@ -42,14 +45,13 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         model = build_causal_lm(config.hf, config.override, device=device, seed=config.seed)
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
-        if config.activation_checkpointing:
-            # Before sharding, so that the recomputation runs inside the engine's hooks, with unsharded
-            # parameters.
-            block = checkpoint_wrapper(block)
-            model.layers.register_module(name, block)
-        shard(block, mesh=mesh, mp_policy=policy)
+        if config.compile:
+            block.compile()
+        block = checkpointed(block, config.activation_checkpointing)
+        model.layers.register_module(name, block)
+        shard(block, mesh=mesh, mp_policy=policy, **stage)
     materialise(model, model, device=device, seed=config.seed)
-    shard(model, mesh=mesh, mp_policy=policy)
+    shard(model, mesh=mesh, mp_policy=policy, **stage)
     return model
 
 

@@ -235,3 +235,21 @@ def test_every_record_that_is_kept_can_be_shown(path: Path) -> None:
     records = list(read(path))
     assert all(table_of(record).rows for record in records)
     assert "</html>" in page_of(*records)
+
+
+def test_a_report_says_first_what_words_mean_and_then_how_the_engine_compares() -> None:
+    page = page_of(make_record())
+    ratio = make_record()["summary"]["shardgrad"]["ratio_to_base"]
+    sentence = f"shardgrad takes {ratio['median']:.2f} of FSDP2&#39;s step; quartiles"
+    assert page.index("What the words mean") < page.index("<h2>") < page.index(sentence)
+
+
+def test_the_markup_has_what_a_screen_reader_needs() -> None:
+    page = page_of(make_record(), make_record(task=Task(precision="bf16")))
+    assert "<html lang=" in page
+    assert page.count("<main>") == page.count("</main>") == 1
+    assert not re.search(r"<th(?![a-z])(?! scope=)", page), "a header says what it is the header of"
+    assert '<th scope="col"></th>' not in page
+    assert all("alt=" in tag for tag in re.findall(r"<img[^>]*>", page))
+    assert all('tabindex="0"' in tag for tag in re.findall(r'<(?:pre|div class="scroll")[^>]*>', page))
+    assert "color-scheme: light dark" in page

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import shardgrad
 from shardgrad import checkpoint
 from shardgrad.checkpoint.plan import Part
+from shardgrad.checkpoint.safetensors import SafetensorsSource
 from shardgrad.errors import CheckpointError, CheckpointSaveError
 from tests.support.parity import (
     FSDP2,
@@ -314,6 +315,21 @@ def a_model_is_exported_whole(folder: str) -> None:
     plain = tower(seed=1)
     plain.load_state_dict(found)
     assert_same_bits(dict(plain.named_parameters()), dict(tower(seed=0).named_parameters()))
+    # And back, onto ranks of which each reads its rows only.
+    model, _ = build(SHARDGRAD, 1, 1)
+    read = 0
+    fill = SafetensorsSource.fill
+
+    def watched(source: Any, name: str, box: Any, into: torch.Tensor) -> None:
+        nonlocal read
+        read += box.numel
+        fill(source, name, box, into)
+
+    with patch.object(SafetensorsSource, "fill", watched):
+        checkpoint.load(model.state_dict(), folder)
+    assert read < 0.75 * sum(param.numel() for param in plain.parameters())
+    loaded = {name: param.detach().full_tensor() for name, param in model.named_parameters()}
+    assert_same_bits(loaded, dict(tower(seed=0).named_parameters()))
 
 
 def test_a_sharded_model_is_exported_whole(two_ranks: Ranks, tmp_path: Path) -> None:

@@ -128,6 +128,36 @@ def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> 
     assert len(set(index["weight_map"].values())) == 2
 
 
+def test_safetensors_files_are_loaded_like_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    checkpoint.export_safetensors(state()["model"], tmp_path / "many", file_nbytes=2**20)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state()["model"].items()}
+    checkpoint.load(loaded, tmp_path / "many")
+    assert_same(loaded, state()["model"])
+    loaded["of no file"] = torch.zeros(1)
+    with pytest.raises(CheckpointError, match="of no file"):
+        checkpoint.load(loaded, tmp_path / "many")
+    checkpoint.load(loaded, tmp_path / "many", optional=("of no file",))
+    assert run("inspect", tmp_path / "many").exit_code == 0
+
+
+@pytest.mark.parametrize("content", [b"", b"not weights", b"\xff" * 100])
+def test_a_file_that_is_no_safetensors_is_refused(content: bytes, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="a file of weights cannot be used"):
+        checkpoint.load(state()["model"], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../model.safetensors", "/etc/passwd", "a/b"])
+def test_an_index_of_safetensors_names_files_beside_it_only(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    index = {"weight_map": {"weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="not of a file beside it"):
+        checkpoint.load(state()["model"], tmp_path)
+
+
 def test_a_checkpoint_becomes_safetensors(saved: Path, tmp_path: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     result = run("convert", saved, tmp_path / "st", "--to", "safetensors", "--only", "model")

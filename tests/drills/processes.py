@@ -68,6 +68,7 @@ class Program:
             "--batch-size": _SEQUENCES // self.ranks,
             "--seq-len": 16,
             "--log-every": 1,
+            "--sample-bytes": 0,
             "--eval-every": STEPS,
             "--eval-samples": 4,
             "--warmup-steps": 2,

@@ -25,7 +25,13 @@ def command(folder: Path, *launcher: str) -> list[str]:
     options = [f"--override={part}" for part in SHAPE] + [
         f"--{key}={value}" for key, value in NUMBERS.items()
     ]
-    options += ["--log-every=1", "--device=cpu", "--no-plot", f"--data={argparse.__file__}"]
+    options += [
+        "--log-every=1",
+        "--device=cpu",
+        "--no-plot",
+        "--sample-bytes=0",
+        f"--data={argparse.__file__}",
+    ]
     return [sys.executable, *launcher, "-m", "shardgrad", "train", *options, f"--run-dir={folder}"]
 
 

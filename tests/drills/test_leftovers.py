@@ -32,7 +32,13 @@ STATUSES = {"success": 0, "error": 1, "Ctrl-C twice": 130, "killed parent": -sig
 def start(folder: Path, temporary: Path, steps: int) -> subprocess.Popen[str]:
     """Starts two ranks in a new session."""
     options = [f"--override={part}" for part in SHAPE] + [f"--{key}={of}" for key, of in NUMBERS.items()]
-    options += ["--device=cpu", "--no-plot", f"--data={argparse.__file__}", f"--steps={steps}"]
+    options += [
+        "--device=cpu",
+        "--no-plot",
+        "--sample-bytes=0",
+        f"--data={argparse.__file__}",
+        f"--steps={steps}",
+    ]
     return subprocess.Popen(
         [sys.executable, "-m", "shardgrad", "train", *options, "--ranks=2", f"--run-dir={folder}"],
         env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(temporary)},

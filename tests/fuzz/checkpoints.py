@@ -8,6 +8,7 @@ import pickle
 import shutil
 import warnings
 import zipfile
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from shardgrad import checkpoint
 from shardgrad.checkpoint.index import Index
+from shardgrad.checkpoint.safetensors import export_safetensors
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.errors import CheckpointError
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
@@ -54,9 +56,9 @@ def samples() -> Path:
     return folder
 
 
-def load(folder: Path, *, is_intact: bool) -> str:
+def load(folder: Path, *, is_intact: bool, of: Sequence[str] = ("w", "b", "groups")) -> str:
     """Loads a checkpoint that may be damaged: all of it, or nothing and a typed error."""
-    into = state(0.0)
+    into = {name: value for name, value in state(0.0).items() if name in of}
     tensors = {name: value for name, value in into.items() if isinstance(value, torch.Tensor)}
     try:
         loaded = checkpoint.load(into, folder)
@@ -65,7 +67,8 @@ def load(folder: Path, *, is_intact: bool) -> str:
             "a refused checkpoint left something behind"
         )
         return "refused"
-    assert not is_intact or same(loaded, state(1.0)), "damage went unnoticed"
+    right = state(1.0)
+    assert not is_intact or same(loaded, {name: right[name] for name in of}), "damage went unnoticed"
     return "loaded"
 
 
@@ -105,6 +108,53 @@ def feed_file(kind: str, case: tuple[int, list[tuple[int, str, bytes]]]) -> str:
         return load(folder, is_intact=name != ".metadata")
     finally:
         (folder / name).write_bytes(before)
+
+
+@cache
+def _weights() -> Path:
+    """Returns a folder of `safetensors` files with an index, to be damaged."""
+    folder = scratch() / "safetensors"
+    tensors = {name: value for name, value in state(1.0).items() if isinstance(value, torch.Tensor)}
+    export_safetensors(tensors, folder, file_nbytes=50)
+    return folder
+
+
+def feed_weights(case: tuple[int, list[tuple[int, str, bytes]]]) -> str:
+    """Damage to a file of weights, or to their index. There are no checksums: contents may differ."""
+    number, edits = case
+    files = sorted(_weights().iterdir())
+    assert len(files) == 3
+    path = files[number % len(files)]
+    before = path.read_bytes()
+    path.write_bytes(edited(before, edits))
+    try:
+        return load(_weights(), is_intact=path.suffix == ".json", of=("w", "b"))
+    finally:
+        path.write_bytes(before)
+
+
+def feed_index_of_weights(changes: list[tuple[list[int], str, Any]]) -> str:
+    """An index that is JSON and names other files, or none."""
+    path = _weights() / "model.safetensors.index.json"
+    before = path.read_text(encoding="utf-8")
+    path.write_text(json.dumps(changed(json.loads(before), changes)), encoding="utf-8")
+    try:
+        return load(_weights(), is_intact=True, of=("w", "b"))
+    finally:
+        path.write_text(before, encoding="utf-8")
+
+
+def feed_header_of_weights(changes: list[tuple[list[int], str, Any]]) -> str:
+    """A header that is JSON and has other shapes, dtypes and places of tensors."""
+    path = _weights() / "model-00001-of-00002.safetensors"
+    before = path.read_bytes()
+    length = int.from_bytes(before[:8], "little")
+    header = json.dumps(changed(json.loads(before[8 : 8 + length]), changes)).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + before[8 + length :])
+    try:
+        return load(_weights(), is_intact=False, of=("w", "b"))
+    finally:
+        path.write_bytes(before)
 
 
 def feed_pointer(text: bytes) -> str:
@@ -235,6 +285,9 @@ TARGETS = {
     ),
     "files": Target(FILES, lambda case: feed_file("ours", case)),
     "files of torch": Target(FILES, lambda case: feed_file("torch", case)),
+    "files of weights": Target(FILES, feed_weights),
+    "index of files of weights": Target(CHANGES, feed_index_of_weights),
+    "header of a file of weights": Target(CHANGES, feed_header_of_weights),
     "latest": Target(POINTERS, feed_pointer),
     "list of contents of torch": Target(PROGRAMS, feed_list_of_contents),
     "attributes in a list of torch": Target(ATTRIBUTES, feed_attributes),

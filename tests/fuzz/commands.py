@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import gzip
+import json
 import os
 import shutil
 import warnings
@@ -18,6 +21,10 @@ from hypothesis import strategies as st
 
 from shardgrad.checkpoint import Series
 from shardgrad.cli import main
+from shardgrad.explain.replay import Replay, replay
+from shardgrad.explain.step import Op, Step
+from shardgrad.explain.traces import trace_of, write_trace
+from shardgrad.plan.measuring import Measured
 from shardgrad.plan.models import PLAN_PRESETS, _function
 from shardgrad.plan.planning import make_plan
 from shardgrad.plan.request import Request
@@ -27,7 +34,7 @@ from shardgrad.train.corpus import load_corpus
 from shardgrad.train.failure import TrainingError
 from shardgrad.train.rank import Job, Report
 from tests.fuzz.checkpoints import samples
-from tests.fuzz.inputs import EDITS, ODD_TEXTS, Target, edited, scratch
+from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, edited, scratch
 from tests.fuzz.runs import VARIABLES
 
 WORDS = ODD_TEXTS.map(lambda text: text.replace("\0", "0"))  # the system passes on no null characters
@@ -41,6 +48,7 @@ NUMBERS = st.one_of(
 PATHS = st.one_of(
     st.sampled_from(["ours", "torch", "damaged", "run", "runs", "new", "missing", ".", "/dev/null", "pipe"]),
     st.sampled_from(["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]),
+    st.sampled_from(["trace.json", "trace.json.gz"]),
     WORDS,
 )
 OVERRIDES = st.one_of(
@@ -65,10 +73,14 @@ TEXTS = {
     "--model": FUNCTIONS,
     "--only": st.one_of(st.sampled_from(["model", "w", "groups", "/", "."]), WORDS),
     "--override": OVERRIDES,
+    "--perfetto": PATHS,
     "--picture": PATHS,
+    **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
     "--preset": st.one_of(st.sampled_from(PLAN_PRESETS), WORDS),
+    "--prompt": WORDS,
     "--resume": PATHS,
     "--run-dir": PATHS,
+    "--trace": PATHS,
     "--unit": WORDS,
 }
 
@@ -129,7 +141,14 @@ def lines_of(words: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
     )
     required = [words_of(param) for param in command.params if param.required and param not in arguments]
     parts = st.one_of(parts, st.tuples(parts, *required).map(lambda all_: [*all_[0], *all_[1:]]))
-    given = st.lists(PATHS, min_size=len(arguments), max_size=len(arguments))
+    given = st.tuples(
+        *(
+            st.one_of(st.sampled_from(list(argument.type.choices)), WORDS)
+            if isinstance(argument.type, click.Choice)
+            else PATHS
+            for argument in arguments
+        )
+    )
     return st.tuples(given, parts).map(
         lambda both: [*words, *both[0], *(w for part in both[1] for w in part)]
     )
@@ -148,6 +167,8 @@ def _workplace() -> Path:
     (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
     (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')
     os.mkfifo(folder / "pipe")
+    (folder / "trace.json").write_text(json.dumps(TRACES[0]))
+    (folder / "trace.json.gz").write_bytes(gzip.compress(json.dumps(TRACES[1]).encode()))
     for run in (folder / "run", folder / "runs" / "first"):
         (run / "checkpoints").mkdir(parents=True)
         (run / "config.json").write_text(TrainConfig(ranks=2, run_dir=str(run)).to_json())
@@ -181,6 +202,13 @@ def _made_sense(request: Request, *_: Any) -> None:
     raise TrainingError("made sense")
 
 
+def _written_as_new(step: Step, played: Replay, path: Path) -> None:
+    """Writes a trace in the workplace, where nothing has this name yet."""
+    if path.resolve().parent != _workplace().resolve() or os.path.lexists(path):
+        raise TrainingError("left out")
+    write_trace(step, played, path)
+
+
 _LEFT_OUT = _Failed(0.0, "build()", "left out")
 
 
@@ -194,6 +222,9 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         stack.enter_context(mock.patch("shardgrad.cli.doctor._issues", return_value=[]))
         stack.enter_context(mock.patch("shardgrad.testing.audit._run", return_value=[_LEFT_OUT]))
         stack.enter_context(mock.patch("shardgrad.plan.planning.make_plan", _made_sense))
+        stack.enter_context(mock.patch("shardgrad.plan.search.search", _made_sense))
+        stack.enter_context(mock.patch("shardgrad.plan.measuring.measure", return_value=Measured(1.0, "")))
+        stack.enter_context(mock.patch("shardgrad.explain.traces.write_trace", _written_as_new))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()
         os.chdir(_workplace())
@@ -208,7 +239,8 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         raise result.exception
     # click repeats what was typed as it is.
     assert "\x1b" not in result.output or any("\x1b" in word for word in words)
-    assert "Traceback" not in result.output
+    assert "Traceback" not in result.output or "--debug" in words
+    assert "was not expected" not in result.output, result.output
     return f"exit status {result.exit_code}"
 
 
@@ -251,6 +283,92 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
     return outcome
 
 
+# -- traces -------------------------------------------------------------------------------------------------
+
+
+def _event(name: str, category: str, ts: float, dur: float, **arguments: Any) -> dict[str, Any]:
+    times = {"ph": "X", "name": name, "cat": category, "ts": ts, "dur": dur}
+    return {**times, "pid": 0, "tid": 0, "args": arguments}
+
+
+# As torch's profiler writes them: of a device, of a CPU; and as a plan does.
+TRACES: tuple[Any, ...] = (
+    {
+        "traceEvents": [
+            _event("ProfilerStep#3", "user_annotation", 0.0, 400.0),
+            _event("cudaLaunchKernel", "cuda_runtime", 0.0, 5.0, correlation=1),
+            _event("cudaEventRecord", "cuda_runtime", 10.0, 5.0, correlation=2),
+            _event("cudaStreamWaitEvent", "cuda_runtime", 15.0, 5.0, correlation=3),
+            _event("cudaLaunchKernel", "cuda_runtime", 20.0, 5.0, correlation=4),
+            _event("cudaStreamSynchronize", "cuda_runtime", 30.0, 200.0, correlation=5),
+            _event("ncclDevKernel_AllGather", "kernel", 10.0, 100.0, stream=20, correlation=1, dtype="Float"),
+            _event("gemm", "kernel", 112.0, 50.0, stream=7, correlation=4),
+            _event(
+                *("Stream Wait Event", "cuda_sync", 15.0, 0.0),
+                **{"stream": 7, "correlation": 3, "wait_on_stream": 20},
+                **{"wait_on_cuda_event_record_corr_id": 2},
+            ),
+        ]
+    },
+    {
+        "traceEvents": [
+            _event("FSDP::all_gather [/a]", "user_annotation", 0.0, 90.0),
+            _event("c10d::allgather_", "cpu_op", 10.0, 50.0),
+            _event("aten::mm", "cpu_op", 95.5, 50.0),
+        ]
+    },
+    {
+        "traceEvents": trace_of(
+            planned := Step(
+                (
+                    Op("gather", "1", "all-gather", 1e-4, 1e-6, link="nvlink", dtype="bf16"),
+                    Op("gather", "1", "all-gather", 1e-4, 1e-6, link="nvlink", dtype="bf16"),
+                    Op("product", "0", "compute", 3e-4, 1e-6, (0,)),
+                    Op("reduce", "1", "reduce-scatter", 1e-4, 1e-6, (2,), (0,), "nvlink", "fp32"),
+                )
+            ),
+            replay(planned.ops),
+        )
+    },
+)
+_FIELDS = st.sampled_from(
+    [
+        *("name", "cat", "ph", "ts", "dur", "tid", "args", "stream", "correlation", "link", "kind", "dtype"),
+        *("host_after", "waits_for", "wait_on_stream", "wait_on_cuda_event_record_corr_id"),
+    ]
+)
+FED_TRACES = st.tuples(
+    st.integers(0, len(TRACES) - 1),
+    st.one_of(
+        CHANGES.map(lambda changes: ("json", changes)),
+        EDITS.map(lambda edits: ("gzip", edits)),
+        st.lists(st.tuples(st.integers(0, 30), _FIELDS, st.one_of(PLAUSIBLE, ODD)), max_size=4).map(
+            lambda fields: ("fields", fields)
+        ),
+    ),
+)
+
+
+def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
+    """A trace of which events, or bytes of its compressed file, are others: explained, and written again."""
+    number, (kind, differences) = case
+    trace, path = copy.deepcopy(TRACES[number]), scratch() / "trace.json"
+    if kind == "gzip":
+        path = scratch() / "trace.json.gz"
+        path.write_bytes(edited(gzip.compress(json.dumps(trace).encode(), mtime=0), differences))
+    elif kind == "json":
+        path.write_text(json.dumps(changed(trace, differences)), encoding="utf-8")
+    else:
+        events = trace["traceEvents"]
+        for place, name, value in differences:
+            event = events[place % len(events)]
+            (event if name in event or not isinstance(event["args"], dict) else event["args"])[name] = value
+        path.write_text(json.dumps(trace), encoding="utf-8")
+    outcome = call(["explain", str(path)], {})
+    assert call(["explain", str(path), "--json", "--perfetto", "replayed.json"], {}) == outcome
+    return outcome
+
+
 # -- plans --------------------------------------------------------------------------------------------------
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
@@ -265,7 +383,10 @@ REQUESTS = st.fixed_dictionaries(
         "precision": st.sampled_from(["fp32", "bf16-mixed", "bf16"]),
         "optimizer": st.sampled_from(["adamw", "sgd"]),
         "units": st.sampled_from([(), ("Linear",), ("Nothing",), ("FeedForward", "Attention")]),
-        "activation_checkpointing": st.booleans(),
+        "activation_checkpointing": st.sampled_from(["none", "selective", "full"]),
+        "reduce_dtype": st.sampled_from([None, "fp32", "bf16"]),
+        "gradient_dtype": st.sampled_from([None, "fp32", "bf16"]),
+        "compile": st.booleans(),
         "no_sync": st.booleans(),
         "on_host": st.booleans(),
     },
@@ -283,7 +404,7 @@ def feed_request(fields: dict[str, Any]) -> str:
         except TrainingError:
             return "refused"
     assert made.peak_nbytes > 0
-    assert made.timeline.step_s > 0
+    assert 0 < made.step_range_s[0] <= made.step_s <= made.step_range_s[1]
     return "planned"
 
 
@@ -295,5 +416,6 @@ TARGETS = {
         for words, _ in commands(main)
     },
     "commands on a damaged checkpoint": Target(DAMAGED, feed_damaged),
+    "trace": Target(FED_TRACES, feed_trace),
     "requests of a plan": Target(REQUESTS, feed_request),
 }

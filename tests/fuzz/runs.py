@@ -13,19 +13,24 @@ from unittest import mock
 import torch
 from hypothesis import strategies as st
 
+from shardgrad import checkpoint
 from shardgrad.checkpoint import lock
-from shardgrad.errors import PartnerUnavailableError
+from shardgrad.errors import CheckpointError, PartnerUnavailableError
 from shardgrad.graphs.preflight import environment
 from shardgrad.plan.models import build_plan_model
 from shardgrad.plan.request import Request
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.corpus import load_corpus
 from shardgrad.train.failure import TrainingError
+from shardgrad.train.generate import continued, load_run
 from shardgrad.train.huggingface import read_model_config
 from shardgrad.train.launcher import is_restarted, torchrun_world_size
+from shardgrad.train.model import Transformer
 from shardgrad.train.parallel import World
+from shardgrad.train.presets import transformer_config
 from shardgrad.train.record import RunRecord
-from tests.fuzz.inputs import CHANGES, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, scratch
+from shardgrad.train.sinks import wandb_mode
+from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, edited, scratch
 
 WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
 
@@ -81,14 +86,16 @@ MEETING = ("MASTER_ADDR", "MASTER_PORT")
 SETTINGS = (
     *("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"),
     *("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
-    *("NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS"),
+    *("NCCL_GRAPH_REGISTER", "OMP_NUM_THREADS", "WANDB_MODE"),
 )
 ENVIRONMENT = (*NUMBERED, *MEETING, *SETTINGS)
 _VALUES = st.one_of(
     st.text(st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), max_size=10),
     st.integers(-1, 9).map(str),
     st.integers().map(str),
-    st.sampled_from(["zero", "", "9" * 5000, "65535", "65536", "expandable_segments:True", "localhost"]),
+    st.sampled_from(
+        ["zero", "", "9" * 5000, "65535", "65536", "expandable_segments:True", "localhost", "online"]
+    ),
 )
 # None or more of them, and a launcher's of which some are others.
 VARIABLES = st.one_of(
@@ -109,6 +116,7 @@ def feed_environment(variables: dict[str, str]) -> str:
         try:
             world_size = torchrun_world_size()
             is_restarted()
+            wandb_mode()
         except TrainingError:
             return "refused"
     if world_size is None:
@@ -117,6 +125,48 @@ def feed_environment(variables: dict[str, str]) -> str:
     assert 0 <= int(variables["MASTER_PORT"]) < 2**16
     return "taken"
 
+
+# -- a run that continues a text ----------------------------------------------------------------------------
+
+SMALL = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "hidden": 8}
+
+
+@cache
+def small_run() -> Path:
+    """Returns the folder of a run with a small model and one checkpoint."""
+    folder = scratch() / "small-run"
+    series = checkpoint.Series(folder / "checkpoints")
+    path = series.path_of(3)
+    state = {"model": Transformer(transformer_config("tiny", SMALL)).state_dict(), "progress": {"step": 3}}
+    checkpoint.save(state, path, then=lambda: series.publish(path))
+    return folder
+
+
+def feed_run(case: tuple[list[tuple[list[int], str, Any]], int, list[tuple[int, str, bytes]]]) -> str:
+    """A run of which settings and a file of the checkpoint may be others, and what its model writes."""
+    changes, number, edits = case
+    folder = small_run()
+    right = json.loads(TrainConfig(seq_len=4, override=SMALL).to_json())
+    (folder / "config.json").write_text(json.dumps(changed(right, changes)), encoding="utf-8")
+    files = sorted(path for path in folder.glob("checkpoints/step_*/*"))
+    path = files[number % len(files)]
+    before = path.read_bytes()
+    path.write_bytes(edited(before, edits))
+    try:
+        model, config = load_run(folder)
+        settings: dict[str, Any] = {"count": 2, "window": min(config.seq_len, 4), "device": WORLD.device}
+        text = continued(model, b"ab", temperature=0.5, seed=0, **settings)
+    except (TrainingError, CheckpointError, PartnerUnavailableError):
+        return "refused"
+    finally:
+        path.write_bytes(before)
+    assert len(text) == 4
+    return "continued"
+
+
+RUNS = st.one_of(
+    st.tuples(CHANGES, st.just(0), st.just([])), st.tuples(st.just([]), st.integers(0, 3), EDITS)
+)
 
 # -- settings -----------------------------------------------------------------------------------------------
 
@@ -290,6 +340,7 @@ TARGETS = {
     "settings": Target(st.dictionaries(FIELDS, st.one_of(PLAUSIBLE, ODD), max_size=3), feed_settings),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
+    "run that continues a text": Target(RUNS, feed_run),
     "mesh": Target(st.one_of(ODD_TEXTS, st.from_regex(r"[0-9x²]{1,8}")), feed_mesh),
     "text to train on": Target(TEXTS, feed_text),
     "configuration of transformers": Target(HF_FILES, feed_hf_config),

@@ -20,7 +20,7 @@ PACKAGE = Path(shardgrad.__file__).parent
 
 # Functions that open files, and the target that feeds what they read; "" where nothing of another program is
 # read, with the reason.
-OPENING = {"open", "read_text", "read_bytes", "content_of", "open_plain", "import_module"}
+OPENING = {"open", "read_text", "read_bytes", "content_of", "open_plain", "read_regular", "import_module"}
 DOORS = {
     "checkpoint/files.py DataFile.__init__": "",  # writes
     "checkpoint/files.py content_of": "files",
@@ -29,6 +29,8 @@ DOORS = {
     "checkpoint/files.py write_synced": "",  # writes
     "checkpoint/lock.py FileLock._acquire": "lock",
     "checkpoint/lock.py require_free": "lock",
+    "checkpoint/safetensors.py SafetensorsSource.__init__": "files of weights",
+    "checkpoint/safetensors.py _files_in": "index of files of weights",
     "checkpoint/safetensors.py write_safetensors": "",  # a package, and writes
     "checkpoint/series.py Series._named": "latest",
     "checkpoint/source.py NativeSource._descriptor": "files",
@@ -36,9 +38,12 @@ DOORS = {
     "checkpoint/torch_format.py _located": "files of torch",
     "checkpoint/torch_format.py TorchSource._read": "archive of torch",
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
+    "explain/traces.py _events": "trace",
+    "plan/measuring.py _check_memory": "",  # the system's
     "plan/models.py _function": "plan",
     "testing/audit.py load": "doctor",
     "train/config.py read_settings": "file of settings",
+    "train/config.py read_regular": "file of settings",
     "train/config.py read_text": "file of settings",
     "train/huggingface.py _settings_in": "configuration of transformers",
     "train/corpus.py _read": "text to train on",
@@ -49,14 +54,19 @@ DOORS = {
     "train/stop.py leave_terminal": "",  # /dev/null
     # Modules of this package and of named ones, by names that are written there.
     "__init__.py __getattr__": "",
-    "cli/__init__.py _LazyGroup.get_command": "",
+    "cli/command.py LazyGroup.get_command": "",
     "integrations/__init__.py __getattr__": "",
     "integrations/__init__.py availability": "",
     "integrations/probe.py load": "",
+    "train/sinks.py _TensorBoard.__init__": "",
+    "train/sinks.py _WeightsAndBiases.__init__": "",
+    "version.py commit": "",  # written when this package was built
 }
 # Functions that read text that others have read.
 PARSERS = {
     "cli/train.py key_and_value": "train",
+    "checkpoint/safetensors.py _files_in": "index of files of weights",
+    "explain/traces.py _events": "trace",
     "checkpoint/index.py Index.from_json": "index as text",
     "checkpoint/lock.py _holder": "lock",
     "train/config.py read_settings": "file of settings",

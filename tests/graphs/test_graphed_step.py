@@ -91,6 +91,37 @@ def test_all_random_numbers_are_drawn_again_after_a_restore() -> None:
     assert drawn() == first
 
 
+def test_gradients_left_behind_are_a_warning() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step(torch.ones(2, 4))
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="step leaves gradients behind") as caught:
+        step(torch.ones(2, 4))
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(torch.ones(2, 4))
+
+
+def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
+    _, step = training()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
+            step(torch.ones(rows, 4))
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="7 calls in a row.*: 13x4") as caught:
+        step(torch.ones(13, 4))
+    assert caught[0].filename == __file__
+
+
 def test_a_block_mask_is_taken_apart_and_put_together() -> None:
     def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return q >= k

@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,20 +16,25 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.cli import main
-from shardgrad.plan.advice import _changes, _is_hopeless, advise
-from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops, scaled_to_mfu
-from shardgrad.plan.depth import estimate, shallow
+from shardgrad.plan.advice import _changes, advise, is_hopeless
+from shardgrad.plan.calibration import Calibration
+from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops
+from shardgrad.plan.fusion import fused
 from shardgrad.plan.hardware import Machine, machine_of
+from shardgrad.plan.measuring import measure
 from shardgrad.plan.memory import memory_of
-from shardgrad.plan.planning import Calibration, Plan, plan_of
-from shardgrad.plan.recording import Event, Kernel, Marked, Transfer, Waited
+from shardgrad.plan.models import PlanModel
+from shardgrad.plan.moe import MOE_PRESETS, MoeConfig
+from shardgrad.plan.planning import Plan, make_plan, plan_of
+from shardgrad.plan.recording import Change, Event, Kernel, Marked, Transfer, Waited
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.repeats import key_of
 from shardgrad.plan.request import Request
+from shardgrad.plan.search import search
 from shardgrad.plan.timeline import play
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import Transformer
-from shardgrad.train.presets import PRESETS, transformer_config
+from shardgrad.train.presets import PRESETS, TransformerConfig, transformer_config
 
 pytestmark = pytest.mark.timeout(400)  # a rehearsal takes a second, or many where others use the machine
 
@@ -42,7 +48,7 @@ def rehearsal_of(**changes: object) -> Rehearsal:
 
 
 def plan_for(machine: Machine = H100, **changes: object) -> Plan:
-    return plan_of(rehearsal_of(**changes), machine)
+    return plan_of([rehearsal_of(**changes)], machine)
 
 
 def transfers(rehearsal: Rehearsal) -> list[Transfer]:
@@ -81,12 +87,12 @@ def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
 
 def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
     plain = plan_for(batch_size=8).peak_nbytes
-    assert plan_for(batch_size=8, activation_checkpointing=True).peak_nbytes < plain
+    assert plan_for(batch_size=8, activation_checkpointing="full").peak_nbytes < plain
     assert plan_for(batch_size=4, accumulate=2).peak_nbytes < plain
 
 
 def test_whole_parameters_stay_in_stage_2() -> None:
-    whole = {stage: plan_for(stage=stage).memory.peak.nbytes["unsharded parameters"] for stage in ("2", "3")}
+    whole = {stage: plan_for(stage=stage).at_peak["unsharded parameters"] for stage in ("2", "3")}
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     assert whole["2"] >= numel * 2 > whole["3"]
@@ -221,7 +227,8 @@ def test_a_cpu_computes_while_an_exchange_is_under_way_and_then_waits_for_it() -
 
 
 def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() -> None:
-    timeline = plan_for(machine_of("h100", is_graphed=True)).timeline
+    graphed = machine_of("h100", is_graphed=True)
+    timeline = play(rehearsal_of().events, CostModel(graphed, shards=16))
     assert max(timeline.compute_s, timeline.transfers_s) <= timeline.step_s
     copies = sum(span.end_s - span.begin_s for span in timeline.spans if span.lane == "copies")
     assert timeline.step_s <= timeline.compute_s + timeline.transfers_s + copies
@@ -229,14 +236,23 @@ def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() ->
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
     eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
-    assert graphed.timeline.host_s == 0.0
-    assert eager.timeline.step_s >= eager.timeline.host_s > graphed.timeline.step_s
+    assert graphed.host_s == 0.0
+    assert eager.step_s >= eager.host_s > graphed.step_s
 
 
 def test_a_given_mfu_is_what_compute_alone_reaches() -> None:
     events = rehearsal_of().events
-    cost = scaled_to_mfu(CostModel(H100, 16), events, 0.5)
+    plan = plan_of([rehearsal_of()], H100, Calibration(mfu=0.5))
+    cost = CostModel(H100, 16, plan.compute_scale)
     assert model_flops(events) / (compute_s(events, cost) * 989e12) == pytest.approx(0.5)
+    assert plan.step_range_s == (plan.step_s, plan.step_s)
+
+
+def test_without_a_measurement_a_plan_is_a_range_around_what_is_likely() -> None:
+    plan = plan_for(machine_of("h100", is_graphed=True), batch_size=8)
+    fast, slow = plan.step_range_s
+    assert fast < plan.step_s < slow
+    assert plan.tokens_per_s_range == (plan.request.tokens / slow, plan.request.tokens / fast)
 
 
 def test_model_flops_are_six_for_each_parameter_and_token() -> None:
@@ -288,21 +304,59 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
     request = TINY.but(override={"layers": 8}, seq_len=512, batch_size=4)
     graphed = machine_of("h100", is_graphed=True)
-    deep = plan_of(rehearse(request), graphed)
-    guess = estimate(shallow(request, 8), graphed, Calibration(), depth=8)
+    deep = plan_of([rehearse(request)], graphed)
+    guess = make_plan(request, graphed)
     assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
-    assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+    assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
     assert guess.mfu == pytest.approx(deep.mfu, rel=0.02)
+    # What is counted is exact.
+    assert (guess.parameters, guess.units, guess.blocks) == (deep.parameters, deep.units, 8)
+    assert guess.resting == deep.resting
+    assert guess.waste == deep.waste
+    assert guess.model_flops == pytest.approx(deep.model_flops)
+    for line, row in zip(guess.traffic, deep.traffic, strict=True):
+        assert (line.axis, line.kind, line.count, line.sent_nbytes) == (
+            row.axis,
+            row.kind,
+            row.count,
+            row.sent_nbytes,
+        )
+
+
+def test_blocks_that_differ_are_rehearsed_and_only_like_ones_are_left_out() -> None:
+    """Two dense blocks before those with experts, in a mixture's configuration with little of everything."""
+    small = TransformerConfig(width=64, layers=8, heads=2, kv_heads=2, hidden=64)
+    config = MoeConfig(small, dense_layers=2, experts=4, expert_hidden=32, top_k=1, groups=2)
+    with mock.patch.dict(MOE_PRESETS, {"moe-670b": config}):
+        request = TINY.but(preset="moe-670b")
+        deep = plan_of([rehearse(request)], H100)
+        guess = make_plan(request, H100)
+    assert (guess.blocks, guess.units, guess.parameters) == (6, deep.units, deep.parameters)
+    assert guess.resting == deep.resting
+    assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
+    assert guess.step_s == pytest.approx(deep.step_s, rel=0.03)
+
+
+def test_blocks_are_alike_only_if_their_numbers_are() -> None:
+    def build() -> nn.Module:
+        model = Transformer(transformer_config("tiny", {"layers": 5}))
+        model.layers[1].window = 128  # type: ignore[union-attr]
+        for number, layer in enumerate(model.layers):
+            layer.layer_idx = number  # type: ignore[assignment]
+        return model
+
+    with torch.device("meta"):
+        assert PlanModel("x", build(), "layers", lambda b, s: torch.empty(())).alike() == range(2, 5)
 
 
 def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
     """The embedding and the head are the largest units; whether they share one is a matter of parity."""
     for layers in (8, 9):
         request = TINY.but(override={"layers": layers}, accumulate=2)
-        deep = plan_of(rehearse(request), H100)
-        guess = estimate(shallow(request, layers), H100, Calibration(), depth=layers)
+        deep = plan_of([rehearse(request)], H100)
+        guess = make_plan(request, H100)
         assert guess.peak_nbytes == pytest.approx(deep.peak_nbytes, rel=0.02)
-        assert guess.step_s == pytest.approx(deep.timeline.step_s, rel=0.02)
+        assert guess.step_s == pytest.approx(deep.step_s, rel=0.02)
 
 
 def test_what_was_seen_before_is_written_down_as_it_was_the_first_time() -> None:
@@ -331,14 +385,15 @@ def test_an_operator_is_told_from_one_with_other_shapes_or_numbers() -> None:
 
 def test_advice_rehearses_nothing_whose_states_alone_are_too_large() -> None:
     plan = plan_for(batch_size=2)
-    states = 12 * plan.rehearsal.parameters / 2**30
-    roomy = plan_of(plan.rehearsal, machine_of("h100", devices_per_node=2))
+    states = 12 * plan.parameters / 2**30
+    roomy = plan_of([rehearsal_of(batch_size=2)], machine_of("h100", devices_per_node=2))
     tight = dataclasses.replace(
         roomy, machine=machine_of("h100", devices_per_node=2, memory_gib=0.4 * states)
     )
     assert any("--mesh 8x2" in change.option for change in _changes(roomy))
     for change in _changes(tight):
-        assert _is_hopeless(tight, change) == (change.fields.get("mesh") == "8x2"), change.option
+        hopeless = is_hopeless(tight.request.but(**change.fields), change.machine, tight.parameters)
+        assert hopeless == (change.fields.get("mesh") == "8x2"), change.option
 
 
 def test_experts_leave_no_rank_without_rows() -> None:
@@ -348,25 +403,122 @@ def test_experts_leave_no_rank_without_rows() -> None:
         seq_len=64,
         blocks=1,
         units=("ExpertGroup",),
-        activation_checkpointing=True,
+        activation_checkpointing="full",
     )
     waste = rehearse(request).waste
     assert waste.uneven_nbytes < 0.01 * waste.total_nbytes
 
 
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
-    plan = plan_of(rehearse(TINY.but(batch_size=8, override={"layers": 1})), H100)
-    room = plan.machine.device.taken_nbytes + plan.memory.reserved_nbytes * 0.8
-    cramped = plan_of(plan.rehearsal, machine_of("h100", memory_gib=room / 2**30))
+    request = TINY.but(batch_size=8, override={"layers": 1})
+    plan = make_plan(request, H100)
+    outside = plan.needed_nbytes - plan.reserved_nbytes - H100.device.margin_nbytes
+    room = (outside + plan.reserved_nbytes * 0.8) / 0.95
+    cramped = plan_of([rehearse(request)], machine_of("h100", memory_gib=room / 2**30))
     assert not cramped.fits
     advice = advise(cramped, Calibration())
     assert 0 < len(advice) <= 3
-    assert advice[0].fits
-    assert advice[0].needed_nbytes < cramped.needed_nbytes
+    assert all(each.needed_nbytes <= cramped.machine.device.memory_nbytes for each in advice)
+
+
+def test_advice_gains_something_and_fits() -> None:
+    plan = make_plan(TINY.but(activation_checkpointing="full", batch_size=2), H100)
+    advice = advise(plan, Calibration(), most=10)
+    assert "--activation-checkpointing none" in [each.option for each in advice]
+    for each in advice:
+        assert each.tokens_per_s > 1.01 * plan.tokens_per_s
+        assert each.needed_nbytes <= H100.device.memory_nbytes
+
+
+def test_a_margin_is_left_for_fragmentation() -> None:
+    plan = plan_for()
+    margin = plan.needed_nbytes - plan.reserved_nbytes - H100.device.taken_nbytes
+    assert margin == int(0.05 * H100.device.memory_nbytes)
+    without = (plan.needed_nbytes - margin) / 2**30
+    assert not plan_of([rehearsal_of()], machine_of("h100", memory_gib=without)).fits
+
+
+# -- recomputation and compilation ----------------------------------------------------------------------
+
+
+def test_selective_recomputation_is_between_none_and_all() -> None:
+    graphed = machine_of("h100", is_graphed=True)
+    none, some, full = (
+        plan_for(graphed, batch_size=8, seq_len=512, activation_checkpointing=mode)
+        for mode in ("none", "selective", "full")
+    )
+    assert none.peak_nbytes > some.peak_nbytes > full.peak_nbytes
+    assert none.compute_s < some.compute_s < full.compute_s
+
+
+def test_a_compiled_block_has_fewer_launches_and_moves_fewer_bytes() -> None:
+    eager, compiled = rehearsal_of(seq_len=512), rehearsal_of(seq_len=512, compile=True)
+    assert len(eager.events) == len(compiled.events)
+
+    def own(rehearsal: Rehearsal) -> list[Kernel]:
+        kernels = [e for e in rehearsal.events if isinstance(e, Kernel) and e.is_launched]
+        return [kernel for kernel in kernels if not kernel.is_engine and kernel.phase != "optimizer"]
+
+    assert len(own(compiled)) < 0.6 * len(own(eager))
+    assert sum(kernel.nbytes for kernel in own(compiled)) < 0.8 * sum(kernel.nbytes for kernel in own(eager))
+    assert sum(kernel.flops for kernel in own(compiled)) == sum(kernel.flops for kernel in own(eager))
+
+
+def test_a_fused_kernel_reads_what_comes_from_outside_and_writes_what_is_needed_later() -> None:
+    """a -> b -> c, in which b dies at once: a is read, c is written."""
+    first = dataclasses.replace(kernel(nbytes=200), read=((1, 100),), written=((2, 100),))
+    second = dataclasses.replace(kernel(nbytes=200), read=((2, 100),), written=((3, 100),))
+    merged, rest = fused([first, second], [Change(2, 2, -100, "compute", "forward")])
+    assert isinstance(merged, Kernel)
+    assert isinstance(rest, Kernel)
+    assert (merged.nbytes, rest.nbytes, rest.is_launched) == (200, 0, False)
+    kept, _ = fused([first, second], [])
+    assert isinstance(kept, Kernel)
+    assert kept.nbytes == 300
+
+
+# -- measuring and searching ----------------------------------------------------------------------------
+
+
+def test_a_measurement_on_this_machine_scales_the_plan() -> None:
+    cpu = machine_of("cpu")
+    request = TINY.but(on_host=True, precision="fp32", ranks=2, override={"layers": 4})
+    measured = measure(request, cpu)
+    assert measured.scale > 0
+    assert "2 of 4 blocks" in measured.sentence
+    plan = make_plan(request, cpu, Calibration(scale=measured.scale))
+    assert plan.compute_scale == measured.scale
+    assert plan.step_range_s == (plan.step_s, plan.step_s)
+
+
+def test_a_machine_of_another_kind_is_not_measured() -> None:
+    with pytest.raises(UsageError, match="which has no accelerator, and the plan is for h100"):
+        measure(TINY, H100)
+
+
+def test_a_search_returns_what_fits_fastest_first_with_the_command_that_trains_so() -> None:
+    request = TINY.but(ranks=4, override={"layers": 1})
+    found = search(request, machine_of("h100", devices_per_node=2), Calibration(), 4 * 64 * 4)
+    assert 1 < len(found) <= 10
+    speeds = [each.tokens_per_s for each in found]
+    assert speeds == sorted(speeds, reverse=True)
+    for each in found:
+        assert each.request.tokens * 4 == 4 * 64 * 4
+        assert each.needed_nbytes <= H100.device.memory_nbytes
+        command = each.command().split()
+        assert command[:4] == ["shardgrad", "train", "--preset", "tiny"]
+        assert CliRunner().invoke(main, [*command[1:], "--print-config"]).exit_code == 0, command
+    layouts = {each.request.mesh for each in found}
+    assert layouts & {None, "2x2"}
+
+
+def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> None:
+    with pytest.raises(UsageError, match="in multiples of 1024; try 2048"):
+        search(TINY, H100, Calibration(), 2000)
 
 
 def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> None:
-    plan = plan_of(rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1})), H100)
+    plan = plan_of([rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1}))], H100)
     assert plan.fits
     advice = advise(plan, Calibration())
     speeds = [each.tokens_per_s for each in advice]
@@ -386,8 +538,8 @@ def test_the_command_prints_a_plan_for_programs() -> None:
     result = run("--ranks", "16", "--no-advice", "--json")
     assert result.exit_code == 0, result.output
     plan = json.loads(result.stdout)
-    assert plan["memory"]["peak_nbytes"] == plan_for().peak_nbytes
-    assert plan["time"]["step_s"] == pytest.approx(plan_for().timeline.step_s)
+    assert plan["memory"]["peak_nbytes"] == make_plan(TINY, H100).peak_nbytes
+    assert plan["time"]["step_s"] == pytest.approx(make_plan(TINY, H100).step_s)
     assert {row["kind"] for row in plan["traffic"]} == {"all-gather", "reduce-scatter", "all-reduce"}
 
 

@@ -44,16 +44,15 @@ LARGEST = {
     "moe": [*MOE, "--ranks=1024"],
     "wide moe": [*MOE, "--ranks=16384"],
 }
-# Seconds of one core. A minute is the goal; that the mixture, with its thousands of parameters, meets it has
-# not been seen: on cores shared with other work it took 71 to 83 s.
-LIMITS_S = {"70b": 60, "moe": 90, "wide moe": 180}
+# Seconds of one core.
+LIMITS_S = {"70b": 30, "moe": 60, "wide moe": 60}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_plans_take_minutes_of_one_core_and_less_than_4_gib(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardgrad", "plan", "--json", "--activation-checkpointing"]
+def test_the_largest_plans_take_less_than_a_minute_of_one_core_and_4_gib(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "shardgrad", "plan", "--json", "--activation-checkpointing=full"]
     with (tmp_path / "plan.json").open("wb") as out:
         process = subprocess.Popen([*command, *LARGEST[name]], cwd=ROOT, stdout=out)
         _, status, used = os.wait4(process.pid, 0)

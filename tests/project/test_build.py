@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTRUCTION = "pip install --no-build-isolation -e ."
+INSTRUCTION = "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
 USE_OPS = """
 import torch
 from shardgrad import ops
@@ -96,6 +98,55 @@ def sources(package: Path) -> Path:
         shutil.copy(ROOT / name, root)
     (root / "README.md").touch()
     return root
+
+
+def wheel_without_compiler(root: Path) -> Path:
+    command = (sys.executable, "setup.py", "--quiet", "bdist_wheel")
+    done = run(*command, cwd=root, CC="no-such-compiler", CXX="no-such-compiler")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("the compiled ops were not built") == 1
+    (wheel,) = root.glob("dist/*.whl")
+    return wheel
+
+
+def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(sources: Path) -> None:
+    (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
+    (sources / "shardgrad" / "_commit.txt").write_text("0123456789ab\n")
+    wheel = wheel_without_compiler(sources)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+        assert archive.read("shardgrad/_commit.txt") == b"0123456789ab\n"
+    assert not any(name.endswith(".so") for name in names)
+    source = re.search(r"Project-URL: Source, (\S+)", metadata)
+    assert source is not None
+    assert f"[a]({source[1]}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
+
+
+def test_in_a_source_tree_the_command_builds_that_tree(package: Path, tmp_path: Path) -> None:
+    (package.parent / "setup.py").touch()
+    done = use(package, cwd=tmp_path)
+    assert done.stderr.count(f"pip install --no-build-isolation -e '{package.parent}'") == 1
+
+
+@pytest.mark.parametrize(("compiler", "asked"), [("cat", 1), ("no-such-compiler", 0)])
+def test_an_isolated_build_asks_for_torch_only_where_there_is_a_compiler(compiler: str, asked: int) -> None:
+    program = "import backend; print(*backend.get_requires_for_build_wheel())"
+    done = run(sys.executable, "-c", program, cwd=ROOT, PYTHONPATH=str(ROOT / "release"), CXX=compiler)
+    assert done.stdout.count("torch>=") == asked, done.stderr
+
+
+@pytest.mark.parametrize("described", ["0123456789ab", None])
+def test_the_version_has_the_commit_if_it_is_known(package: Path, described: str | None) -> None:
+    source = (ROOT / "shardgrad" / "version.py").read_text()
+    (package / "version.py").write_text(re.sub(r'__version__ = "[^"]*"', '__version__ = "1.2.3"', source))
+    (package / "__init__.py").write_text("")
+    if described:
+        (package / "_commit.txt").write_text(described + "\n")
+    program = "from shardgrad.version import described; print(described())"
+    done = run(sys.executable, "-c", program, cwd=package.parent, PYTHONPATH=str(package.parent))
+    assert done.stdout == f"1.2.3 (commit {described or 'unknown'})\n"
 
 
 def build(root: Path, **environment: str) -> subprocess.CompletedProcess[str]:

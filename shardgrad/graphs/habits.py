@@ -1,0 +1,66 @@
+"""Two habits of a program that a graph makes costly, and that nothing else would tell: a warning for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from shardgrad.graphs.outputs import local_tensor
+
+__all__ = ["Habits"]
+
+_NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
+
+
+class Habits:
+    """Watches the calls of a step.
+
+    Args:
+        optimizers: optimizers of the step.
+        warn: function that is called with what to say about the step, and the depth of the program's call.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
+        self._optimizers, self._warn = optimizers, warn
+        self._new_keys = 0
+
+    def called(self, key: Hashable, *, is_new: bool) -> None:
+        """Takes note of a call's inputs, by their key (`graphs/inputs.py`)."""
+        self._new_keys = self._new_keys + 1 if is_new else 0
+        if self._new_keys == _NEW_KEYS:
+            self._warn(
+                f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it is never "
+                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes with bucket=.",
+                depth=5,
+            )
+
+    def stepped_eagerly(self) -> None:
+        """Looks whether gradients are left after a step.
+
+        Streams: reads them on the host, once, on the current stream.
+        """
+        left = [grad for grad in map(_local_grad, _params(self._optimizers)) if grad is not None]
+        if any(bool(grad.count_nonzero()) for grad in left):
+            self._warn(
+                "leaves gradients behind, to which the next step adds its own: call optimizer.zero_grad() at "
+                "the end of the step, inside it.",
+                depth=6,
+            )
+
+
+def _shapes(key: Hashable) -> str:
+    parts = key if isinstance(key, tuple) else ()
+    shapes = [part[0] for part in parts if isinstance(part, tuple) and isinstance(part[0], torch.Size)]
+    return " and ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
+
+
+def _params(optimizers: Iterable[Optimizer]) -> Iterable[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+
+
+def _local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    return None if param.grad is None else local_tensor(param.grad)

@@ -1,0 +1,38 @@
+"""The version of this package, and the commit it was made from."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+__all__ = ["__version__", "commit", "described"]
+
+__version__ = "0.1.0"
+
+_PACKAGE = Path(__file__).parent
+
+
+@cache
+def commit() -> str | None:
+    """Returns the commit, with `-dirty` if files were changed; None if it is not known.
+
+    An installed package has it in a file, which the build wrote; in a clone git is asked.
+    """
+    import subprocess  # which `import shardgrad` does not need
+
+    file, root = _PACKAGE / "_commit.txt", _PACKAGE.parent
+    if file.is_file():
+        return file.read_text(encoding="utf-8").strip()
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def described() -> str:
+    """Returns the version and the commit, as in "0.1.0 (commit 0123456789ab)"."""
+    return f"{__version__} (commit {commit() or 'unknown'})"

@@ -1,0 +1,140 @@
+"""Text from a model and from a run, and the other places for metrics."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import Tensor, nn
+
+from shardgrad import checkpoint
+from shardgrad.cli import main
+from shardgrad.train.config import TrainConfig
+from shardgrad.train.generate import continued, shown
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import transformer_config
+from shardgrad.train.sinks import open_sinks
+
+CPU = torch.device("cpu")
+SMALL = {"width": 16, "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2}
+
+
+class Next(nn.Module):
+    """Expects the byte after the last one, and keeps what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[list[int]] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.seen.append(tokens[0].tolist())
+        return torch.nn.functional.one_hot((tokens + 1) % 256, 300).float() * 100
+
+
+def test_a_text_is_continued_by_what_is_most_likely_in_a_window_of_one_length() -> None:
+    model = Next()
+    text = continued(model, b"ab", count=4, window=3, temperature=0.0, seed=0, device=CPU)
+    assert text == b"abcdef"
+    assert model.seen == [[97, 98, 0], [97, 98, 99], [98, 99, 100], [99, 100, 101]]
+
+
+def test_the_same_seed_chooses_the_same_text() -> None:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Transformer(transformer_config("tiny", SMALL))
+    materialise(model, model, device=CPU, seed=0)
+    settings: dict[str, Any] = {"count": 20, "window": 16, "temperature": 1.0, "device": CPU}
+    first, again, other = (continued(model, b"x", seed=seed, **settings) for seed in (1, 1, 2))
+    assert first == again != other
+    assert model.training
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
+    assert shown(b"a\x1b[2J\xff\n\tb") == "a\\x1b[2J\\xff\n    b"
+
+
+def test_a_run_continues_a_text_with_its_newest_weights(tmp_path: Path) -> None:
+    config = TrainConfig(override=SMALL, seq_len=16, ranks=1)
+    (tmp_path / "config.json").write_text(config.to_json())
+    with torch.device("meta"):
+        model = Transformer(transformer_config("tiny", SMALL))
+    materialise(model, model, device=CPU, seed=3)
+    series = checkpoint.Series(tmp_path / "checkpoints", keep=2)
+    path = series.path_of(5)
+    state = {"model": model.state_dict(), "progress": {"step": 5}, "rng_0": {"cpu": torch.get_rng_state()}}
+    checkpoint.save(state, path, then=lambda: series.publish(path))
+    asked = ["generate", str(tmp_path), "--prompt", "def ", "--bytes", "8", "--seed", "4"]
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code == 0, result.output
+    right = continued(model, b"def ", count=8, window=16, temperature=0.8, seed=4, device=CPU)
+    assert result.stdout == shown(right) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "does not exist"),
+        (["."], "There is no run in ."),
+        ([".", "--prompt", ""], "--prompt is empty"),
+        ([".", "--bytes", "0"], "is not in the range"),
+        ([".", "--temperature", "nan"], "is not in the range"),
+    ],
+)
+def test_bad_input_of_generate_is_refused_without_pytorch(
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, ["generate", *arguments])
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_metrics_go_to_tensorboard_and_to_weights_and_biases_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[Any, ...]] = []
+
+    class Writer:
+        def __init__(self, folder: str) -> None:
+            said.append(("folder", folder))
+
+        def add_scalar(self, *words: Any) -> None:
+            said.append(words)
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            said.append(("closed",))
+
+    class Logged:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            said.append((numbers, step))
+
+        def finish(self) -> None:
+            said.append(("finished",))
+
+    def init(**settings: Any) -> Logged:
+        said.append((settings["mode"], settings["config"]["preset"]))
+        return Logged()
+
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    sinks = open_sinks(TrainConfig(tensorboard=True, wandb=True), tmp_path)
+    for sink in sinks:
+        sink.write("step", {"step": 3, "loss": 2.5})
+        sink.close()
+    assert said == [
+        ("folder", str(tmp_path / "tensorboard")),
+        ("offline", "tiny"),
+        ("step/loss", 2.5, 3),
+        ("closed",),
+        ({"step/loss": 2.5}, 3),
+        ("finished",),
+    ]
+    assert open_sinks(TrainConfig(), tmp_path) == []
