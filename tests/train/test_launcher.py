@@ -92,7 +92,7 @@ def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(t
         "from shardgrad.cli import main\n"
         "from shardgrad.train import launch\n"
         "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, 0.2)\n"
-        "try:\n    main(['train'])\n"
+        "try:\n    main(['train'], prog_name='shardgrad')\n"
         "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
     )
     done = run(
@@ -117,9 +117,10 @@ def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
 
 
 def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+    answers, asked = iter([socket.gaierror(-2, "Name or service not known")] * 2), []
 
     def look_up(*_: object) -> list[object]:
+        asked.append(1)
         error = next(answers, None)
         if error is not None:
             raise error
@@ -128,3 +129,5 @@ def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "late")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     require_resolvable_master(patience_s=30)
+    time.sleep(0.1)
+    assert len(asked) == 3, "it is not asked again"
