@@ -92,7 +92,7 @@ def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(t
         "from shardgrad.cli import main\n"
         "from shardgrad.train import launch\n"
         "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, 0.2)\n"
-        "try:\n    main(['train'])\n"
+        "try:\n    main(['train'], prog_name='shardgrad')\n"
         "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
     )
     done = run(
