@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument(
         "--cuda", action="store_true", help="with CUDA kernels, for which nvcc must fit torch"
     )
+    parser.add_argument("--source-url", help="where the source is published, for links; see setup.py")
     asked = parser.parse_args()
     interpreters = asked.python or list(find_interpreters())
     with tempfile.TemporaryDirectory(prefix="shardgrad wheels ") as text:
@@ -54,6 +55,8 @@ def main() -> None:
             constraint.write_text(f"torch=={asked.torch}\n", encoding="utf-8")
             os.environ["PIP_CONSTRAINT"] = constraint.as_uri()  # pip of isolated builds reads it too
         os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
+        if asked.source_url:
+            os.environ["SHARDGRAD_SOURCE_URL"] = asked.source_url
         tools = new_environment(work / "tools", sys.executable)
         run(tools, "-m", "pip", "install", "--quiet", *tools_wanted())
         # From the archive, so that what the archive lacks is noticed.
