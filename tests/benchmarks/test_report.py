@@ -20,7 +20,7 @@ from benchmarks.engines.trace import LANES, Observation, Span, Traffic
 from benchmarks.measure import Cost
 from benchmarks.pictures import draw
 from benchmarks.records import RESULTS, Record, read
-from benchmarks.report import render
+from benchmarks.report import render, show
 from benchmarks.tables import table_of, words
 
 NAMES = ("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", "compute", "collectives")
@@ -216,14 +216,30 @@ def test_rows_are_the_innermost_dictionaries_of_a_summary() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_record_that_is_kept_can_be_shown(path: Path) -> None:
+def test_every_record_that_is_kept_can_be_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if path.name == "drills.jsonl":
         with pytest.raises(ValueError, match="is not a record of a benchmark: leave the file out"):
             list(read(path))
         return
     records = list(read(path))
-    assert all(table_of(record).rows for record in records)
+    assert all(shown(record, capsys) and table_of(record).rows for record in records)
     assert "</html>" in page_of(*records)
+
+
+def shown(record: Record, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the terminal shows of a record; nothing of it is cut off."""
+    show(record)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    return text
+
+
+def test_a_table_on_a_terminal_has_all_its_columns_in_a_hundred_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, table = shown(make_record(), capsys), table_of(make_record())
+    assert all(cell in text for cells in table.rows.values() for cell in (*cells, *table.headings))
 
 
 def test_a_report_says_first_what_words_mean_and_then_how_the_engine_compares() -> None:
