@@ -330,7 +330,10 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
-    """Guards inner modules, and keeps state dicts and loading on the sharded parameters."""
+    """Guards inner modules, and keeps state dicts and loading on the sharded parameters.
+
+    Modules of inner units too, where they register a parameter that this unit owns since it is tied.
+    """
 
     def to_shards(*_: Any, **__: Any) -> None:
         unit.reshard()
@@ -344,7 +347,8 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         for group in unit.groups:
             adopt(group)
 
-    for module in managed_modules:
+    owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
+    for module in dict.fromkeys([*managed_modules, *owners]):
         # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]
