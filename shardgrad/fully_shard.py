@@ -17,7 +17,7 @@ from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
-from shardgrad.collect_params import Claim, Collected, collect, validate_modules
+from shardgrad.collect_params import Claim, Collected, collect, refuse_unresolved_ties, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
@@ -148,9 +148,15 @@ def fully_shard(
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
-    unit.compare_weights = compare_weights
+    unit.accept = _accept
     _commit(unit, collected, grouped)
     return module
+
+
+def _accept(units: Sequence[Unit]) -> None:
+    """Refuses, at lazy init, units that share parameters, or whose weights differ between ranks."""
+    refuse_unresolved_ties(units)
+    compare_weights(units)
 
 
 # -- where strategies are chosen ----------------------------------------------------------------------------
