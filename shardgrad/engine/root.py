@@ -257,8 +257,7 @@ class RootContext:
 
     def inherit(self, other: RootContext) -> None:
         """Takes over what an inner unit's own context had noted before this root first ran."""
-        for unit in other._backward_order:
-            self._backward_order.append(unit)
+        self._backward_order += other._backward_order
         self.scheduler.inherit(other.scheduler)
 
 
@@ -278,9 +277,8 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
 
     Raises:
         RootError: the unit has several modules, so none is the root.
-        TiedParameterError: units share a parameter and no unit contains both.
         UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
-        RankDisagreementError: ranks built different models.
+        RankDisagreementError: ranks built different models; and what `Unit.accept` raises.
     """
     known = context_of(unit)
     if known is not None and comm_ctx is None:

@@ -38,8 +38,8 @@ def _move(grads: GradGroup, state: GradState) -> None:
 class Enrolment(Protocol):
     """Decides what one backward reduces; see [Note: Participation]."""
 
-    def entered(self, grads: GradGroup) -> None:
-        """Takes note of a forward, also one without gradients: backward may recompute it."""
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
 
     def begin(self) -> list[GradGroup]:
         """Returns what the backward that begins now reduces, the last one first."""
@@ -72,7 +72,7 @@ class ReductionScheduler:
     def enter(self, grads: GradGroup) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
         if self.enrolment is not None:
-            self.enrolment.entered(grads)
+            self.enrolment.note(grads)
         if self.backward_running:
             self.expect(grads)
         elif grads.state is GradState.IDLE:
@@ -115,6 +115,8 @@ class ReductionScheduler:
         """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
         if grads.collector.count == len(grads.params):
             self.close(grads)
 

@@ -94,21 +94,22 @@ class _Enrolment:
         self._groups = context.grad_groups
         self._is_used = False
         self._task = -1  # autograd's number of the backward
-        self._recomputed: set[GradGroup] = set()
+        self._in_parts: set[GradGroup] = set()
 
     @property
     def is_open(self) -> bool:
         """True if its backward is still to come."""
         return bool(self._groups) and not self._is_used
 
-    def entered(self, grads: GradGroup) -> None:
-        """Takes note of a forward, also one without gradients: backward may recompute it."""
-        if not torch.is_grad_enabled():
-            self._recomputed.add(grads)
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+        comes_in_parts = _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+        if comes_in_parts:
+            self._in_parts.add(grads)
 
     def is_complete(self, grads: GradGroup) -> bool:
         """Returns False for gradients that checkpoints may add to until the end of the backward."""
-        return _graph_task() == self._task and grads not in self._recomputed
+        return _graph_task() == self._task and grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
         """Refuses gradients of a checkpoint that came after those of the rest of their unit's forward."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -160,54 +161,48 @@ def participation_mixes_with_ordinary_steps() -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-class Recomputed(nn.Module):
-    """A layer that is called several times, in reentrant checkpoints ("r"), or not."""
+class Repeated(nn.Module):
+    """A layer that is called several times, in reentrant checkpoints ("r") or not."""
 
     def __init__(self, calls: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.layer = nn.Linear(5, 5)
         self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
         for call in self.calls:
             x = torch.tanh(x)
-            x = checkpoint(self.second, x, use_reentrant=True) if call == "r" else self.second(x)
+            x = checkpoint(self.layer, x, use_reentrant=True) if call == "r" else self.layer(x)
         return x
 
 
-def one_rank_recomputes_and_the_other_has_no_batch(calls: str, has_unit: bool) -> None:
-    whole, model = Recomputed(calls), Recomputed(calls)
-    if has_unit:
-        SHARDGRAD.fully_shard(model.second)
-    SHARDGRAD.fully_shard(model)
+def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
+    """Returns the oracle, and the same with a unit: the layer, the module around it, or the root alone."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 5), Repeated(calls))
+    model = deepcopy(whole)
+    for inner in {"layer": [model[1].layer], "around": [model[1]], "root": []}[unit]:
+        SHARDGRAD.fully_shard(inner)
+    return whole, SHARDGRAD.fully_shard(model)
+
+
+def have_mean_gradients(model: nn.Module, whole: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def one_rank_recomputes_and_the_other_has_no_batch(calls: str, unit: str) -> None:
+    whole, model = repeated(calls, unit)
     for step in range(2):
         with shardgrad.participate(model):
             if dist.get_rank() == step:
                 model(batch_of(step)).square().sum().backward()
         (whole(batch_of(step)).square().sum() / dist.get_world_size()).backward()
-        for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
-
-
-class InsideAndOutside(nn.Module):
-    """A unit that runs its layer in a reentrant checkpoint, and once more outside of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.layer(checkpoint(self.layer, x, use_reentrant=True))
-        return y
+        have_mean_gradients(model, whole)
 
 
 def what_cannot_be_joined_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), InsideAndOutside())
-    whole = deepcopy(model)
-    SHARDGRAD.fully_shard(model[1])
-    SHARDGRAD.fully_shard(model)
+    whole, model = repeated("rn", "around")
     refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1'.*use_reentrant=False")
     with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
         if dist.get_rank() == 0:
@@ -216,8 +211,7 @@ def what_cannot_be_joined_is_refused() -> None:
     model(batch_of(dist.get_rank())).square().sum().backward()  # ranks are where they were
     for rank in range(dist.get_world_size()):
         (whole(batch_of(rank)).square().sum() / dist.get_world_size()).backward()
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+    have_mean_gradients(model, whole)
 
 
 def participation_without_gradients() -> None:
@@ -295,12 +289,14 @@ def impatient_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
-@pytest.mark.parametrize("has_unit", [True, False], ids=["unit", "no_unit"])
-@pytest.mark.parametrize("calls", ["r", "rr", "rn", "nr", "rnr"])
+@pytest.mark.parametrize(
+    ("calls", "unit"),
+    [*product(("r", "rr", "rn", "rnr"), ("layer", "root")), *product(("r", "rr", "nr"), ("around",))],
+)
 def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
-    two_ranks: Ranks, calls: str, has_unit: bool
+    two_ranks: Ranks, calls: str, unit: str
 ) -> None:
-    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch, calls, has_unit)
+    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch, calls, unit)
 
 
 def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused(two_ranks: Ranks) -> None:
