@@ -109,7 +109,7 @@ class _Enrolment:
 
     def is_complete(self, grads: GradGroup) -> bool:
         """Returns False for gradients that checkpoints may add to until the end of the backward."""
-        return _graph_task() == self._task and grads not in self._in_parts
+        return grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
         """Refuses gradients of a checkpoint that came after those of the rest of their unit's forward."""

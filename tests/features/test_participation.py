@@ -162,17 +162,21 @@ def participation_mixes_with_ordinary_steps() -> None:
 
 
 class Repeated(nn.Module):
-    """A layer that is called several times, in reentrant checkpoints ("r") or not."""
+    """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a scale."""
 
     def __init__(self, calls: str) -> None:
         super().__init__()
         self.layer = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(5)) if "s" in calls else None
         self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
         for call in self.calls:
             x = torch.tanh(x)
-            x = checkpoint(self.layer, x, use_reentrant=True) if call == "r" else self.layer(x)
+            if call == "s":
+                x = x * self.scale
+            else:
+                x = checkpoint(self.layer, x, use_reentrant=True) if call == "r" else self.layer(x)
         return x
 
 
@@ -291,7 +295,7 @@ def impatient_ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     ("calls", "unit"),
-    [*product(("r", "rr", "rn", "rnr"), ("layer", "root")), *product(("r", "rr", "nr"), ("around",))],
+    [*product(("r", "rr", "rn", "rnr"), ("layer", "root")), *product(("r", "rr", "nr", "nsr"), ("around",))],
 )
 def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
     two_ranks: Ranks, calls: str, unit: str
