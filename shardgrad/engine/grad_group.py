@@ -45,6 +45,7 @@ def grads_of(group: ParamGroup) -> GradGroup:
 class GradState(Enum):
     """How far the backward that is under way, or expected, has come with a group's gradients."""
 
+    __hash__ = object.__hash__  # as of `ParamState`
     IDLE = auto()  # no backward concerns them: what is bound is final
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
@@ -82,6 +83,10 @@ class Scheduler(Protocol):
     @property
     def backward_running(self) -> bool:
         """True between the first gradient of a backward and its end."""
+
+    @property
+    def enrolment(self) -> object:
+        """Not None where every gradient has to be told."""
 
     def arrived(self, grads: GradGroup) -> None:
         """Takes note of the first gradient of a backward, and of the last one of a group."""
@@ -349,7 +354,7 @@ class GradGroup:
         if scheduler is None:
             raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
         is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running:
+        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
             scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
@@ -374,13 +379,8 @@ class GradGroup:
         if slot.holder is not None:
             slot.holder.complete()  # an earlier reduction of the sum is still in flight
         chunks = self._chunks_of(slot)
-        self._pack(
-            slot,
-            chunks.whole,
-            comm_ctx.streams,
-            self._route_under(comm_ctx).before,
-            accumulate=self.waiting is Waiting.SUM,
-        )
+        before, accumulate = self._route_under(comm_ctx).before, self.waiting is Waiting.SUM
+        self._pack(slot, chunks.whole, comm_ctx.streams, before, accumulate=accumulate)
         self.waiting = Waiting.SUM
 
     def _chunks_of(self, slot: Slot) -> Chunks:

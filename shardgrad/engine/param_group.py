@@ -53,6 +53,7 @@ _LOCAL = attrgetter("_local_tensor")
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
+    __hash__ = object.__hash__  # in C; that of Enum is a function in Python, called at each transition
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
