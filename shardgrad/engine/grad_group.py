@@ -52,6 +52,8 @@ class GradState(Enum):
     SUMMED = auto()  # they were added to what waits on this rank
     REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
 
+    __hash__ = object.__hash__  # Enum's is Python
+
 
 # What may follow each state; `ReductionScheduler` makes all transitions.
 TRANSITIONS = {
@@ -264,7 +266,7 @@ class GradGroup:
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
-        hook = _hook_of(weakref.ref(self))
+        hook = _collector_of(weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
@@ -340,17 +342,6 @@ class GradGroup:
         self._partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
-
-    def collect(self, unsharded: torch.Tensor) -> None:
-        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grad, scheduler = unsharded.grad, self.scheduler
-        if grad is None:
-            return
-        if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
-        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running:
-            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
@@ -584,12 +575,19 @@ class GradGroup:
 _HOOKED = "_shardgrad_hooked"
 
 
-def _hook_of(grads: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
+def _collector_of(owner: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
     """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
 
-    def hook(unsharded: torch.Tensor) -> None:
-        owner = grads()
-        if owner is not None:
-            owner.collect(unsharded)
+    def collect(unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grads, grad = owner(), unsharded.grad
+        if grads is None or grad is None:
+            return
+        scheduler = grads.scheduler
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
+        is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running:
+            scheduler.arrived(grads)
 
-    return hook
+    return collect

@@ -154,8 +154,9 @@ class GradShard:
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
-                for hook in list(hooks.values()):
-                    hook(param)
+                with torch.no_grad():
+                    for hook in list(hooks.values()):
+                        hook(param)
 
     def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
         if is_capturing(self.flat.device):

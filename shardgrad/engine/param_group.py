@@ -61,6 +61,8 @@ class ParamState(Enum):
     SHARDED_POST_FORWARD = auto()
     UNSHARDING_POST_FORWARD = auto()
 
+    __hash__ = object.__hash__  # Enum's is Python, and every hand-over looks states up
+
 
 SHARDED = ParamState.SHARDED
 UNSHARDING = ParamState.UNSHARDING

@@ -125,10 +125,9 @@ class Reduction:
         if self.is_complete:
             return
         streams = self.comm_ctx.streams
-        with torch.no_grad():
-            self.start_second_step()
-            if self.shard is not None:
-                self._write(self.shard, streams)
+        self.start_second_step()
+        if self.shard is not None:
+            self._write(self.shard, streams)
         self._end(streams)
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
@@ -151,7 +150,7 @@ class Reduction:
         place = hook.stream or current
         self.done.record(current)
         self.done.wait(place)
-        with streams.on(place):
+        with streams.on(place), torch.no_grad():
             hook.call(out.narrow(0, 0, numel))
         self.done.record(place)
         self.done.wait(current)

@@ -13,11 +13,13 @@ which what comes next waits for), so all events are forgotten there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Protocol
 
 import torch
+
+from shardgrad.engine.spans import NO_SPAN
 
 __all__ = [
     "AcceleratorStreams",
@@ -93,7 +95,7 @@ class _NoEvent:
 
 
 _NO_EVENT = _NoEvent()
-_ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: nullcontext()}
+_ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: NO_SPAN}
 
 
 class NoStreams:
@@ -197,9 +199,8 @@ class AcceleratorStreams:
 
 def is_capturing(device: torch.device) -> bool:
     """Returns whether the calling thread's current stream is recording a graph instead of running."""
-    if device.type == "meta":
-        return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    module = getattr(torch, device.type, None)  # as `torch.get_device_module`; none for meta
+    ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
