@@ -173,9 +173,9 @@ class GradPacker:
         collector: GradCollector,
         slot: Slot,
         target: torch.Tensor,
-        *,
         streams: Streams,
         divisor: float,
+        *,
         accumulate: bool,
         zero_copy: bool = False,
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:

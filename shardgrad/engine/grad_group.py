@@ -110,7 +110,7 @@ class _Route(NamedTuple):
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
-    done: StreamEvent  # recorded at the end of each reduction, on the reduce stream
+    done: StreamEvent  # recorded at the end of each reduction
 
 
 _NO_ROOM = Chunks(torch.empty(0), ())
@@ -158,7 +158,7 @@ class GradGroup:
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
         place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
 
-        Streams: what waits is moved, if it has to be, on the reduce stream.
+        Streams: what waits is moved, if it has to be, on the stream that reductions end on.
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
@@ -214,7 +214,7 @@ class GradGroup:
         comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
         if comm_ctx is None:
             return  # no backward has come by
-        stream, ranks, dtype = comm_ctx.streams.reduce, self.group.mesh.shard_size, self.group.reduce_dtype
+        stream, ranks, dtype = self._end(comm_ctx), self.group.mesh.shard_size, self.group.reduce_dtype
         with comm_ctx.streams.on(stream), torch.no_grad():
             if self._sum is not None and self.waiting is Waiting.SUM:
                 before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
@@ -365,13 +365,8 @@ class GradGroup:
         if slot.holder is not None:
             slot.holder.complete()  # an earlier reduction of the sum is still in flight
         chunks = self._chunks_of(slot)
-        self._pack(
-            slot,
-            chunks.whole,
-            comm_ctx.streams,
-            self._route_under(comm_ctx).before,
-            accumulate=self.waiting is Waiting.SUM,
-        )
+        divisor = self._route_under(comm_ctx).before
+        self._pack(slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM)
         self.waiting = Waiting.SUM
 
     def _chunks_of(self, slot: Slot) -> Chunks:
@@ -392,13 +387,7 @@ class GradGroup:
     ) -> list[torch.Tensor]:
         """Packs what has been collected; see `GradPacker.pack`."""
         flags, sent_alone = self.packer.pack(
-            self.collector,
-            slot,
-            target,
-            streams=streams,
-            divisor=divisor,
-            accumulate=accumulate,
-            zero_copy=zero_copy,
+            self.collector, slot, target, streams, divisor, accumulate=accumulate, zero_copy=zero_copy
         )
         self._touched = list(map(or_, self._touched, flags))
         return sent_alone
@@ -413,6 +402,10 @@ class GradGroup:
             before, after = self._divisors()
             self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
         return self._route
+
+    def _end(self, comm_ctx: CommContext) -> Stream:
+        """Returns the stream that reductions end on: a reduce-scatter does not wait for a second step."""
+        return comm_ctx.streams.reduce if self._second is None else comm_ctx.streams.second
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -432,15 +425,16 @@ class GradGroup:
         """Packs what has been collected and starts the reduce-scatter.
 
         Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
-        the collective runs on the reduce stream, after every writer of the slot.
+        the collective runs on the reduce stream, after every writer of the slot; a second step, and what
+        writes the gradient shard or a partial sum, on the stream of second steps if there is one.
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, before = route.transport, route.before
+        transport, before, end = route.transport, route.before, self._end(comm_ctx)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
-            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+            with streams.on(end):  # which writes it, after the zeros of a new one
                 shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
@@ -458,8 +452,6 @@ class GradGroup:
         ):
             for slot in packed.slots:
                 slot.start_reading(stream)
-            if shard is not None:
-                shard.part_with_kept(reader)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)
@@ -478,10 +470,17 @@ class GradGroup:
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
+                end=end,
                 done=route.done,
             )
             for slot in packed.slots:
                 slot.holder = reduction
+            if self._second is not None:
+                route.done.record(stream)
+                route.done.wait(end)
+        with streams.on(end):
+            if shard is not None:
+                shard.part_with_kept(reader)
             if transport.stream_ordered:
                 reduction.complete()
         self._touched = [False] * len(self._touched)
@@ -495,12 +494,7 @@ class GradGroup:
         is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
         return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
 
-    def _pack_message(
-        self,
-        route: _Route,
-        comm_ctx: CommContext,
-        shard: GradShard | None,
-    ) -> _Packed:
+    def _pack_message(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs everything into one message."""
         group, streams, transport = self.group, comm_ctx.streams, route.transport
         chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
@@ -530,12 +524,7 @@ class GradGroup:
         messages = [(0, send, receive, group.reduce_tag)]
         return _Packed(messages, slots, send.parts[transport.rank], room, staging)
 
-    def _pack_zero_copy(
-        self,
-        route: _Route,
-        comm_ctx: CommContext,
-        shard: GradShard | None,
-    ) -> _Packed:
+    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
         layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
         packed_numel, ranks = layout.packed.chunk_numel, route.transport.size

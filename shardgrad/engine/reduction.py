@@ -94,6 +94,7 @@ class Reduction:
     tag: MessageTag
     hook: AllReduceHook | None
     comm_ctx: CommContext
+    end: Stream  # that it ends on
     done: StreamEvent  # of the group; recorded at the end
     is_complete: bool = False
     _has_started_second: bool = False
@@ -128,7 +129,7 @@ class Reduction:
         self.start_second_step()
         if self.shard is not None:
             self._write(self.shard, streams)
-        self._end(streams)
+        self._finish()
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
         """Writes the average into the gradient shard and binds it."""
@@ -179,11 +180,11 @@ class Reduction:
             for _, _, work in self.works:
                 work.wait()
         finally:
-            self._end(self.comm_ctx.streams)
+            self._finish()
         return is_written
 
-    def _end(self, streams: Streams) -> None:
+    def _finish(self) -> None:
         self.is_complete = True
         for slot in self.slots:
-            slot.release(streams.reduce)
-        self.done.record(streams.reduce)
+            slot.release(self.end)
+        self.done.record(self.end)
