@@ -51,7 +51,6 @@ class GradState(Enum):
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
     SUMMED = auto()  # they were added to what waits on this rank
     REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
-
     __hash__ = object.__hash__  # Enum's is Python
 
 
@@ -110,6 +109,7 @@ class _Route(NamedTuple):
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
+    end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
 
 
@@ -211,13 +211,13 @@ class GradGroup:
 
     def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
         """Moves what waits on this rank from its old places to the new ones."""
-        comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
-        if comm_ctx is None:
+        if self.scheduler is None:
             return  # no backward has come by
-        stream, ranks, dtype = self._end(comm_ctx), self.group.mesh.shard_size, self.group.reduce_dtype
+        comm_ctx, mesh, dtype = self.scheduler.comm_ctx, self.group.mesh, self.group.reduce_dtype
+        stream, ranks = self._route_under(comm_ctx).end, mesh.shard_size
         with comm_ctx.streams.on(stream), torch.no_grad():
             if self._sum is not None and self.waiting is Waiting.SUM:
-                before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
+                before, self._sum = self._sum, Slot(comm_ctx.streams, mesh.device)
                 before.start_reading(stream)
                 self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
                 self._sum.start_writing(stream)
@@ -399,13 +399,10 @@ class GradGroup:
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
-            before, after = self._divisors()
-            self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
+            streams = comm_ctx.streams
+            end = streams.reduce if self._second is None else streams.second
+            self._route = _Route(made_for, transport, ring, *self._divisors(), end, streams.event())
         return self._route
-
-    def _end(self, comm_ctx: CommContext) -> Stream:
-        """Returns the stream that reductions end on: a reduce-scatter does not wait for a second step."""
-        return comm_ctx.streams.reduce if self._second is None else comm_ctx.streams.second
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -431,7 +428,7 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, before, end = route.transport, route.before, self._end(comm_ctx)
+        transport, before, end = route.transport, route.before, route.end
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(end):  # which writes it, after the zeros of a new one

@@ -60,7 +60,6 @@ class ParamState(Enum):
     KEPT_UNSHARDING = auto()
     SHARDED_POST_FORWARD = auto()
     UNSHARDING_POST_FORWARD = auto()
-
     __hash__ = object.__hash__  # Enum's is Python, and every hand-over looks states up
 
 
@@ -90,11 +89,7 @@ TRANSITIONS = {
     (SHARDED_POST_FORWARD, SHARDED): "reshard",
 }
 
-_AFTER_UNSHARD = {
-    SHARDED: UNSHARDING,
-    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
-    KEPT: KEPT_UNSHARDING,
-}
+_AFTER_UNSHARD = {SHARDED: UNSHARDING, SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD, KEPT: KEPT_UNSHARDING}
 _AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
 
 # By the id of a group's parameter; the group keeps it alive.

@@ -55,15 +55,6 @@ class RootContext:
         self._offloaded = [g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded]
 
     @property
-    def is_last_backward(self) -> bool:
-        """False leaves reductions in flight at the end of a backward."""
-        return self.scheduler.is_last_backward
-
-    @is_last_backward.setter
-    def is_last_backward(self, is_last_backward: bool) -> None:
-        self.scheduler.is_last_backward = is_last_backward
-
-    @property
     def grad_groups(self) -> list[GradGroup]:
         """Every group's gradients, in construction order."""
         return [grads for unit in self.units for grads in unit.grad_groups]

@@ -272,9 +272,7 @@ class ExchangeTransport(Transport):
         if self.size == 2:
             return self._swap(chunk, chunk, staging, tag, entry)
         work = checked(
-            tag.what,
-            self.group,
-            lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
+            tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True)
         )
         return _PendingExchange(work, list(staging.parts), entry, self._log, self.group, staging, tag)
 
@@ -298,18 +296,14 @@ class ExchangeTransport(Transport):
         self, kept: torch.Tensor, given: torch.Tensor, received: Chunks, tag: MessageTag, entry: Entry
     ) -> Work:
         """Gives the other of two ranks one chunk and takes one."""
-        taken = received.whole
-        splits = [0, 0]
+        taken, splits = received.whole, [0, 0]
         splits[1 - self.rank] = given.numel()
-
-        def swap() -> dist.Work | None:
-            work: dist.Work | None = dist.all_to_all_single(
-                taken, given, splits, splits, group=self.group, async_op=True
-            )
-            return work
-
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        work = checked(tag.what, self.group, swap)
+        work = checked(
+            tag.what,
+            self.group,
+            lambda: dist.all_to_all_single(taken, given, splits, splits, group=self.group, async_op=True),
+        )
         return _PendingExchange(work, chunks, entry, self._log, self.group, received, tag)
 
     def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:

@@ -516,12 +516,9 @@ def attach_unit(unit: Unit) -> None:
 
 
 def units_under(module: nn.Module) -> list[Unit]:
-    """Returns the units in a module tree in traversal order, the module's own first; each once.
-
-    Some programs ask at every micro-batch, and `module.modules()` takes five times as long.
-    """
+    """Returns the units in a module tree in traversal order, the module's own first; each once."""
     found: dict[Unit, None] = {}
-    seen, left = {None}, [module]
+    seen, left = {None}, [module]  # asked for at every micro-batch: `modules()` takes five times as long
     while left:
         child = left.pop()
         if child not in seen:

@@ -55,7 +55,9 @@ class Step:
                 self.computes.append([])
             elif launch.op == "shardgrad::pack":
                 self.reductions.append([])
-            elif launch in self.scatters or launch in self.all_reduces or launch.op == "shardgrad::sum_chunks":
+            elif (
+                launch in self.scatters or launch in self.all_reduces or launch.op == "shardgrad::sum_chunks"
+            ):
                 self.reductions[-1].append(launch)
             elif launch.op in ("aten::addmm.out", "aten::mm.out"):
                 self.computes[-1].append(launch)
@@ -278,8 +280,12 @@ def test_an_edge_that_is_too_strong_is_noticed(name: str) -> None:
         assert fact(_last_step(2))
 
 
+def _second_steps_follow_reduce_scatters(original: Any) -> Callable[..., Any]:
+    return lambda self, comm_ctx: original(self, comm_ctx)._replace(end=comm_ctx.streams.reduce)
+
+
 def test_an_all_reduce_on_the_stream_of_reduce_scatters_is_noticed() -> None:
-    with _replaced(GradGroup, "_end", lambda original: lambda self, comm_ctx: comm_ctx.streams.reduce):
+    with _replaced(GradGroup, "_route_under", _second_steps_follow_reduce_scatters):
         assert _scatters_that_wait_for_the_last_all_reduce(_last_step(4, replicas=2))
 
 
