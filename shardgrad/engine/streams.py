@@ -197,7 +197,7 @@ class AcceleratorStreams:
 
 def is_capturing(device: torch.device) -> bool:
     """Returns whether the calling thread's current stream is recording a graph instead of running."""
-    if device.type == "meta":
+    if device.type in ("cpu", "meta"):
         return False
     ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
