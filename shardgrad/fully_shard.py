@@ -26,7 +26,7 @@ from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
-from shardgrad.engine.unit import Unit, attach_unit, unit_of
+from shardgrad.engine.unit import Unit, attach_unit, units_under
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
@@ -311,7 +311,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
         if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
             module._buffers[name] = buffer.to(unit.mesh.device)
     unit.guests = collected.guests
-    inner = {u for managed in collected.managed_modules for u in _units_of_children(managed)}
+    inner = {each for module in unit.modules for each in units_under(module)}
     for each in inner:
         each.guests = []
     attach_unit(unit)
@@ -319,10 +319,6 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     _install_hooks(unit, collected.managed_modules)
     for module in unit.modules:
         swap_class(module)
-
-
-def _units_of_children(module: nn.Module) -> list[Unit]:
-    return [u for child in module.modules() if (u := unit_of(child)) is not None]
 
 
 def _take_inherited(claims: Sequence[Claim]) -> None:

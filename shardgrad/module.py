@@ -26,7 +26,7 @@ from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup, Waiting
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit, outside_graphs, unit_of
+from shardgrad.engine.unit import Unit, outside_graphs, unit_of, units_under
 from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
@@ -513,9 +513,7 @@ class FSDPModule:
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit]
-        return [u for module in cast(nn.Module, self).modules() if (u := unit_of(module)) is not None]
+        return units_under(cast(nn.Module, self)) if recurse else [self._unit]
 
     def _get_fsdp_state(self) -> StateView | None:
         return state_of(cast(nn.Module, self))

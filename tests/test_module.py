@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardgrad
+from shardgrad.engine.param_group import ParamState
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -49,6 +50,37 @@ def unshard_shows_whole_parameters() -> None:
     assert torch.equal(model.layers[0].up.weight, whole.layers[0].up.weight)
     model.layers[0].reshard()
     assert is_sharded(model.layers[0].up)
+
+
+class Shallow(nn.Module):
+    """Leaves its last layer out if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack(4, 4, 4, 4)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x
+
+
+def what_was_gathered_ahead_and_not_run_is_dropped(reshard_after_forward: bool) -> None:
+    model = Shallow()
+    linears = [layer for layer in model.layers if isinstance(layer, nn.Linear)]
+    for module in (*linears, model):
+        shardgrad.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    (group,) = linears[-1]._unit.groups
+    x, whole = SHARDGRAD.inputs(0, 4), len(model.layers)
+    model(x, whole).sum().backward()  # the order is known from now on
+    assert group.state is ParamState.SHARDED
+    model(x, whole - 1)
+    assert group.state is ParamState.SHARDED
+    with torch.no_grad():
+        linears[-1].weight.to_local().fill_(7.0)
+    linears[-1].unshard()
+    assert (linears[-1].weight == 7.0).all()
+    linears[-1].reshard()
 
 
 def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
@@ -406,6 +438,13 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
 @pytest.mark.parametrize("recurse", [True, False])
 def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(two_ranks: Ranks, recurse: bool) -> None:
     two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
+    two_ranks: Ranks, reshard_after_forward: bool
+) -> None:
+    two_ranks.run(what_was_gathered_ahead_and_not_run_is_dropped, reshard_after_forward)
 
 
 def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:

@@ -262,3 +262,10 @@ def test_flight_recorder(tmp_path: Path) -> None:
     for mode in ("recorder", "default"):
         assert_spread(summary[mode]["ratio_to_without"])
     assert 0 < summary["default"]["parts_of_step"] < 0.1
+
+
+def test_step_calls(tmp_path: Path) -> None:
+    of = smoke("step_calls", tmp_path)["summary"]["tiny"]
+    for kind in ("python", "c"):
+        assert of["collectives"][kind] < of["shardgrad and its AdamW"][kind] < of["shardgrad"][kind]
+        assert of["shardgrad"][kind] < of["fsdp2"][kind]

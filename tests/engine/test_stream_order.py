@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -209,6 +210,22 @@ def acquired(ring: SlotRing, holder: Any) -> Slot:
     slot = ring.acquire(64)
     slot.holder = holder
     return slot
+
+
+def test_what_is_lent_for_a_message_lives_until_the_slot_is_released(streams: RecordedStreams) -> None:
+    ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
+    slot = acquired(ring, SimpleNamespace(complete=lambda: None))
+    gradient = torch.zeros(64)
+    alive = weakref.ref(gradient)
+    slot.start_writing("compute")
+    slot.lend([gradient], ["compute"])
+    del gradient
+    sent = streams.tick("reduce")["reduce"]
+    assert alive() is not None
+    slot.release("reduce")
+    ring.rewind()
+    assert alive() is None
+    assert streams.happens_before("reduce", sent, "compute"), "its memory may be used again at once"
 
 
 def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(streams: RecordedStreams) -> None:
