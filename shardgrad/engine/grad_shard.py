@@ -14,7 +14,7 @@ there by `settle` before a kernel looks.
 
 [Note: Missed parameters]
 The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
-the reduction, and read once all of a backward is launched; nowhere else does the host wait. A capture forbids
+the reduction, and read once all of a backward is launched: the host does not wait before. A capture forbids
 it: what the host saw in an eager step with the same gradients on this rank stands in; if it saw none, every
 parameter counts as having one, and the flags on the device decide at each replay.
 """
