@@ -48,7 +48,6 @@ class State:
         self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
         self._left_out = program.optimizer.partial
         self._has_hooks = False
-        self._hand = False  # gradients that the program has put on unsharded parameters wait
         self._keeps_root = program.sharding.reshard in (None, False)  # unsharded after forward
 
     @property
@@ -94,8 +93,6 @@ class State:
                 self._saved and self._is_quiet and ((do == "load" and op.how == "model") or not self._edited)
             )
         if do == "nan":
-            if op.how == "zeros" and (self._groups > 1 or self._left_out):
-                return False  # zeroed in parts, a unit remembers the NaN until its next reduction
             return self._is_reduced and self.program.optimizer.library == "shardgrad" and not self._reenters
         if do == "participate":
             # What reentrant checkpointing runs again more than once is reduced more than once.
@@ -120,8 +117,6 @@ class State:
         if do == "hook":
             # A hook runs for each reduction: more often where reentrant checkpoints bring gradients late.
             return not self._reenters and not self._in_flight
-        if do == "freeze":
-            return not self._hand
         if do in ("unshard", "reshard"):
             return self._ran
         return True
@@ -166,7 +161,6 @@ class State:
             self._in_flight = not self._is_last
             stays = not (self._all_sync and self._all_reduce and self._is_last)
             self._waiting = stays or do == "hand"
-            self._hand = do == "hand"
 
 
 def is_valid(program: Program) -> bool:
