@@ -157,7 +157,7 @@ class State:
             self._keeps_root = self.program.sharding.reshard in (None, False)
             self._all_sync = self._all_reduce = self._is_last = True
             self._waiting = self._has_hooks = False
-        if do in ("train", "backward", "partial", "input_grad", "hand"):
+        if do in ("train", "backward", "partial", "input_grad", "hand") and op.how != "no_grad":
             self._in_flight = not self._is_last
             stays = not (self._all_sync and self._all_reduce and self._is_last)
             self._waiting = stays or do == "hand"

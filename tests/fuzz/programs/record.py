@@ -32,17 +32,19 @@ FIRST_SEED = 1_000_000
 @click.command()
 @click.option("--count", type=click.IntRange(1), default=2_000, show_default=True)
 @click.option("--seconds", type=float, default=780.0, show_default=True, help="Begin no programs after that.")
+@click.option("--first", type=int, help="Seed of the first; by default, the one after those recorded.")
 @click.option("--lanes", type=click.IntRange(1), default=3, show_default=True, help="Side by side.")
 @click.option("--defects", is_flag=True, help="Put each old defect back until it is found.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, show_default=True)
-def main(count: int, seconds: float, lanes: int, defects: bool, out: Path) -> None:
+def main(count: int, seconds: float, first: int | None, lanes: int, defects: bool, out: Path) -> None:
     """Runs programs and keeps a record."""
     started, began_s = environment(), time.perf_counter()
     name = "program_defects" if defects else "programs"
     if defects:
         summary = found_defects(count, lanes=lanes)
     else:
-        summary = _run(count, seconds, _next_seed(out / f"{name}.jsonl"), lanes)
+        first = _next_seed(out / f"{name}.jsonl") if first is None else first
+        summary = _run(count, seconds, first, lanes)
     wall_s = time.perf_counter() - began_s
     config = {"count": count, "first_seed": FIRST_SEED, "lanes": lanes}
     append(
