@@ -213,6 +213,8 @@ class GradShard:
             elif grad is not own.plain[i] and grad is not own.scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
+        if len(live) == self.count and not any(live):
+            self.pending_scale = self.nonfinite = None  # of gradients that are gone
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:

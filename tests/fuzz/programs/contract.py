@@ -64,6 +64,8 @@ class State:
         model, do = self.program.model, op.do
         if self._failed and do not in (*_FORWARDS, "zero"):
             return False
+        if self._failed and op.how == "zeros" and self.program.is_simulated:
+            return False  # a hazard that harms no one: the next forward drops what is zeroed
         if do == "forward":
             return self._graphs < MOST_GRAPHS and not self._failed
         if do == "backward":

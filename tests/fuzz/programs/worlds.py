@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.fuzz.programs import defects
+from tests.fuzz.programs import defects, explained
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.net import Net, Plan
@@ -79,7 +79,8 @@ class Worlds:
                     for program in rest:
                         yield from self._run(world, [program])
                     return
-                found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")
+                engine = "fsdp2" if self._runs_without_fsdp2(rest[0]) else "shardgrad"
+                found = Difference(engine, -1, "hang", f"hang: {str(error)[-3000:]}")
                 outcomes = [Outcome([found], is_broken=True)]
             for program, outcome in zip(rest, outcomes, strict=False):
                 yield program, outcome
@@ -87,6 +88,13 @@ class Worlds:
                     with suppress(KeyError):
                         self._started.pop(_key(world)).stop()
             rest = rest[len(outcomes) :]
+
+    def _runs_without_fsdp2(self, program: Program) -> bool:
+        """Returns whether FSDP2 takes part, and without it nothing differs."""
+        if not self._options["with_fsdp2"] or explained.why_not_fsdp2(program):
+            return False
+        with Worlds(str(self._options["defect"]), with_fsdp2=False) as worlds:
+            return not worlds.run(program).differences
 
     def _ask(self, world: str, programs: Sequence[Program]) -> list[Outcome]:
         texts = [program.to_json() for program in programs]
