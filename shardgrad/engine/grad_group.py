@@ -172,6 +172,8 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
+        if self.scheduler is not None:
+            self.scheduler.join()  # what is in flight has the places of now, and will be gradients there
         attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
         kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
@@ -189,8 +191,6 @@ class GradGroup:
 
     def _place(self, placed: list[FSDPParam]) -> None:
         """Gives parameters their places among the gradients; what waits goes along."""
-        if self.scheduler is not None:
-            self.scheduler.join()  # what is in flight has the old places
         old, group = self._packer, self.group
         new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
         if old is None or self._is_open or old.dtype != new.dtype:

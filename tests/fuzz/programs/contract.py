@@ -47,6 +47,7 @@ class State:
         self._edited = False
         self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
         self._left_out = program.optimizer.partial
+        self._removed = False  # a group; no optimizer can save its state
         self._has_hooks = False
         self._keeps_root = program.sharding.reshard in (None, False)  # unsharded after forward
 
@@ -86,8 +87,13 @@ class State:
             return self._is_reduced and op.n < len(model.order) and not self._has_hooks
         if do == "look":
             return not self._in_flight
+        if do == "clip" and op.how == "torch" and self.program.sharding.offload:
+            # It reduces on the CPU, which a backend for devices cannot.
+            return not self._in_flight and not self.program.is_simulated
         if do in ("zero", "clip", "write"):
             return not self._in_flight
+        if do == "save" and self._removed:
+            return False
         if do in ("step", "poke", "save", *_SETTINGS):
             return (do in _SETTINGS and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
@@ -147,6 +153,7 @@ class State:
             self._saved = True
         elif do == "edit":
             self._edited |= op.how in ("add", "remove")
+            self._removed = op.how == "remove" or (self._removed and op.how != "add")
             if op.how == "add":
                 self._groups, self._left_out = self._groups + 1, False
             elif op.how == "remove":
