@@ -20,7 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError
 
@@ -223,6 +223,9 @@ class RootContext:
                 unit.abandon_forward()
         else:
             self._backward_order.clear()
+            device = self.comm_ctx.device
+            if device.type not in ("cpu", "meta") and not is_capturing(device):
+                wait_for_device(device)  # autograd joins the streams of a backward only at its end
             for unit in self.units:
                 unit.abandon()
             lost = self.scheduler.abandon_backward(self.grad_groups)

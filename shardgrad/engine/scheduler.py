@@ -152,13 +152,17 @@ class ReductionScheduler:
         """
         while self._queue:
             self._reduce(self._queue.pop())
+        for reduction in self._earlier:
+            reduction.start_second_step()  # which leaves a partial sum, or takes it along
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # that the program has written, and sums that earlier backwards have left.
+            # that the program has written, and what earlier backwards have left.
+            is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
+            waits = grads.waiting is not Waiting.NOTHING or (is_partial and grads.requires_all_reduce)
             if (
                 grads.collector.count
                 or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
-                or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads))
+                or (waits and self._reduces_now(grads))
             ):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
