@@ -20,6 +20,8 @@ from tests.support.parity import (
     Tensors,
     Tower,
     assert_same_bits,
+    close_to_unsharded,
+    hsdp_mesh,
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
@@ -99,6 +101,46 @@ def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
     two_ranks: Ranks, set_to_none: bool
 ) -> None:
     two_ranks.run(gradients_after_zeroing_an_unsharded_model, set_to_none)
+
+
+def drop_micro_batches(engine: Engine, switch: str, set_to_none: bool) -> Tensors:
+    """Two micro-batches are dropped before they were reduced, as after a loss that is not finite."""
+    sharding = {} if engine.whole_batch or switch != "all_reduce" else {"mesh": hsdp_mesh(2, 2)}
+    if switch == "last" and not engine.whole_batch:
+        sharding = {"zero_stage": 1}
+    model = engine.shard_tower(tower(), **sharding)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def synchronize(flag: bool) -> None:
+        if not engine.whole_batch:
+            set_flag = {
+                "sync": model.set_requires_gradient_sync,
+                "all_reduce": model.set_requires_all_reduce,
+                "last": model.set_is_last_backward,
+            }
+            set_flag[switch](flag)
+
+    for step in range(3):
+        for micro in range(4):
+            synchronize(micro == 3)
+            token_loss(model, engine.tokens(4 * step + micro)).backward()
+            if micro == 1:
+                model.zero_grad(set_to_none)
+        optim.step()
+        model.zero_grad(set_to_none)
+    return engine.snapshot(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("switch", ["sync", "last"])
+def test_zero_grad_of_the_model_drops_micro_batches_that_wait(
+    two_ranks: Ranks, switch: str, set_to_none: bool
+) -> None:
+    two_ranks.run(close_to_unsharded, drop_micro_batches, switch, set_to_none)
+
+
+def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(close_to_unsharded, drop_micro_batches, "all_reduce", True)
 
 
 def what_is_unsharded_by_hand_stays_so() -> None:

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
@@ -39,12 +41,18 @@ class Holder(Protocol):
         """Ends the use of the slot, waiting on the host if the transport needs it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for each."""
 
     whole: torch.Tensor
     parts: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """The last elements of each, `[parts, TAG_NUMEL]`, where messages have their tags."""
+        with torch.inference_mode(mode=False):
+            return self.whole.view(len(self.parts), -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
@@ -177,11 +185,6 @@ class SlotRing:
     def slots(self) -> tuple[Slot, ...]:
         """All there are, in the order in which they were made."""
         return tuple(self._made)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.nbytes for slot in self._made)
 
     def acquire(self, nbytes: int) -> Slot:
         """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it.

@@ -44,6 +44,27 @@ def test_a_rank_that_goes_on_may_still_come() -> None:
     assert explain({0: IN_FULL, 1: IN_FORWARD}, 3, 0) is None
 
 
+def test_ranks_on_one_line_that_wait_for_the_device_are_told_apart_by_what_they_have_started() -> None:
+    here = Post(0, "train at train.py:30", started="reduce-scatter of layers.0, number 12")
+    there = replace(here, rank=1, started="all-gather of layers.1, number 11")
+    finding = explain({0: here, 1: there}, 2, 0)
+    assert finding is not None
+    assert finding.what == (
+        "ranks wait for each other in different collectives: rank 0 in train at train.py:30, after the "
+        "reduce-scatter of layers.0, number 12; rank 1 in train at train.py:30, after the all-gather of "
+        "layers.1, number 11"
+    )
+    assert "call the same collectives in the same order" in finding.fix
+    assert explain({0: here, 1: replace(here, rank=1)}, 2, 0) is None
+
+
+def test_a_line_that_waits_for_the_device_after_another_rank_has_ended_is_told_of_steps() -> None:
+    here = Post(0, "train at train.py:30", started="all-gather of layers.0, number 12")
+    finding = explain({0: here, 1: Post(1, "", has_ended=True)}, 2, 0)
+    assert finding is not None
+    assert "every rank has to take as many steps" in finding.fix
+
+
 def test_ranks_in_one_collective_wait_for_the_network() -> None:
     assert explain({0: replace(IN_FORWARD, rank=0), 1: IN_FORWARD}, 2, 0) is None
 

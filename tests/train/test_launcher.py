@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import prepare
+from shardgrad.train.launch import prepare, start
 from shardgrad.train.launcher import require_resolvable_master, torchrun_world_size
 from tests.support.processes import FairClock, run
 
@@ -36,6 +36,19 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
         prepare({"run_dir": "nowhere"}, resume=None, debug=False)
+
+
+@pytest.mark.parametrize("given", [{"ranks": 100_000}, {"mesh": "400x400"}])
+def test_more_ranks_than_a_machine_can_run_are_not_started(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"start at most \d+ with --ranks or --mesh"):
+        prepare({**given, "run_dir": "nowhere"}, resume=None, debug=False)
+
+
+def test_a_run_folder_that_cannot_be_made_is_named_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = prepare({"run_dir": str(tmp_path / "file" / "run")}, resume=None, debug=False)
+    with pytest.raises(UsageError, match=r"file/run cannot be made .*: choose another --run-dir"):
+        start(job)
 
 
 @pytest.mark.parametrize(
