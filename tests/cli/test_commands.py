@@ -94,4 +94,7 @@ def test_the_script_that_completes_words_is_printed(shell: str) -> None:
 def test_a_switch_takes_no_value_and_another_option_does() -> None:
     assert CliRunner().invoke(main, ["train", "--no-plot", "--print-config"]).exit_code == 0
     assert CliRunner().invoke(main, ["train", "--lr", "0.5", "--print-config"]).exit_code == 0
+    words = " ".join(CliRunner().invoke(main, ["train", "--help"]).output.split())
+    assert "Timeout of collectives, in seconds. [default: 120.0]" in words
+    assert "[default: None]" not in words
     assert "requires an argument" in CliRunner().invoke(main, ["train", "--lr"]).output

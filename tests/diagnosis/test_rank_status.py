@@ -39,6 +39,16 @@ def test_an_account_survives_the_store() -> None:
     assert RankStatus.from_json(told.to_json()) == told
 
 
+def test_a_rank_whose_collective_has_no_number_waits_in_the_last_that_it_began() -> None:
+    recorder = rank_that_began(UNITS)
+    assert recorder.waits_in is not None
+    log = recorder.waits_in[0]
+    recorder.waits_in = log, None
+    assert recorder.waiting_for() == ("group", log.recent[-1])
+    recorder.waits_in = None
+    assert recorder.waiting_for() == (None, None)
+
+
 def test_equal_orders_have_equal_fingerprints_and_others_have_not() -> None:
     def fingerprint(whats: Sequence[str]) -> int:
         return rank_that_began(whats).group_logs()[0].fingerprint
