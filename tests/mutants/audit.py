@@ -20,7 +20,7 @@ from tests.mutants.mutant import (
     noticed_by,
     write_noticed_by,
 )
-from tests.mutants.trial import Result, Trial
+from tests.mutants.trial import LATE, Result, Trial
 
 _KEPT = ROOT / "build" / "mutants" / "verdicts.jsonl"
 # A trial that takes this many times what it took, or this long, hangs.
@@ -124,6 +124,9 @@ def audit(
                 del known[mutant.name]
                 waiting.insert(0, mutant)
                 continue
+            if not was_known and result.failed and result.why == LATE:
+                # On a busy machine, or after tests that leave threads, others end so: it has to by itself.
+                result = Trial([result.failed], mutant, limit_s=_LEAST_S).result()
             if result.failed and search_s:
                 known[mutant.name] = Noticed(mutant.name, result.failed, round(result.cpu_s, 1))
                 write_noticed_by(known)

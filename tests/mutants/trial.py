@@ -30,6 +30,7 @@ from tests.mutants import native
 from tests.mutants.mutant import ROOT, Mutant
 from tests.support.processes import FairClock
 
+LATE = "died, or did not end in time"
 _PERIOD_S = 0.5  # between two looks at the clock, which reads much of /proc
 # Without capturing: programs that tests fork write where they are told to, and not where pytest listens.
 _OPTIONS = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-m", "", "--tb=short", "--no-header", "-rN"]
@@ -119,7 +120,7 @@ class Trial:
             time.sleep(0.02)
         assert self._usage is not None
         found = Path(self._folder.name, "result.json")
-        facts: dict[str, Any] = {"failed": self.tests[0], "passed": (), "why": "died, or did not end in time"}
+        facts: dict[str, Any] = {"failed": self.tests[0], "passed": (), "why": LATE}
         notes = Path(self._folder.name, "passed")
         if found.exists():
             facts = json.loads(found.read_text())
