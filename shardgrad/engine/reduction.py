@@ -185,6 +185,7 @@ class Reduction:
 
     def _end(self, streams: Streams) -> None:
         self.is_complete = True
+        self.works, self._pending = (), None  # they may hold gradients that were sent from where they are
         for slot in self.slots:
             slot.release(streams.reduce)
         self.done.record(streams.reduce)
