@@ -445,7 +445,8 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(route, comm_ctx, shard)
+        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+            packed = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,

@@ -136,7 +136,7 @@ class Unit:
 
     Attributes:
         context: shared by all units under one root; None before `lazy_init`, which the first forward calls.
-        reshard_after_forward: None means True, except for the root and the unit that backward needs first.
+        reshard_after_forward: None is True, except for the root and, on the CPU, what backward needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
