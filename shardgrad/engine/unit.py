@@ -518,7 +518,8 @@ def attach_unit(unit: Unit) -> None:
 def units_under(module: nn.Module) -> list[Unit]:
     """Returns the units in a module tree in traversal order, the module's own first; each once."""
     found: dict[Unit, None] = {}
-    seen, left = {None}, [module]  # asked for at every micro-batch: `modules()` takes five times as long
+    seen: set[Any] = {None}  # also a child, of a module that was assigned None
+    left: list[Any] = [module]  # by hand, for every micro-batch: `modules()` takes five times as long
     while left:
         child = left.pop()
         if child not in seen:
