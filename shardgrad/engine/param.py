@@ -151,12 +151,9 @@ def managed_by(param: torch.Tensor) -> FSDPParam | None:
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
     """Returns what manages a parameter, in whichever state modules show it; None if it is not one of ours."""
-    managed = managed_by(param)
-    if managed is None:
-        shown = _shown.get(id(param))
-        if shown is not None and (shown.unsharded is param or shown.post_forward is param):
-            managed = shown
-    return managed
+    shown = _shown.get(id(param))
+    is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
+    return shown if is_shown else managed_by(param)
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:

@@ -53,6 +53,7 @@ _LOCAL = attrgetter("_local_tensor")
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
+    __hash__ = object.__hash__  # in C; that of Enum is a function in Python, called at each transition
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
@@ -62,13 +63,8 @@ class ParamState(Enum):
     UNSHARDING_POST_FORWARD = auto()
 
 
-SHARDED = ParamState.SHARDED
-UNSHARDING = ParamState.UNSHARDING
-UNSHARDED = ParamState.UNSHARDED
-KEPT = ParamState.KEPT
-KEPT_UNSHARDING = ParamState.KEPT_UNSHARDING
-SHARDED_POST_FORWARD = ParamState.SHARDED_POST_FORWARD
-UNSHARDING_POST_FORWARD = ParamState.UNSHARDING_POST_FORWARD
+SHARDED, UNSHARDING, UNSHARDED, KEPT, KEPT_UNSHARDING, *_POST_FORWARD = ParamState
+SHARDED_POST_FORWARD, UNSHARDING_POST_FORWARD = _POST_FORWARD
 
 # All transitions there are, each with the method that makes it.
 TRANSITIONS = {
@@ -88,11 +84,7 @@ TRANSITIONS = {
     (SHARDED_POST_FORWARD, SHARDED): "reshard",
 }
 
-_AFTER_UNSHARD = {
-    SHARDED: UNSHARDING,
-    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
-    KEPT: KEPT_UNSHARDING,
-}
+_AFTER_UNSHARD = {SHARDED: UNSHARDING, SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD, KEPT: KEPT_UNSHARDING}
 _AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
 
 # By the id of a group's parameter; the group keeps it alive.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch.distributed as dist
 
@@ -86,11 +87,8 @@ def _compare(lines: list[str], first_number: int, group: dist.ProcessGroup) -> i
 
 
 def _first_difference(everyone: Sequence[list[str]]) -> tuple[str, int, str]:
-    reference = everyone[0]
     for other, lines in enumerate(everyone):
-        for i in range(max(len(reference), len(lines))):
-            ours = reference[i] if i < len(reference) else "nothing more"
-            theirs = lines[i] if i < len(lines) else "nothing more"
+        for ours, theirs in zip_longest(everyone[0], lines, fillvalue="nothing more"):
             if ours != theirs:
                 return ours, other, theirs
     return "", 0, ""

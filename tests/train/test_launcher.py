@@ -130,9 +130,10 @@ def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
 
 
 def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+    answers, asked = iter([socket.gaierror(-2, "Name or service not known")] * 2), []
 
     def look_up(*_: object) -> list[object]:
+        asked.append(1)
         error = next(answers, None)
         if error is not None:
             raise error
@@ -141,3 +142,5 @@ def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "late")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     require_resolvable_master(patience_s=30)
+    time.sleep(0.1)
+    assert len(asked) == 3, "it is not asked again"
