@@ -21,11 +21,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
 from shardgrad.engine.streams import NoStreams, Stream, StreamEvent, Streams
+from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
@@ -44,12 +46,18 @@ class Holder(Protocol):
         """Ends the use of the slot, waiting on the host if the transport needs it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for each."""
 
     whole: torch.Tensor
     parts: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """The last elements of each, `[parts, TAG_NUMEL]`, where messages have their tags."""
+        with torch.inference_mode(mode=False):
+            return self.whole.view(len(self.parts), -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
@@ -112,8 +120,7 @@ class Slot:
         key = (self.nbytes, dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
-            begin = self._taken
-            end = begin + count * numel * dtype.itemsize
+            begin, end = self._taken, self._taken + count * numel * dtype.itemsize
             if end > self.nbytes:
                 raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
             with torch.inference_mode(mode=False):

@@ -45,6 +45,7 @@ def grads_of(group: ParamGroup) -> GradGroup:
 class GradState(Enum):
     """How far the backward that is under way, or expected, has come with a group's gradients."""
 
+    __hash__ = object.__hash__  # as of `ParamState`
     IDLE = auto()  # no backward concerns them: what is bound is final
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
@@ -83,6 +84,10 @@ class Scheduler(Protocol):
     def backward_running(self) -> bool:
         """True between the first gradient of a backward and its end."""
 
+    @property
+    def enrolment(self) -> object:
+        """Not None where every gradient has to be told."""
+
     def arrived(self, grads: GradGroup) -> None:
         """Takes note of the first gradient of a backward, and of the last one of a group."""
 
@@ -108,14 +113,15 @@ class _Route(NamedTuple):
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
-    done: StreamEvent  # recorded at the end of each reduction, on the reduce stream
+    end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
+    done: StreamEvent  # recorded at the end of each reduction
 
 
 _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_WAITING = attrgetter("waiting", "_partial.is_live")
+_WAITING = attrgetter("waiting", "partial.is_live")
 
 
 class GradGroup:
@@ -131,7 +137,7 @@ class GradGroup:
         self.waiting = Waiting.NOTHING
         self.collector = GradCollector()
         self.scheduler: Scheduler | None = None  # of the root; None before that is known
-        self._partial = PartialSum()
+        self.partial = PartialSum()
         self._sum: Slot | None = None
         self._touched: list[bool] = []  # what `_sum` has gradients of
         self._has_sent_sum = False  # in the last reduction
@@ -156,7 +162,7 @@ class GradGroup:
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
         place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
 
-        Streams: what waits is moved, if it has to be, on the reduce stream.
+        Streams: what waits is moved, if it has to be, on the stream that reductions end on.
         """
         params = self.group.params
         is_same = self._generation == self.group.generation
@@ -172,6 +178,8 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
+        if self.scheduler is not None:
+            self.scheduler.join()  # what is in flight has the places of now, and will be gradients there
         attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
         kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
@@ -185,12 +193,10 @@ class GradGroup:
     @property
     def _is_open(self) -> bool:
         """True if places among the gradients may go: nothing waits, and no backward is expected."""
-        return self.waiting is Waiting.NOTHING and not self._partial.is_live and self.state is GradState.IDLE
+        return self.waiting is Waiting.NOTHING and not self.partial.is_live and self.state is GradState.IDLE
 
     def _place(self, placed: list[FSDPParam]) -> None:
         """Gives parameters their places among the gradients; what waits goes along."""
-        if self.scheduler is not None:
-            self.scheduler.join()  # what is in flight has the old places
         old, group = self._packer, self.group
         new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
         if old is None or self._is_open or old.dtype != new.dtype:
@@ -209,13 +215,13 @@ class GradGroup:
 
     def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
         """Moves what waits on this rank from its old places to the new ones."""
-        comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
-        if comm_ctx is None:
+        if self.scheduler is None:
             return  # no backward has come by
-        stream, ranks, dtype = comm_ctx.streams.reduce, self.group.mesh.shard_size, self.group.reduce_dtype
+        comm_ctx, mesh, dtype = self.scheduler.comm_ctx, self.group.mesh, self.group.reduce_dtype
+        stream, ranks = self._route_under(comm_ctx).end, mesh.shard_size
         with comm_ctx.streams.on(stream), torch.no_grad():
             if self._sum is not None and self.waiting is Waiting.SUM:
-                before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
+                before, self._sum = self._sum, Slot(comm_ctx.streams, mesh.device)
                 before.start_reading(stream)
                 self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
                 self._sum.start_writing(stream)
@@ -228,13 +234,13 @@ class GradGroup:
                 self._sum.finish_writing(stream)
                 before.release(stream)
                 before.give_back()
-            if self._partial.tensor is not None and self._partial.is_live:
-                partial = self._partial.tensor
+            if self.partial.tensor is not None and self.partial.is_live:
+                partial = self.partial.tensor
                 chunks = partial.numel() // old.layout.chunk_numel
-                self._partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
-                new.move(partial, self._partial.tensor, old)
+                self.partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
+                new.move(partial, self.partial.tensor, old)
             else:
-                self._partial.tensor = None
+                self.partial.tensor = None
 
     @property
     def layout(self) -> ShardLayout | None:
@@ -264,7 +270,7 @@ class GradGroup:
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
-        hook = _hook_of(weakref.ref(self))
+        hook = _collector_of(weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
@@ -306,7 +312,7 @@ class GradGroup:
     @switches.setter
     def switches(self, switches: tuple[Any, ...]) -> None:
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
-        self.waiting, self._partial.is_live, *self._touched = waiting
+        self.waiting, self.partial.is_live, *self._touched = waiting
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
@@ -317,8 +323,8 @@ class GradGroup:
         found: dict[str, torch.Tensor] = {}
         if self._sum is not None and self.waiting is Waiting.SUM:
             found["sum of unreduced gradients"] = self._chunks_of(self._sum).whole
-        if self._partial.live is not None:
-            found["partial sum of gradients"] = self._partial.live
+        if self.partial.live is not None:
+            found["partial sum of gradients"] = self.partial.live
         return found
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
@@ -327,8 +333,8 @@ class GradGroup:
             yield "gradients", self._shard.flat.untyped_storage()
         for storage in () if self._sum is None else self._sum.storages:
             yield "unreduced gradients", storage
-        if self._partial.live is not None:
-            yield "unreduced gradients", self._partial.live.untyped_storage()
+        if self.partial.live is not None:
+            yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self._packer.tails.values() if self._packer is not None else ():
             yield "tails", tail.untyped_storage()
 
@@ -337,20 +343,9 @@ class GradGroup:
         self.collector.forget()
         self._touched = [False] * len(self.params)
         self.waiting = Waiting.NOTHING
-        self._partial.is_live = False
+        self.partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
-
-    def collect(self, unsharded: torch.Tensor) -> None:
-        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grad, scheduler = unsharded.grad, self.scheduler
-        if grad is None:
-            return
-        if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
-        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running:
-            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
@@ -374,13 +369,8 @@ class GradGroup:
         if slot.holder is not None:
             slot.holder.complete()  # an earlier reduction of the sum is still in flight
         chunks = self._chunks_of(slot)
-        self._pack(
-            slot,
-            chunks.whole,
-            comm_ctx.streams,
-            self._route_under(comm_ctx).before,
-            accumulate=self.waiting is Waiting.SUM,
-        )
+        divisor = self._route_under(comm_ctx).before
+        self._pack(slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM)
         self.waiting = Waiting.SUM
 
     def _chunks_of(self, slot: Slot) -> Chunks:
@@ -401,13 +391,7 @@ class GradGroup:
     ) -> list[torch.Tensor]:
         """Packs what has been collected; see `GradPacker.pack`."""
         flags, sent_alone = self.packer.pack(
-            self.collector,
-            slot,
-            target,
-            streams=streams,
-            divisor=divisor,
-            accumulate=accumulate,
-            zero_copy=zero_copy,
+            self.collector, slot, target, streams, divisor, accumulate=accumulate, zero_copy=zero_copy
         )
         self._touched = list(map(or_, self._touched, flags))
         return sent_alone
@@ -419,8 +403,9 @@ class GradGroup:
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
-            before, after = self._divisors()
-            self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
+            streams = comm_ctx.streams
+            end = streams.reduce if self._second is None else streams.second
+            self._route = _Route(made_for, transport, ring, *self._divisors(), end, streams.event())
         return self._route
 
     def _divisors(self) -> tuple[float, float]:
@@ -441,15 +426,16 @@ class GradGroup:
         """Packs what has been collected and starts the reduce-scatter.
 
         Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
-        the collective runs on the reduce stream, after every writer of the slot.
+        the collective runs on the reduce stream, after every writer of the slot; a second step, and what
+        writes the gradient shard or a partial sum, on the stream of second steps if there is one.
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, before = route.transport, route.before
+        transport, before, end = route.transport, route.before, route.end
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
-            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+            with streams.on(end):  # which writes it, after the zeros of a new one
                 shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
@@ -468,8 +454,6 @@ class GradGroup:
         ):
             for slot in packed.slots:
                 slot.start_reading(stream)
-            if shard is not None:
-                shard.part_with_kept(reader)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)
@@ -482,16 +466,23 @@ class GradGroup:
                 staging=packed.staging,
                 touched=tuple(self._touched),
                 divisor=route.after,
-                partial=self._partial,
+                partial=self.partial,
                 second=self._second,
                 room=packed.room,
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
+                end=end,
                 done=route.done,
             )
             for slot in packed.slots:
                 slot.holder = reduction
+            if self._second is not None:
+                route.done.record(stream)
+                route.done.wait(end)
+        with streams.on(end):
+            if shard is not None:
+                shard.part_with_kept(reader)
             if transport.stream_ordered:
                 reduction.complete()
         self._touched = [False] * len(self._touched)
@@ -505,12 +496,7 @@ class GradGroup:
         is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
         return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
 
-    def _pack_message(
-        self,
-        route: _Route,
-        comm_ctx: CommContext,
-        shard: GradShard | None,
-    ) -> _Packed:
+    def _pack_message(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs everything into one message."""
         group, streams, transport = self.group, comm_ctx.streams, route.transport
         chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
@@ -540,12 +526,7 @@ class GradGroup:
         messages = [(0, send, receive, group.reduce_tag)]
         return _Packed(messages, slots, send.parts[transport.rank], room, staging)
 
-    def _pack_zero_copy(
-        self,
-        route: _Route,
-        comm_ctx: CommContext,
-        shard: GradShard | None,
-    ) -> _Packed:
+    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
         layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
         packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
@@ -585,12 +566,19 @@ class GradGroup:
 _HOOKED = "_shardgrad_hooked"
 
 
-def _hook_of(grads: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
+def _collector_of(owner: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
     """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
 
-    def hook(unsharded: torch.Tensor) -> None:
-        owner = grads()
-        if owner is not None:
-            owner.collect(unsharded)
+    def collect(unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grads, grad = owner(), unsharded.grad
+        if grads is None or grad is None:
+            return
+        scheduler = grads.scheduler
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
+        is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
+            scheduler.arrived(grads)
 
-    return hook
+    return collect

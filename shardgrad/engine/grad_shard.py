@@ -12,15 +12,17 @@ behind the gradients: above zero, the parameter is *live*. A reduction brings th
 ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or assigns, is noted
 there by `settle` before a kernel looks.
 
-[Note: None under a graph]
-Whether another rank had a gradient is read by the host, which a capture forbids. There, what the host saw in
-an eager step with the same gradients on this rank stands in; if it saw none, every parameter counts as having
-one, and the flags on the device decide at each replay.
+[Note: Missed parameters]
+The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
+the reduction, and read once all of a backward is launched: the host does not wait before. A capture forbids
+it: what the host saw in an eager step with the same gradients on this rank stands in; if it saw none, every
+parameter counts as having one, and the flags on the device decide at each replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import gt
 
 import torch
 from torch import nn
@@ -76,8 +78,9 @@ class GradShard:
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self._zeroed: set[int] = set()  # since the last reduction
+        self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
+        self._told: tuple[torch.Tensor, StreamEvent] | None = None  # flags for `decide`, and their arrival
 
     # -- before and after a reduction -------------------------------------------------------------------
 
@@ -86,9 +89,10 @@ class GradShard:
 
         To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
         """
+        self.decide()
         self.wait_on_host()
         self.nonfinite = None
-        self._zeroed.clear()
+        self.zeroed.clear()
         if self.objects.are_absent():
             self.pending_scale = None
             return False
@@ -106,11 +110,7 @@ class GradShard:
         self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
-        self,
-        write: Callable[..., None],
-        divisor: float,
-        staging: torch.Tensor | None,
-        streams: Streams,
+        self, write: Callable[..., None], divisor: float, staging: torch.Tensor | None, streams: Streams
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
 
@@ -133,19 +133,27 @@ class GradShard:
         if self._brought is not None:
             self._brought.wait_on_host()
 
-    def bind(self, touched: Sequence[bool]) -> None:
-        """Binds the gradient of every parameter that was touched on some rank, and runs its hooks.
+    def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
+        """Binds the gradients that were `touched` on this rank, and runs hooks; `decide` binds the others.
 
-        Only if some were not `touched` on this rank does the host read the flags: [Note: None under a graph].
+        Streams: if some were not, the flags are copied to the host on the current one.
         """
-        anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
-        self.flagged = list(anywhere)
-        self.touched = tuple(touched)
+        self.touched = touched
         before, self._flags_before = self._flags_before, None
         if before is not None:
             self.wait_on_host()
-            anywhere = (self.flags != before).tolist()
-        for param, own, live in zip(self.params, self.objects.plain, anywhere, strict=True):
+            self.flagged = self._read(self.flags)
+            self._bind((self.flags != before).tolist())
+            return
+        self.flagged = list(touched)
+        if not all(touched) and is_capturing(self.flat.device):
+            self.flagged = list(self._seen.get(touched, [True] * len(touched)))
+        elif not all(touched):
+            self._told = self._bring_flags(streams)
+        self._bind(self.flagged)
+
+    def _bind(self, places: Sequence[bool]) -> None:
+        for param, own, live in zip(self.params, self.objects.plain, places, strict=True):
             if not live:
                 continue
             if getattr(param, self.attribute, None) is not own:
@@ -154,19 +162,37 @@ class GradShard:
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
-                for hook in list(hooks.values()):
-                    hook(param)
+                with torch.no_grad():
+                    for hook in list(hooks.values()):
+                        hook(param)
 
-    def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
-        if is_capturing(self.flat.device):
-            return self._seen.get(touched, [True] * len(touched))
-        self.wait_on_host()
-        flags = self.flags.tolist()
-        self._seen[touched] = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
-        return self._seen[touched]
+    def _bring_flags(self, streams: Streams) -> tuple[torch.Tensor, StreamEvent]:
+        if self._brought is not None:  # along with the gradients
+            return self.flags, self._brought
+        arrived = streams.event()
+        flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
+        flags.copy_(self.flags, non_blocking=True)
+        arrived.record(streams.current())
+        return flags, arrived
+
+    def decide(self) -> None:
+        """Binds gradients that other ranks alone had; the host may wait: [Note: Missed parameters]."""
+        told, self._told = self._told, None
+        if told is not None:
+            flags, arrived = told
+            arrived.wait_on_host()
+            self.flagged = self._read(flags)
+            self._bind(list(map(gt, self.flagged, self.touched)))
+
+    def _read(self, flags: torch.Tensor) -> list[bool]:
+        """Returns which parameters were touched on some rank, and remembers it for captures."""
+        touched = [here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)]
+        self._seen[self.touched] = touched
+        return touched
 
     def unbind(self) -> None:
         """Forgets the gradients: each parameter's becomes None."""
+        self._told = None
         for param in self.params:
             setattr(param, self.attribute, None)
 
@@ -213,6 +239,8 @@ class GradShard:
             elif grad is not own.plain[i] and grad is not own.scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
+        if len(live) == self.count and not any(has and i not in self.zeroed for i, has in enumerate(live)):
+            self.pending_scale = self.nonfinite = None  # of gradients that are gone
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
@@ -225,7 +253,7 @@ class GradShard:
                 fix="assign None, or change the gradient in place",
             )
         self.apply_scale()  # a new gradient does not share the pending scale of the others
-        self._zeroed.discard(index)
+        self.zeroed.discard(index)
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
@@ -254,13 +282,13 @@ class GradShard:
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
-        self._zeroed.update(chosen)
+        self.zeroed.update(chosen)
         if len(chosen) < sum(live):
             self.apply_scale()  # the others are still to be multiplied
         elif self.pending_scale is not None:
             self.pending_scale = None
             self.objects.rebind(scaled=False)
-        if all(place in self._zeroed for place in range(self.count) if live[place]):
+        if all(place in self.zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
         for place in chosen:
             self._views[place].zero_()

@@ -53,6 +53,7 @@ _LOCAL = attrgetter("_local_tensor")
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
+    __hash__ = object.__hash__  # in C; that of Enum is a function in Python, called at each transition
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
@@ -83,11 +84,7 @@ TRANSITIONS = {
     (SHARDED_POST_FORWARD, SHARDED): "reshard",
 }
 
-_AFTER_UNSHARD = {
-    SHARDED: UNSHARDING,
-    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
-    KEPT: KEPT_UNSHARDING,
-}
+_AFTER_UNSHARD = {SHARDED: UNSHARDING, SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD, KEPT: KEPT_UNSHARDING}
 _AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
 
 # By the id of a group's parameter; the group keeps it alive.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, is_not
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,22 @@ def _move(grads: GradGroup, state: GradState) -> None:
     grads.state = state
 
 
+class Enrolment(Protocol):
+    """Decides what one backward reduces; see [Note: Participation]."""
+
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+
+    def begin(self) -> list[GradGroup]:
+        """Returns what the backward that begins now reduces, the last one first."""
+
+    def is_complete(self, grads: GradGroup) -> bool:
+        """Returns whether no more gradients than are here can come before the end of the backward."""
+
+    def refuse_late(self, grads: GradGroup) -> None:
+        """Raises if gradients have come after their reduction, since other ranks have none."""
+
+
 class ReductionScheduler:
     """Decides the order of reductions under one root. See [Note: Order of reductions]."""
 
@@ -50,11 +67,12 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
-        # Gives the groups to reduce in a backward; None for those that entered. See [Note: Participation].
-        self.enrolment: Callable[[], list[GradGroup]] | None = None
+        self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
         if self.backward_running:
             self.expect(grads)
         elif grads.state is GradState.IDLE:
@@ -88,7 +106,7 @@ class ReductionScheduler:
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
         if self.enrolment is not None:
-            self._queue = self.enrolment()
+            self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
                     _move(grads, GradState.READY)
@@ -97,11 +115,15 @@ class ReductionScheduler:
         """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
         if grads.collector.count == len(grads.params):
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:
         """Says that no more gradients are expected for this group; reduces what has become possible."""
+        if self.enrolment is not None and not self.enrolment.is_complete(grads):
+            return
         if grads.state is GradState.COLLECTING:
             _move(grads, GradState.READY)
         self.reduce_ready()
@@ -137,14 +159,20 @@ class ReductionScheduler:
         """
         while self._queue:
             self._reduce(self._queue.pop())
+        for reduction in self._earlier:
+            reduction.start_second_step()  # which leaves a partial sum, or takes it along
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # that the program has written, and sums that earlier backwards have left.
+            # that the program has written, and what earlier backwards have left.
+            is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
+            waits = grads.waiting is not Waiting.NOTHING or (is_partial and grads.requires_all_reduce)
             if (
                 grads.collector.count
                 or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
-                or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads))
+                or (waits and self._reduces_now(grads))
             ):
+                if self.enrolment is not None:
+                    self.enrolment.refuse_late(grads)
                 self._reduce(grads)
             if grads.state is not GradState.IDLE:
                 _move(grads, GradState.IDLE)

@@ -471,6 +471,8 @@ class _Watch(TorchDispatchMode):
             name = "the engine's gather stream"
         elif stream == streams.reduce:
             name = "the engine's reduce stream"
+        elif stream == streams.second:
+            name = "the engine's stream of second steps"
         else:
             name = f"stream {stream.stream_id}"
         if name not in self._report.streams:
