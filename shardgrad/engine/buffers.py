@@ -67,8 +67,9 @@ class Slot:
         self._streams = streams
         self._allocate = allocate
         self.nbytes = 0  # this slot owns
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)  # or more, without storage
-        self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
+        self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._sizes: dict[int, torch.Tensor] = {}  # what was reserved, without its storage if it is gone
+        self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
         self._taken = 0
         self._allocated_on = streams.current()
         self._ready: dict[Stream, StreamEvent] = {}
@@ -79,9 +80,9 @@ class Slot:
         self.holder: Holder | None = None
 
     @property
-    def storage(self) -> torch.UntypedStorage:
-        """What they are in; another one after the slot has grown."""
-        return self._bytes.untyped_storage()
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What its bytes are in, one for each size; all but one are empty."""
+        return [each.untyped_storage() for each in self._sizes.values()]
 
     def reserve(self, nbytes: int) -> None:
         """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the content."""
@@ -91,11 +92,11 @@ class Slot:
             self._allocated_on = self._streams.current()
             # For training, even if an evaluation in inference mode comes first; the same for views below.
             with torch.inference_mode(mode=False):
-                if nbytes == self._bytes.numel():  # as before it was given back: its views stay
-                    self.storage.resize_(nbytes)
+                if nbytes in self._sizes:
+                    self._bytes = self._sizes[nbytes]
+                    self._bytes.untyped_storage().resize_(nbytes)
                 else:
-                    self._views.clear()
-                    self._bytes = self._allocate(nbytes, self._bytes.device)
+                    self._bytes = self._sizes[nbytes] = self._allocate(nbytes, self._nothing.device)
             self.nbytes = nbytes
             # Their last user may still be at work on this stream, and the first writer on another.
             self._free.record(self._allocated_on)
@@ -108,19 +109,18 @@ class Slot:
             self._free.wait(self._allocated_on)
         self.nbytes = 0
         if self._allocate is _allocate:
-            self.storage.resize_(0)
+            self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
             return
         self._views.clear()
-        with torch.inference_mode(mode=False):
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
+        self._sizes.clear()
+        self._bytes = self._nothing
 
     def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
         """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are aligned."""
-        key = (dtype, count, numel, self._taken)
+        key = (self.nbytes, dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
-            begin = self._taken
-            end = begin + count * numel * dtype.itemsize
+            begin, end = self._taken, self._taken + count * numel * dtype.itemsize
             if end > self.nbytes:
                 raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
             with torch.inference_mode(mode=False):

@@ -57,7 +57,7 @@ class CommContext:
         """Yields what the rings keep from step to step, with its owner."""
         for ring in self.rings:
             owner = "all-gather staging" if ring is self.gather_ring else "reduction staging"
-            yield from ((owner, slot.storage) for slot in ring.slots)
+            yield from ((owner, storage) for slot in ring.slots for storage in slot.storages)
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""

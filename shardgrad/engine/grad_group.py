@@ -331,8 +331,8 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None:
             yield "gradients", self._shard.flat.untyped_storage()
-        if self._sum is not None:
-            yield "unreduced gradients", self._sum.storage
+        for storage in () if self._sum is None else self._sum.storages:
+            yield "unreduced gradients", storage
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self._packer.tails.values() if self._packer is not None else ():
