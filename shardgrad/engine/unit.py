@@ -253,7 +253,7 @@ class Unit:
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if not group.registration.holds():
                 replaced |= adopt(group)
-            if group.shard.device.type == "meta":
+            if group.shard.is_meta:
                 require_data(group)
             group.reshard_if_stale()
             grads.refresh_trainable()
