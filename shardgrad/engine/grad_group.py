@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -167,7 +168,8 @@ class GradGroup:
         params = self.group.params
         is_same = self._generation == self.group.generation
         if is_same and not (self._holds_places and self._is_open):
-            now = tuple(map(_REQUIRES_GRAD, self._both))
+            with DisableTorchFunctionSubclass():  # parameters answer three times as fast
+                now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
         known = self._trainable if is_same else ()
@@ -331,8 +333,8 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None:
             yield "gradients", self._shard.flat.untyped_storage()
-        if self._sum is not None:
-            yield "unreduced gradients", self._sum.storage
+        for storage in () if self._sum is None else self._sum.storages:
+            yield "unreduced gradients", storage
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self._packer.tails.values() if self._packer is not None else ():
@@ -445,7 +447,8 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(route, comm_ctx, shard)
+        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+            packed = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,

@@ -129,8 +129,11 @@ class ReductionScheduler:
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
-        """Reduces, in order, the groups at the head of the queue that expect no more gradients."""
-        while self._queue and self._queue[-1].state is GradState.READY:
+        """Reduces, in order, the groups at the head of the queue that expect no more gradients.
+
+        The last waits for the end of backward, where its parameters are freed and nothing is left to overlap.
+        """
+        while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
     def _reduces_now(self, grads: GradGroup) -> bool:
@@ -139,7 +142,11 @@ class ReductionScheduler:
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
-            self._launched.append((grads, grads.launch(self.comm_ctx)))
+            reduction = grads.launch(self.comm_ctx)
+            for _, earlier in self._launched[-1:]:
+                if any(slot.lent for slot in earlier.slots):
+                    earlier.complete()  # so that whole gradients are there of two groups at most
+            self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
@@ -184,7 +191,7 @@ class ReductionScheduler:
             reduction.join(stream)
         self._earlier = []
         for ring in self.comm_ctx.rings:
-            ring.rewind()
+            ring.rewind(stream)
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
@@ -219,3 +226,5 @@ class ReductionScheduler:
         self.abandon_backward(groups)
         for grads in groups:
             grads.forget()
+        for ring in self.comm_ctx.rings:
+            ring.rewind()

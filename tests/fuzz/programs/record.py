@@ -1,7 +1,8 @@
 """Thousands of programs, and the records of them: `python -m tests.fuzz.programs.record --help`.
 
 Each call runs the programs after those of which the file has a record, and adds a record with counts by
-dimension. It ends with status 1 if anything differs without an explanation.
+dimension; with `--defects`, it adds one for each old defect that has none. It ends with status 1 if anything
+differs without an explanation, or a defect is not found.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -38,21 +40,29 @@ FIRST_SEED = 1_000_000
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, show_default=True)
 def main(count: int, seconds: float, first: int | None, lanes: int, defects: bool, out: Path) -> None:
     """Runs programs and keeps a record."""
-    started, began_s = environment(), time.perf_counter()
-    name = "program_defects" if defects else "programs"
+    runs: list[tuple[str, Callable[[], dict[str, Any]]]]
     if defects:
-        summary = found_defects(count, lanes=lanes)
+        known = _found_so_far(out / "program_defects.jsonl")
+        runs = [
+            ("program_defects", partial(found_defects, count, (d,), lanes)) for d in DEFECTS if d not in known
+        ]
     else:
-        first = _next_seed(out / f"{name}.jsonl") if first is None else first
-        summary = _run(count, seconds, first, lanes)
-    wall_s = time.perf_counter() - began_s
-    config = {"count": count, "first_seed": FIRST_SEED, "lanes": lanes}
-    append(
-        out,
-        make_record(name, environment=started, config=config, samples={"wall_s": wall_s}, summary=summary),
-    )
-    click.echo(summary)
-    sys.exit(bool(summary.get("differences")) or ("not found" in summary.values()))
+        begin = _next_seed(out / "programs.jsonl") if first is None else first
+        runs = [("programs", partial(_run, count, seconds, begin, lanes))]
+    is_right = True
+    for name, run in runs:
+        started, began_s = environment(), time.perf_counter()
+        summary = run()
+        samples = {"wall_s": time.perf_counter() - began_s}
+        config = {"count": count, "first_seed": FIRST_SEED, "lanes": lanes}
+        append(out, make_record(name, environment=started, config=config, samples=samples, summary=summary))
+        click.echo(summary)
+        is_right &= not summary.get("differences") and "not found" not in summary.values()
+    sys.exit(not is_right)
+
+
+def _found_so_far(path: Path) -> set[str]:
+    return {defect for record in read(path) for defect in record["summary"]} if path.exists() else set()
 
 
 def _next_seed(path: Path) -> int:
@@ -119,7 +129,7 @@ def _dimensions(program: Program, outcome: Outcome) -> Iterator[tuple[str, str]]
         yield "operation", do
 
 
-def found_defects(count: int, names: tuple[str, ...] = tuple(DEFECTS), *, lanes: int = 1) -> dict[str, Any]:
+def found_defects(count: int, names: Sequence[str], lanes: int = 1) -> dict[str, Any]:
     """Returns for each defect after how many programs it was found, or "not found"."""
     return {name: _programs_until_found(name, count, lanes) for name in names}
 
