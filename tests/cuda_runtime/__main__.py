@@ -1,6 +1,6 @@
 """Sets up a venv whose CUDA build of torch runs on the host: `python -m tests.cuda_runtime VENV`.
 
-Nothing is done again that is done already: the venv is made anew if the version of torch changes, the
+Nothing is done again that is done already: the venv is made anew if what is installed changes, the
 libraries if a source of theirs does, our ops if one of `csrc/` does. Torch takes 1.7 GB of disk; no package
 of NVIDIA's is needed.
 
@@ -58,7 +58,11 @@ def main() -> None:
     if headers is None or shutil.which("g++") is None:
         _leave("the headers of CUDA 13 and g++ are needed to build the runtime, and are not here")
     python = folder / "bin/python"
-    _unless_done(folder / "hostcuda/torch", [options.torch], lambda: _install(folder, python, options.torch))
+    _unless_done(
+        folder / "hostcuda/torch",
+        [options.torch, *PACKAGES, *TOOLS],
+        lambda: _install(folder, python, options.torch),
+    )
     [site_packages] = folder.glob("lib/python3*/site-packages")
     sources = [*build.CSRC.glob("*"), build.HERE / "build.py"]
     _unless_done(
