@@ -81,7 +81,8 @@ def fully_shard(
             axis 1 (HSDP). None means 1-D over all ranks.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again in
             backward; False keeps them; an int keeps them sharded over that many neighbouring ranks. None
-            means True, except for the root and for the unit that ran last, which backward needs at once.
+            means True, except for the root and, on the CPU, the unit that ran last, which backward needs at
+            once: on a device its memory would add to the peak of the loss.
         shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for `Shard(0)`;
             or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.

@@ -19,8 +19,16 @@ if TYPE_CHECKING:
 
 _FORMATS = ("shardgrad", "torch", "safetensors")
 # Names in a folder that has a checkpoint, or had one that was interrupted.
-_PARTS = ("complete", "*index.json", ".metadata", "latest", "checkpoints", "step_*", "*.distcp")
-_PARTS += ("*.safetensors",)
+_PARTS = (
+    "complete",
+    "*index.json",
+    ".metadata",
+    "latest",
+    "checkpoints",
+    "step_*",
+    "*.distcp",
+    "*.safetensors",
+)
 
 
 def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:

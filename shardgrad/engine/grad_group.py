@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -121,7 +122,7 @@ _NO_ROOM = Chunks(torch.empty(0), ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_WAITING = attrgetter("waiting", "_partial.is_live")
+_WAITING = attrgetter("waiting", "partial.is_live")
 
 
 class GradGroup:
@@ -137,7 +138,7 @@ class GradGroup:
         self.waiting = Waiting.NOTHING
         self.collector = GradCollector()
         self.scheduler: Scheduler | None = None  # of the root; None before that is known
-        self._partial = PartialSum()
+        self.partial = PartialSum()
         self._sum: Slot | None = None
         self._touched: list[bool] = []  # what `_sum` has gradients of
         self._has_sent_sum = False  # in the last reduction
@@ -167,7 +168,8 @@ class GradGroup:
         params = self.group.params
         is_same = self._generation == self.group.generation
         if is_same and not (self._holds_places and self._is_open):
-            now = tuple(map(_REQUIRES_GRAD, self._both))
+            with DisableTorchFunctionSubclass():  # parameters answer three times as fast
+                now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
         known = self._trainable if is_same else ()
@@ -178,6 +180,8 @@ class GradGroup:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = tuple(p.sharded.requires_grad for p in params)
+        if self.scheduler is not None:
+            self.scheduler.join()  # what is in flight has the places of now, and will be gradients there
         attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
         kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
@@ -191,12 +195,10 @@ class GradGroup:
     @property
     def _is_open(self) -> bool:
         """True if places among the gradients may go: nothing waits, and no backward is expected."""
-        return self.waiting is Waiting.NOTHING and not self._partial.is_live and self.state is GradState.IDLE
+        return self.waiting is Waiting.NOTHING and not self.partial.is_live and self.state is GradState.IDLE
 
     def _place(self, placed: list[FSDPParam]) -> None:
         """Gives parameters their places among the gradients; what waits goes along."""
-        if self.scheduler is not None:
-            self.scheduler.join()  # what is in flight has the old places
         old, group = self._packer, self.group
         new = GradPacker(group, placed, group.layout_of(placed, with_flags=True), self._second)
         if old is None or self._is_open or old.dtype != new.dtype:
@@ -234,13 +236,13 @@ class GradGroup:
                 self._sum.finish_writing(stream)
                 before.release(stream)
                 before.give_back()
-            if self._partial.tensor is not None and self._partial.is_live:
-                partial = self._partial.tensor
+            if self.partial.tensor is not None and self.partial.is_live:
+                partial = self.partial.tensor
                 chunks = partial.numel() // old.layout.chunk_numel
-                self._partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
-                new.move(partial, self._partial.tensor, old)
+                self.partial.tensor = partial.new_empty(chunks * new.layout.chunk_numel)
+                new.move(partial, self.partial.tensor, old)
             else:
-                self._partial.tensor = None
+                self.partial.tensor = None
 
     @property
     def layout(self) -> ShardLayout | None:
@@ -312,7 +314,7 @@ class GradGroup:
     @switches.setter
     def switches(self, switches: tuple[Any, ...]) -> None:
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
-        self.waiting, self._partial.is_live, *self._touched = waiting
+        self.waiting, self.partial.is_live, *self._touched = waiting
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
@@ -323,18 +325,18 @@ class GradGroup:
         found: dict[str, torch.Tensor] = {}
         if self._sum is not None and self.waiting is Waiting.SUM:
             found["sum of unreduced gradients"] = self._chunks_of(self._sum).whole
-        if self._partial.live is not None:
-            found["partial sum of gradients"] = self._partial.live
+        if self.partial.live is not None:
+            found["partial sum of gradients"] = self.partial.live
         return found
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None:
             yield "gradients", self._shard.flat.untyped_storage()
-        if self._sum is not None:
-            yield "unreduced gradients", self._sum.storage
-        if self._partial.live is not None:
-            yield "unreduced gradients", self._partial.live.untyped_storage()
+        for storage in () if self._sum is None else self._sum.storages:
+            yield "unreduced gradients", storage
+        if self.partial.live is not None:
+            yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self._packer.tails.values() if self._packer is not None else ():
             yield "tails", tail.untyped_storage()
 
@@ -343,7 +345,7 @@ class GradGroup:
         self.collector.forget()
         self._touched = [False] * len(self.params)
         self.waiting = Waiting.NOTHING
-        self._partial.is_live = False
+        self.partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
 
@@ -445,7 +447,8 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(route, comm_ctx, shard)
+        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+            packed = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -465,7 +468,7 @@ class GradGroup:
                 staging=packed.staging,
                 touched=tuple(self._touched),
                 divisor=route.after,
-                partial=self._partial,
+                partial=self.partial,
                 second=self._second,
                 room=packed.room,
                 tag=group.reduce_tag,

@@ -14,7 +14,7 @@ there by `settle` before a kernel looks.
 
 [Note: Missed parameters]
 The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
-the reduction, and read once all of a backward is launched; nowhere else does the host wait. A capture forbids
+the reduction, and read once all of a backward is launched: the host does not wait before. A capture forbids
 it: what the host saw in an eager step with the same gradients on this rank stands in; if it saw none, every
 parameter counts as having one, and the flags on the device decide at each replay.
 """
@@ -78,7 +78,7 @@ class GradShard:
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
-        self._zeroed: set[int] = set()  # since the last reduction
+        self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
         self._told: tuple[torch.Tensor, StreamEvent] | None = None  # flags for `decide`, and their arrival
 
@@ -92,7 +92,7 @@ class GradShard:
         self.decide()
         self.wait_on_host()
         self.nonfinite = None
-        self._zeroed.clear()
+        self.zeroed.clear()
         if self.objects.are_absent():
             self.pending_scale = None
             return False
@@ -239,6 +239,8 @@ class GradShard:
             elif grad is not own.plain[i] and grad is not own.scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
+        if len(live) == self.count and not any(has and i not in self.zeroed for i, has in enumerate(live)):
+            self.pending_scale = self.nonfinite = None  # of gradients that are gone
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
@@ -251,7 +253,7 @@ class GradShard:
                 fix="assign None, or change the gradient in place",
             )
         self.apply_scale()  # a new gradient does not share the pending scale of the others
-        self._zeroed.discard(index)
+        self.zeroed.discard(index)
         self.nonfinite = None
         with torch.no_grad():
             self._views[index].copy_(grad.to_local())
@@ -280,13 +282,13 @@ class GradShard:
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
-        self._zeroed.update(chosen)
+        self.zeroed.update(chosen)
         if len(chosen) < sum(live):
             self.apply_scale()  # the others are still to be multiplied
         elif self.pending_scale is not None:
             self.pending_scale = None
             self.objects.rebind(scaled=False)
-        if all(place in self._zeroed for place in range(self.count) if live[place]):
+        if all(place in self.zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
         for place in chosen:
             self._views[place].zero_()

@@ -185,6 +185,7 @@ class Reduction:
 
     def _finish(self) -> None:
         self.is_complete = True
+        self.works, self._pending = (), None  # they may hold gradients that were sent from where they are
         for slot in self.slots:
             slot.release(self.end)
         self.done.record(self.end)

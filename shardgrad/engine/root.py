@@ -20,7 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import is_capturing
+from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import RootError
 
@@ -132,11 +132,12 @@ class RootContext:
         return order[position + 1] if position + 1 < len(order) else None
 
     def is_needed_next(self, unit: Unit) -> bool:
-        """Returns whether backward will begin with `unit`, the last one of the recorded forward.
+        """Returns whether to keep `unit`, the last one of the recorded forward: backward begins with it.
 
-        Keeping it does not raise the peak: backward gathers it while loss and head hold their memory.
+        Not on a device: the loss is often the peak, and the all-gather overlaps with the head's backward.
         """
-        return self._order_frozen and torch.is_grad_enabled() and unit is self._order[-1]
+        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps
+        return keeps and torch.is_grad_enabled() and unit is self._order[-1]
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -223,6 +224,9 @@ class RootContext:
                 unit.abandon_forward()
         else:
             self._backward_order.clear()
+            device = self.comm_ctx.device
+            if device.type not in ("cpu", "meta") and not is_capturing(device):
+                wait_for_device(device)  # autograd joins the streams of a backward only at its end
             for unit in self.units:
                 unit.abandon()
             lost = self.scheduler.abandon_backward(self.grad_groups)

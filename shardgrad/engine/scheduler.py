@@ -129,8 +129,11 @@ class ReductionScheduler:
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
-        """Reduces, in order, the groups at the head of the queue that expect no more gradients."""
-        while self._queue and self._queue[-1].state is GradState.READY:
+        """Reduces, in order, the groups at the head of the queue that expect no more gradients.
+
+        The last waits for the end of backward, where its parameters are freed and nothing is left to overlap.
+        """
+        while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
     def _reduces_now(self, grads: GradGroup) -> bool:
@@ -139,7 +142,11 @@ class ReductionScheduler:
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
-            self._launched.append((grads, grads.launch(self.comm_ctx)))
+            reduction = grads.launch(self.comm_ctx)
+            for _, earlier in self._launched[-1:]:
+                if any(slot.lent for slot in earlier.slots):
+                    earlier.complete()  # so that whole gradients are there of two groups at most
+            self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
@@ -152,13 +159,17 @@ class ReductionScheduler:
         """
         while self._queue:
             self._reduce(self._queue.pop())
+        for reduction in self._earlier:
+            reduction.start_second_step()  # which leaves a partial sum, or takes it along
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # that the program has written, and sums that earlier backwards have left.
+            # that the program has written, and what earlier backwards have left.
+            is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
+            waits = grads.waiting is not Waiting.NOTHING or (is_partial and grads.requires_all_reduce)
             if (
                 grads.collector.count
                 or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
-                or (grads.waiting is not Waiting.NOTHING and self._reduces_now(grads))
+                or (waits and self._reduces_now(grads))
             ):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
@@ -180,7 +191,7 @@ class ReductionScheduler:
             reduction.join(stream)
         self._earlier = []
         for ring in self.comm_ctx.rings:
-            ring.rewind()
+            ring.rewind(stream)
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
@@ -215,3 +226,5 @@ class ReductionScheduler:
         self.abandon_backward(groups)
         for grads in groups:
             grads.forget()
+        for ring in self.comm_ctx.rings:
+            ring.rewind()

@@ -58,17 +58,9 @@ class StreamEvent(Protocol):
 class Streams(Protocol):
     """What the engine asks of a device. Replaced by a recorder in tests."""
 
-    @property
-    def gather(self) -> Stream:
-        """The stream of all-gathers."""
-
-    @property
-    def reduce(self) -> Stream:
-        """The stream of reductions."""
-
-    @property
-    def second(self) -> Stream:
-        """The stream of what follows a reduce-scatter on a mesh with another dim to reduce over."""
+    gather: Stream  # of all-gathers
+    reduce: Stream  # of reductions
+    second: Stream  # of what follows a reduce-scatter on a mesh with another dim to reduce over
 
     def current(self) -> Stream:
         """Returns the stream that the calling thread's work goes to."""

@@ -136,7 +136,7 @@ class Unit:
 
     Attributes:
         context: shared by all units under one root; None before `lazy_init`, which the first forward calls.
-        reshard_after_forward: None means True, except for the root and the unit that backward needs first.
+        reshard_after_forward: None is True, except for the root and, on the CPU, what backward needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
         forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
@@ -253,7 +253,7 @@ class Unit:
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if not group.registration.holds():
                 replaced |= adopt(group)
-            if group.shard.device.type == "meta":
+            if group.shard.is_meta:
                 require_data(group)
             group.reshard_if_stale()
             grads.refresh_trainable()
@@ -518,7 +518,8 @@ def attach_unit(unit: Unit) -> None:
 def units_under(module: nn.Module) -> list[Unit]:
     """Returns the units in a module tree in traversal order, the module's own first; each once."""
     found: dict[Unit, None] = {}
-    seen, left = {None}, [module]  # asked for at every micro-batch: `modules()` takes five times as long
+    seen: set[Any] = {None}  # also a child, of a module that was assigned None
+    left: list[Any] = [module]  # by hand, for every micro-batch: `modules()` takes five times as long
     while left:
         child = left.pop()
         if child not in seen:

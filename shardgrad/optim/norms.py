@@ -67,7 +67,7 @@ def norm_of(
     norm = total if norm_type == 0 or math.isinf(norm_type) else total.pow(1.0 / norm_type)
     nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
     for selection in gradients.selections:
-        selection.shard.nonfinite = nonfinite
+        selection.shard.nonfinite, selection.shard.zeroed = nonfinite, set()
     return norm.float(), nonfinite
 
 

@@ -286,7 +286,7 @@ def _range(tensor: torch.Tensor, name: str) -> _Range:
 def _buffers(context: RootContext) -> Iterator[_Range]:
     """Yields memory ranges that live as long as the model. A range may contain several storages."""
     rings = (context.comm_ctx.gather_ring, context.comm_ctx.reduce_ring)
-    for slot in (slot for ring in rings for slot in ring._made):
+    for slot in (slot for ring in rings for slot in ring.slots):
         yield _range(slot._bytes, "the engine's staging memory")
     for grads in context.grad_groups:
         group = grads.group

@@ -214,7 +214,15 @@ def test_plan(tmp_path: Path) -> None:
 
 def test_every_benchmark_is_run_here() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
-    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == {"training_step"}
+    elsewhere = {"training_step", "counts"}  # tests/cuda_runtime/test_counts.py
+    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == elsewhere
+
+
+def test_counts_says_what_it_needs(tmp_path: Path) -> None:
+    done = run("benchmarks", "counts", "--smoke", "--out", tmp_path, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "python -m tests.cuda_runtime .venv-cuda" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_graphed_replay(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import shardgrad
@@ -273,6 +274,35 @@ def trains_other_layers_in_each_step(shard: Shard) -> nn.Module:
     return model
 
 
+class SkipsALayer(nn.Module):
+    """Runs its second layer in the first forward only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp()
+        self.runs_all = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, layer in enumerate(self.layers):
+            x = layer(x) if self.runs_all or place != 1 else x
+        return x
+
+
+def reduces_later_what_the_last_micro_batch_does_not_use(shard: Shard) -> nn.Module:
+    model = SkipsALayer()
+    for layer in model.layers:
+        shard(layer)
+    shard(model)
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_requires_all_reduce(False)
+    model(batch()).square().mean().backward()
+    model.runs_all = False
+    if isinstance(model, shardgrad.FSDPModule):
+        model.set_requires_all_reduce(True)
+    model(batch(1)).square().mean().backward()
+    return model
+
+
 class FreezesItself(nn.Module):
     """Freezes and unfreezes its own weight, while that is unsharded."""
 
@@ -382,6 +412,39 @@ def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(two_ranks: Ranks, p
 )
 def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks, program: Program) -> None:
     two_ranks.run(gradients_are_plain_torch, program, zero_stage=1)
+
+
+def replicated_gradients_are_plain_torch(program: Program) -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    gradients_are_plain_torch(program, mesh=mesh)
+
+
+def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_use_it(
+    two_ranks: Ranks,
+) -> None:
+    two_ranks.run(replicated_gradients_are_plain_torch, reduces_later_what_the_last_micro_batch_does_not_use)
+
+
+def frozen_with_a_reduction_in_flight() -> None:
+    """Without `set_is_last_backward(True)`, reductions go on after a backward."""
+    model: Any = shard_each(shardgrad.fully_shard, mlp())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    plain = mlp()
+    model.set_is_last_backward(False)
+    model(batch()).square().mean().backward()
+    model[0].weight.requires_grad_(False)
+    model.set_is_last_backward(True)
+    model(batch(1)).square().mean().backward()
+    plain(batch()).square().mean().backward()
+    gradient = averaged(plain)["0.weight"]
+    assert gradient is not None
+    optim.step()
+    weight = model[0].weight.full_tensor()
+    torch.testing.assert_close(weight, mlp()[0].weight - 0.1 * gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped(two_ranks: Ranks) -> None:
+    two_ranks.run(frozen_with_a_reduction_in_flight)
 
 
 # -- a backward that does not come to its end ---------------------------------------------------------------

@@ -377,6 +377,25 @@ def test_training_goes_on_after_a_nan_that_was_clipped_and_zeroed(
     two_ranks.run(trains_on_after_a_nan, through_model)
 
 
+def measures_nothing_after_a_nan_was_dropped() -> None:
+    """Units of which no parameter has a gradient: what was said of the former ones is forgotten."""
+    model = SHARDGRAD.shard_tower(tower())
+    optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    (token_loss(model, SHARDGRAD.tokens(0)) * math.nan).backward()
+    shardgrad.clip_grad_norm_(model, 0.1)
+    optim.zero_grad()
+    assert shardgrad.clip_grad_norm_(model, math.inf).item() == 0.0
+    for layer in model.layers:
+        layer.set_requires_gradient_sync(False)
+    token_loss(model, SHARDGRAD.tokens(1)).backward()
+    optim.step()
+    assert optim.skipped_steps.item() == 0
+
+
+def test_a_norm_over_no_gradients_is_zero_after_a_nan_was_clipped(two_ranks: Ranks) -> None:
+    two_ranks.run(measures_nothing_after_a_nan_was_dropped)
+
+
 def steps_after_a_nan_was_zeroed_group_by_group() -> None:
     """Two groups of one optimizer share every unit; the next step has gradients of the root alone."""
     model = SHARDGRAD.shard_tower(tower())

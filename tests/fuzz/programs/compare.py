@@ -158,8 +158,9 @@ def _errors_differ(expected: Seen, seen: Seen) -> str:
     if isinstance(ours, type) and isinstance(theirs, type):
         is_as_good = issubclass(ours, theirs)
         return "" if is_as_good else f"{ours.__name__}: {seen['message']}, instead of {theirs.__name__}"
-    if theirs is None:
-        return f"{getattr(ours, '__name__', ours)}: {seen.get('message', '')[:1500]}"
+    if ours is not None:
+        instead = "" if theirs is None else f", instead of {getattr(theirs, '__name__', theirs)}"
+        return f"{getattr(ours, '__name__', ours)}: {seen.get('message', '')[:1500]}{instead}"
     return f"no error instead of {theirs}: {expected.get('message', '')[:300]}"
 
 

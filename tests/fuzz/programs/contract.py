@@ -47,8 +47,8 @@ class State:
         self._edited = False
         self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
         self._left_out = program.optimizer.partial
+        self._removed = False  # a group; no optimizer can save its state
         self._has_hooks = False
-        self._hand = False  # gradients that the program has put on unsharded parameters wait
         self._keeps_root = program.sharding.reshard in (None, False)  # unsharded after forward
 
     @property
@@ -65,6 +65,8 @@ class State:
         model, do = self.program.model, op.do
         if self._failed and do not in (*_FORWARDS, "zero"):
             return False
+        if self._failed and op.how == "zeros" and self.program.is_simulated:
+            return False  # a hazard that harms no one: the next forward drops what is zeroed
         if do == "forward":
             return self._graphs < MOST_GRAPHS and not self._failed
         if do == "backward":
@@ -85,8 +87,13 @@ class State:
             return self._is_reduced and op.n < len(model.order) and not self._has_hooks
         if do == "look":
             return not self._in_flight
+        if do == "clip" and op.how == "torch" and self.program.sharding.offload:
+            # It reduces on the CPU, which a backend for devices cannot.
+            return not self._in_flight and not self.program.is_simulated
         if do in ("zero", "clip", "write"):
             return not self._in_flight
+        if do == "save" and self._removed:
+            return False
         if do in ("step", "poke", "save", *_SETTINGS):
             return (do in _SETTINGS and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
@@ -94,8 +101,6 @@ class State:
                 self._saved and self._is_quiet and ((do == "load" and op.how == "model") or not self._edited)
             )
         if do == "nan":
-            if op.how == "zeros" and (self._groups > 1 or self._left_out):
-                return False  # zeroed in parts, a unit remembers the NaN until its next reduction
             return self._is_reduced and self.program.optimizer.library == "shardgrad" and not self._reenters
         if do == "participate":
             # What reentrant checkpointing runs again more than once is reduced more than once.
@@ -120,8 +125,6 @@ class State:
         if do == "hook":
             # A hook runs for each reduction: more often where reentrant checkpoints bring gradients late.
             return not self._reenters and not self._in_flight
-        if do == "freeze":
-            return not self._hand
         if do in ("unshard", "reshard"):
             return self._ran
         return True
@@ -150,6 +153,7 @@ class State:
             self._saved = True
         elif do == "edit":
             self._edited |= op.how in ("add", "remove")
+            self._removed = op.how == "remove" or (self._removed and op.how != "add")
             if op.how == "add":
                 self._groups, self._left_out = self._groups + 1, False
             elif op.how == "remove":
@@ -162,11 +166,10 @@ class State:
             self._keeps_root = self.program.sharding.reshard in (None, False)
             self._all_sync = self._all_reduce = self._is_last = True
             self._waiting = self._has_hooks = False
-        if do in ("train", "backward", "partial", "input_grad", "hand"):
+        if do in ("train", "backward", "partial", "input_grad", "hand") and op.how != "no_grad":
             self._in_flight = not self._is_last
             stays = not (self._all_sync and self._all_reduce and self._is_last)
             self._waiting = stays or do == "hand"
-            self._hand = do == "hand"
 
 
 def is_valid(program: Program) -> bool:

@@ -5,6 +5,7 @@ Each is what the engine's code was, as a patch of what it is now, named after wh
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.root import RootContext
-from shardgrad.engine.unit import Unit
+from shardgrad.engine.unit import Root, Unit
 from shardgrad.optim import selection
 
 Patch = AbstractContextManager[Any]
@@ -42,7 +43,15 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
 
 def _clipping_misses_unsharded_units() -> Iterator[Patch]:
     """Clipping looked gradients up at the parameters that modules register, unsharded after an evaluation."""
+
+    def reshards(self: Unit, context: Root) -> bool:
+        if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
+            return False
+        flag = self.reshard_after_forward
+        return flag if flag is not None else context.root is not self and not context.is_needed_next(self)
+
     yield mock.patch.object(selection, "fsdp_param_of", managed_by)
+    yield mock.patch.object(Unit, "_reshards_after_forward", reshards)
 
 
 def _frozen_after_forward_is_trained() -> Iterator[Patch]:
@@ -93,16 +102,17 @@ def _zeros_are_scaled_by_nan() -> Iterator[Patch]:
 
 
 def _freezing_drops_what_waits() -> Iterator[Patch]:
-    """When parameters got other places among the gradients, what waited on this rank was dropped."""
-    yield mock.patch.object(GradGroup, "_move_waiting", lambda self, old, new: self.forget())
+    """A parameter that was frozen lost its place at once, and what waited on this rank was dropped."""
+    yield mock.patch.object(GradGroup, "_is_open", property(lambda self: True))
 
 
 def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
     """Parameters that units share went up to the root in the order of a set, another one on each rank."""
-    take_guests = collect_params._take_guests
+    take_guests, addresses = collect_params._take_guests, random.SystemRandom()
 
     def in_any_order(found: Any, inner_units: Any) -> None:
-        take_guests(found, set(inner_units))
+        units = list(inner_units)
+        take_guests(found, addresses.sample(units, len(units)))
 
     yield mock.patch.object(collect_params, "_take_guests", in_any_order)
 

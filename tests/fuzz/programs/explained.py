@@ -36,11 +36,36 @@ def why_not_fsdp2(program: Program) -> str:
         return "checkpointed modules of a list are resharded before they run again"
     if runs_twice and any(block.recompute == "reentrant" for block in blocks_of(program)):
         return "a reentrant checkpoint that runs twice leaves gradients out"
+    in_order = tuple(range(len(program.model.blocks)))
+    does_partial = any(op.do == "partial" for op in program.ops)
+    if program.sharding.prefetch in ("forward", "both") and (program.model.order != in_order or does_partial):
+        return "what is prefetched and not used stays as it was when parameters are written"
+    if _writes_under_an_all_gather(program):
+        return "an all-gather started by hand is not dropped when parameters are written"
+    if program.model.several and any(op.how == "side" for op in program.ops):
+        return "a list of modules is not gathered when backward comes to the first of them only"
+    if program.sharding.columns and program.sharding.reshard == 2 and program.ranks == 4:
+        return "it hangs where Shard(1) and resharding to fewer ranks meet"
+    if does_partial and any(op.do == "resume" for op in program.ops):
+        return "a unit that runs before the root makes itself a root"
     if program.sharding.divide:
         return "its divide factor needs a sum that gloo does not have"
     if program.sharding.stage == "hfsdp":
         return "it has no HFSDP"
     return ""
+
+
+def _writes_under_an_all_gather(program: Program) -> bool:
+    """Returns whether `unshard(async_op=True)` comes before an update, with no forward between."""
+    in_flight = False
+    for op in program.ops:
+        if op.do == "unshard" and op.how == "async":
+            in_flight = True
+        elif op.do in ("train", "evaluate", "forward", "input_grad", "hand"):
+            in_flight = False
+        elif in_flight and op.do in ("step", "poke", "load"):
+            return True
+    return False
 
 
 def tolerance(program: Program) -> float:

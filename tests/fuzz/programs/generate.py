@@ -9,6 +9,7 @@ from tests.fuzz.programs.contract import State, fits
 from tests.fuzz.programs.program import Block, Model, Op, Optimizer, Program, Sharding
 
 KINDS = ("linear", "mlp", "norm", "gain", "spare", "table", "buffer", "experts", "branch", "again")
+TIEABLE = tuple(kind for kind in ("linear", *KINDS) if kind not in ("mlp", "experts"))
 WORLD_WEIGHTS = {"2": 70, "4": 10, "sim1": 5, "sim2": 15}
 
 # Kinds of operations, with what draws one; each program has a handful of them, besides the plain ones.
@@ -41,8 +42,8 @@ def _often(rng: random.Random, chance: float) -> bool:
     return rng.random() < chance
 
 
-def _block(rng: random.Random, *, depth: int = 0) -> Block:
-    kind = rng.choice(("linear", *KINDS))
+def _block(rng: random.Random, *, depth: int = 0, kinds: tuple[str, ...] = ("linear", *KINDS)) -> Block:
+    kind = rng.choice(kinds)
     inner: tuple[Block, ...] = ()
     if depth == 0 and _often(rng, 0.15):
         inner = tuple(_block(rng, depth=1) for _ in range(rng.choice((1, 1, 2))))
@@ -60,7 +61,12 @@ def _block(rng: random.Random, *, depth: int = 0) -> Block:
 
 
 def _model(rng: random.Random) -> Model:
-    blocks = tuple(_block(rng) for _ in range(rng.choice((1, 2, 2, 3, 3, 4))))
+    pairs = rng.choices((0, 1, 2), (82, 12, 6))[0]
+    count = rng.choice((1, 2, 2, 3, 3, 4))
+    if pairs:
+        blocks = tuple(_block(rng, kinds=TIEABLE) for _ in range(max(count, 2 * pairs)))
+    else:
+        blocks = tuple(_block(rng) for _ in range(count))
     order = list(range(len(blocks)))
     if _often(rng, 0.12):
         order.append(rng.choice(order))
@@ -68,13 +74,8 @@ def _model(rng: random.Random) -> Model:
         rng.shuffle(order)
     if len(order) > 1 and _often(rng, 0.08):
         order.pop()
-    ties: list[tuple[int, int]] = []
-    tieable = [i for i, b in enumerate(blocks) if b.kind not in ("mlp", "experts")]
-    for _ in range(2 if _often(rng, 0.5) else 1):
-        if len(tieable) > 1 and _often(rng, 0.15 if not ties else 1.0):
-            first, second = sorted(rng.sample(tieable, 2))
-            ties.append((first, second))
-            tieable = [i for i in tieable if i not in (first, second)]
+    tied = rng.sample(range(len(blocks)), 2 * pairs)
+    ties = tuple((min(pair), max(pair)) for pair in zip(tied[::2], tied[1::2], strict=True))
     several: tuple[int, ...] = ()
     if len(blocks) > 1 and _often(rng, 0.06):
         start = rng.randrange(len(blocks) - 1)
@@ -84,7 +85,7 @@ def _model(rng: random.Random) -> Model:
         outputs=rng.choice((1, 3)),
         blocks=blocks,
         order=tuple(order),
-        ties=tuple(ties),
+        ties=ties,
         aux=_often(rng, 0.15),
         guess=rng.choice(("no_grad", "grad")) if _often(rng, 0.08) else "",
         several=several,

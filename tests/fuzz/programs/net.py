@@ -154,7 +154,7 @@ def _trap(grad: Tensor) -> None:
 
 def build(model: Model, plan: Plan, seed: int) -> Net:
     """Returns the model with weights in float64, the same on all ranks. Uses the process's random numbers."""
-    torch.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     return Net(model, plan).double()
 
 

@@ -16,7 +16,7 @@ from tests.fuzz.programs.net import Net, Plan, TrapError
 from tests.fuzz.programs.program import Op, Optimizer, Program
 
 # Large, so that a gradient that is nothing but rounding moves a parameter by no more than it is worth.
-EPS = 1e-3
+EPS = {"": 1e-3, "float32": 1e-3, "bfloat16": 1.0}  # by dtype of the parameters in forward
 LR = 0.05
 
 Seen = dict[str, Any]  # what an operation shows: tensors, and facts such as "None" or an exception's name
@@ -111,7 +111,7 @@ class Script(ABC):
         if chosen.kind in ("sgd", "momentum"):
             return library.SGD(groups, lr=LR, momentum=0.9 if chosen.kind == "momentum" else 0.0)
         kind = library.AdamW if chosen.kind == "adamw" else library.Adam
-        return kind(groups, lr=LR, eps=EPS)
+        return kind(groups, lr=LR, eps=EPS[self.program.sharding.param_dtype])
 
     # -- forward and backward ---------------------------------------------------------------------------
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.fuzz.programs import defects
+from tests.fuzz.programs import defects, explained
 from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.compare import Difference, Outcome, run
 from tests.fuzz.programs.net import Net, Plan
@@ -70,19 +74,27 @@ class Worlds:
             try:
                 outcomes = self._ask(world, rest)
             except RankError as error:
-                self._started.pop(world, None)
+                self._started.pop(_key(world), None)
                 if len(rest) > 1:  # one of them did it: each by itself
                     for program in rest:
                         yield from self._run(world, [program])
                     return
-                found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")
+                engine = "fsdp2" if self._runs_without_fsdp2(rest[0]) else "shardgrad"
+                found = Difference(engine, -1, "hang", f"hang: {str(error)[-3000:]}")
                 outcomes = [Outcome([found], is_broken=True)]
             for program, outcome in zip(rest, outcomes, strict=False):
                 yield program, outcome
                 if outcome.is_broken:
                     with suppress(KeyError):
-                        self._started.pop(world).stop()
+                        self._started.pop(_key(world)).stop()
             rest = rest[len(outcomes) :]
+
+    def _runs_without_fsdp2(self, program: Program) -> bool:
+        """Returns whether FSDP2 takes part, and without it nothing differs."""
+        if not self._options["with_fsdp2"] or explained.why_not_fsdp2(program):
+            return False
+        with Worlds(str(self._options["defect"]), with_fsdp2=False) as worlds:
+            return not worlds.run(program).differences
 
     def _ask(self, world: str, programs: Sequence[Program]) -> list[Outcome]:
         texts = [program.to_json() for program in programs]
@@ -92,11 +104,49 @@ class Worlds:
             from tests.simulated.accelerator.process import SimulatorProcess
 
             build.build()  # here, because compiling may take longer than a program may
-            simulator = self._started.setdefault(world, SimulatorProcess())
+            simulator = self._started.setdefault(_key(world), SimulatorProcess())
             outcomes: list[Outcome] = simulator.run(run_simulated, texts, timeout_s=limit_s, **self._options)
             return outcomes
         ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
         return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
+
+
+def side_by_side(
+    lanes: int, chunks: Iterable[Sequence[Program]], **options: Any
+) -> Iterator[list[tuple[Program, Outcome]]]:
+    """Runs chunks of programs in several sets of worlds at once; yields what came of each, in order.
+
+    Ranks wait for each other most of the time, above all on a busy machine; others run meanwhile.
+
+    Args:
+        lanes: sets of worlds.
+        chunks: programs; taken when a lane is free, and no more once the caller closes this.
+        options: of `Worlds`.
+    """
+    with ExitStack() as stack:
+        idle: SimpleQueue[Worlds] = SimpleQueue()
+        for _ in range(lanes):
+            idle.put(stack.enter_context(Worlds(**options)))
+        pool = stack.enter_context(ThreadPoolExecutor(lanes))
+
+        def run(programs: Sequence[Program]) -> list[tuple[Program, Outcome]]:
+            worlds = idle.get()
+            try:
+                return list(worlds.run_all(programs))
+            finally:
+                idle.put(worlds)
+
+        rest, running = iter(chunks), deque[Future[list[tuple[Program, Outcome]]]]()
+        while True:
+            running.extend(pool.submit(run, chunk) for chunk in islice(rest, 2 * lanes - len(running)))
+            if not running:
+                return
+            yield running.popleft().result()
+
+
+def _key(world: str) -> str:
+    """Returns what a world is kept under; one process has simulated devices for any number of ranks."""
+    return world[:3]
 
 
 def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
