@@ -57,6 +57,7 @@ def test_host_overhead(tmp_path: Path) -> None:
         assert set(by_count["growth"]) == {"fsdp2", "shardgrad"}
 
 
+@pytest.mark.long  # processes of two versions, which share nothing
 def test_versions(tmp_path: Path) -> None:
     record = smoke("versions", tmp_path)
     assert len(record["config"]["before"]) == 40
