@@ -7,8 +7,9 @@ The table in docs/design/gradient_states.md: what is final, waits, or is half-wr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
+from functools import partial
 from operator import attrgetter, or_
 from typing import Any, NamedTuple, Protocol
 
@@ -272,7 +273,7 @@ class GradGroup:
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
-        hook = _collector_of(weakref.ref(self))
+        hook = partial(_collect, weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
@@ -348,6 +349,17 @@ class GradGroup:
         self.partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
+
+    def collect(self, unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grad, scheduler = unsharded.grad, self.scheduler
+        if grad is None:
+            return
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
+        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
+            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
@@ -568,19 +580,8 @@ class GradGroup:
 _HOOKED = "_shardgrad_hooked"
 
 
-def _collector_of(owner: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
-    """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
-
-    def collect(unsharded: torch.Tensor) -> None:
-        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grads, grad = owner(), unsharded.grad
-        if grads is None or grad is None:
-            return
-        scheduler = grads.scheduler
-        if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
-        is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
-            scheduler.arrived(grads)
-
-    return collect
+def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
+    """The hook, which does not keep its owner alive: the garbage collector cannot look into hooks."""
+    grads = owner()
+    if grads is not None:
+        grads.collect(unsharded)
