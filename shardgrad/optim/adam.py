@@ -107,18 +107,19 @@ class Adam(FlatOptimizer):
     def update(self, update: Update) -> None:
         """See `ops.adam_`."""
         segment, launch, precision = update.segment, update.launch, self._precision
+        state = segment.state
         ops.adam_(
             launch.param,
             launch.grad,
-            segment.state["exp_avg"],
-            segment.state["exp_avg_sq"],
+            state["exp_avg"],
+            state["exp_avg_sq"],
             steps=segment.steps,
             ticket=segment.ticket,
             touched=launch.touched,
             rows=launch.rows,
             tiles=launch.tiles,
             hyper=update.hyper,
-            master=precision.exact(segment.state),
+            master=precision.exact(state),
             scale=update.scale,
             found_inf=update.skip,
             decoupled=update.group["decoupled_weight_decay"],

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import is_
+from operator import attrgetter, is_
 from typing import cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from shardgrad import ops
 from shardgrad.engine.grad_shard import GradShard
-from shardgrad.engine.param import FSDPParam, is_replaced, local_of
+from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
 from shardgrad.optim.selection import gradients_of, plain_gradient
@@ -33,6 +33,7 @@ from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
 
 # What identifies a tensor's storage. A DTensor's holds no data, but it is replaced along with it.
+_local_of = attrgetter("_local_tensor")
 _storage_of: Callable[[torch.Tensor], int] = torch._C._storage_id  # type: ignore[attr-defined]
 
 
@@ -45,14 +46,14 @@ class _StorageCheck:
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._params = list(params)
-        self._locals = list(map(local_of, self._params))
+        self._locals = list(map(_local_of, self._params))
         self._storages = list(map(_storage_of, self._params))
 
     @property
     def is_unchanged(self) -> bool:
         """False if a local tensor or a storage was replaced, which torch allows: `param.data = x`."""
         return (
-            all(map(is_, map(local_of, self._params), self._locals))
+            all(map(is_, map(_local_of, self._params), self._locals))
             and list(map(_storage_of, self._params)) == self._storages
         )
 
