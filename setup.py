@@ -11,6 +11,10 @@ with them does not load where torch is without CUDA. Two more variables change h
 
     TORCH_CUDA_ARCH_LIST=9.0         the architectures to compile for, as for torch's own extensions
     SHARDGRAD_CUDA_RUNTIME=shared    link the runtime that torch loads, not the static one
+
+SHARDGRAD_SOURCE_URL is where the source is published, such as https://example.org/shardgrad. The package's
+README and metadata then link there. Without it the README's links to other files are plain words: an address
+that may be another's is not given.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -199,15 +202,33 @@ def write_commit(root: Path) -> None:
             target.write_text(described.stdout, encoding="utf-8")
 
 
+def source_url() -> str:
+    """Returns where the source is published, or ""."""
+    return os.environ.get("SHARDGRAD_SOURCE_URL", "").rstrip("/")
+
+
+def project_urls() -> dict[str, str]:
+    """Returns the links of the metadata."""
+    pages = {
+        "Source": "",
+        "Documentation": "/blob/main/docs/README.md",
+        "Changelog": "/blob/main/CHANGELOG.md",
+    }
+    return {name: source_url() + page for name, page in pages.items()} if source_url() else {}
+
+
 def readme() -> str:
-    """Returns the README with absolute links: an index renders it where there are no other files."""
-    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
-    source = f"{project['urls']['Source']}/blob/main/"
+    """Returns the README for an index, which renders it where there are no other files."""
     text = Path("README.md").read_text(encoding="utf-8")
-    return re.sub(r"(\]\()(?!https?:|#)", rf"\g<1>{source}", text)
+    return re.sub(
+        r"\[([^\]]+)\]\((?!https?:|#)([^)]+)\)",
+        rf"[\1]({source_url()}/blob/main/\2)" if source_url() else r"\1",
+        text,
+    )
 
 
 setup(
+    project_urls=project_urls(),
     long_description=readme(),
     long_description_content_type="text/markdown",
     ext_modules=[

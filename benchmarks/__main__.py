@@ -26,7 +26,10 @@ DEFAULT = "training_step"
 BENCHMARKS = {
     "training_step": "How long does a step take with each engine, with how much memory and traffic?",
     "host_overhead": "How much host time does an engine add per unit, and does it grow linearly?",
+    "versions": "Does a step cost more CPU time or memory than with another version of the source tree?",
+    "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and no GPU.",
     "calls": "How many engine functions and files does a forward or backward go through?",
+    "step_calls": "How many functions does a training step call, in Python and in C?",
     "construction": "How long does `fully_shard` take on a deep model?",
     "collectives": "Is the exchange transport better than gloo's own collectives, and from which size on?",
     "zero_copy": "From which size on does a parameter travel faster by itself than packed with others?",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ from rich.markup import escape
 from benchmarks.engines.catalogue import ENGINES
 from benchmarks.pictures import draw
 from benchmarks.records import Record, read
-from benchmarks.tables import COLUMNS, headline, table_of
+from benchmarks.tables import COLUMNS, Table, headline, table_of
 
-_WIDTH = 240  # where there is no terminal that says how wide it is
+_WIDTH = 100  # where there is no terminal that says how wide it is
 _PAGE = Path(__file__).with_name("report.html")
 
 
@@ -30,20 +30,37 @@ def show(record: Record) -> None:
         console.width = _WIDTH
     if headline(record):
         console.print(headline(record), style="bold", markup=False)
-    if table.rows:
-        drawn = rich.table.Table(title=escape(table.title), caption=escape(table.setting))
-        drawn.add_column("", no_wrap=True)
-        for number, heading in enumerate(table.headings):
-            drawn.add_column(escape(heading), justify="right", no_wrap=number == 0)
+    console.print(table.title, style="italic", markup=False)
+    for columns in _that_fit(table, console.width):
+        drawn = rich.table.Table("")
+        for column in columns:
+            drawn.add_column(
+                escape(table.headings[column]), justify="right", no_wrap=len(columns) > 1, overflow="fold"
+            )
         for name, cells in table.rows.items():
-            drawn.add_row(escape(name), *map(escape, cells))
+            drawn.add_row(escape(name), *(escape(cells[column]) for column in columns))
         console.print(drawn)
-    else:
-        console.print(table.title, markup=False)
+    if table.rows:
+        console.print(table.setting, style="dim italic", markup=False)
     for name, reason in record.get("left_out", {}).items():
         console.print(f"  {name}: {reason}", markup=False, soft_wrap=True)
     for note in table.notes:
         console.print(note, style="yellow", markup=False)
+
+
+def _that_fit(table: Table, width: int) -> Iterator[list[int]]:
+    """Yields the columns of a table in groups, each of which fits with the names of the rows."""
+    room = left = width - 4 - min(width // 2, max(map(len, table.rows), default=0))
+    group: list[int] = []
+    for column, heading in enumerate(table.headings if table.rows else ()):
+        taken = 3 + max(len(heading), *(len(cells[column]) for cells in table.rows.values()))
+        if group and taken > left:
+            yield group
+            group, left = [], room
+        group.append(column)
+        left -= taken
+    if group:
+        yield group
 
 
 def write(records: Sequence[Record], folder: Path) -> list[Path]:

@@ -149,7 +149,8 @@ def _mpt(width: int, layers: int, heads: int) -> dict[str, int]:
 
 H100, A100 = machine_of("h100"), machine_of("a100", network="ib200")
 TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="selective")
-OLDER = Request(preset="8b", batch_size=1, seq_len=8192, activation_checkpointing="selective")
+OLDER = Request(preset="8b", ranks=64, batch_size=1, seq_len=8192, activation_checkpointing="selective")
+OLDER_70B = OLDER.but(preset="70b", activation_checkpointing="full")
 LLAMA_2 = {
     "7b": {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000},
     "13b": {"width": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "hidden": 13_824, "vocab_size": 32_000},
@@ -174,6 +175,10 @@ def _fms(size: str, batch_size: int, *, recompute: str = "none", **changes: Any)
         activation_checkpointing=recompute,
         **{"ranks": 128, **changes},
     )
+
+
+def _older(size: str, recompute: str) -> Request:
+    return _fms(size, 2, recompute=recompute, ranks=64)
 
 
 def _foundry(
@@ -210,7 +215,11 @@ PUBLISHED = [
         "torchtitan, Llama 3.1 8B, 8 x H100, compiled",
         62.0,
     ),
-    Published("torchtitan (older), Llama 3 8B, 64 x A100", OLDER.but(ranks=64), A100, 2904),
+    Published("torchtitan (older), Llama 3 8B, 64 x A100", OLDER, A100, 2973),
+    Published("torchtitan (older), Llama 3 70B, 64 x A100", OLDER_70B, A100, 331),
+    Published("torchtitan (older), Llama 2 13B, 64 x A100", _older("13b", "none"), A100, 2162),
+    Published("torchtitan (older), Llama 2 13B, selective", _older("13b", "selective"), A100, 1904),
+    Published("torchtitan (older), Llama 2 70B, 64 x A100", _older("70b", "full"), A100, 353),
     Published("fms-fsdp, Llama 2 7B, HSDP, 128 x A100", _fms("7b", 2, mesh="16x8"), A100, 3760),
     Published("fms-fsdp, Llama 2 7B, HSDP, 96 x H100", _fms("7b", 2, ranks=96, mesh="12x8"), H100, 7500),
     Published("fms-fsdp, Llama 2 13B, HSDP, 128 x A100", _fms("13b", 1, mesh="16x8"), A100, 1700),
@@ -292,13 +301,18 @@ def _median_of_others(row: Published) -> Calibration:
     return Calibration(scale=statistics.median(fitted(each).scale or 1.0 for each in others))
 
 
-def fastest_scales() -> None:
+def show_slowdowns() -> None:
     """Prints, for each run, the factor on the roofline's compute with which the plan says what was published.
 
-    The quantiles of these, by kind of GPU, are `Device.slowdowns`.
+    The least, the median and the largest of each kind of GPU are `Device.slowdowns`.
     """
+    by_device: dict[str, list[float]] = {}
     for row in PUBLISHED:
-        print(f"{fitted(row).scale:.3f}  {row.machine.device.name}  {row.name}")
+        scale = fitted(row).scale or 1.0
+        by_device.setdefault(row.machine.device.name, []).append(scale)
+        print(f"{scale:.3f}  {row.machine.device.name}  {row.name}", flush=True)
+    for name, scales in by_device.items():
+        print(f"{name}: {min(scales):.3f}, {statistics.median(scales):.3f}, {max(scales):.3f}")
 
 
 def fitted(row: Published) -> Calibration:
@@ -337,7 +351,7 @@ def write(text: str, name: str, lines: list[str]) -> str:
 
 def main(arguments: list[str]) -> int:
     if "--slowdowns" in arguments:
-        fastest_scales()
+        show_slowdowns()
         return 0
     wanted = [arguments[arguments.index("--table") + 1]] if "--table" in arguments else list(TABLES)
     text = old = PAGE.read_text(encoding="utf-8")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
 import venv
+import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -45,6 +47,10 @@ def main() -> None:
     parser.add_argument(
         "--cuda", action="store_true", help="with CUDA kernels, for which nvcc must fit torch"
     )
+    parser.add_argument(
+        "--no-isolation", action="store_true", help="build with the torch of the interpreter that runs this"
+    )
+    parser.add_argument("--source-url", help="where the source is published, for links; see setup.py")
     asked = parser.parse_args()
     interpreters = asked.python or list(find_interpreters())
     with tempfile.TemporaryDirectory(prefix="shardgrad wheels ") as text:
@@ -54,17 +60,25 @@ def main() -> None:
             constraint.write_text(f"torch=={asked.torch}\n", encoding="utf-8")
             os.environ["PIP_CONSTRAINT"] = constraint.as_uri()  # pip of isolated builds reads it too
         os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
+        if asked.source_url:
+            os.environ["SHARDGRAD_SOURCE_URL"] = asked.source_url
         tools = new_environment(work / "tools", sys.executable)
         run(tools, "-m", "pip", "install", "--quiet", *tools_wanted())
         # From the archive, so that what the archive lacks is noticed.
-        run(tools, "-m", "build", "--outdir", str(work / "built"), str(ROOT))
+        build = ["-m", "build", "--outdir", str(work / "built"), str(ROOT)]
+        if asked.no_isolation:
+            run(tools, *build, "--no-isolation", PYTHONPATH=folder_of_torch())
+        else:
+            run(tools, *build)
         archive, wheel = next(work.glob("built/*.tar.gz")), next(work.glob("built/*.whl"))
         if wheel.name.endswith("-any.whl"):
             sys.exit("The wheel has no compiled ops: install a C++17 compiler.")
         wheel = repaired(tools, wheel, work / "repaired")
         run(tools, "-m", "twine", "check", "--strict", str(archive), str(wheel))
+        if asked.cuda:
+            print("CUDA kernels for", *architectures(wheel, work))
         for interpreter in interpreters:
-            try_wheel(wheel, interpreter, work / f"try {Path(interpreter).name}", expected="compiled")
+            try_wheel(wheel, interpreter, work / f"try {Path(interpreter).name}", is_cuda=asked.cuda)
         try_without_compiler(archive, tools, work)
         # A wheel with CUDA kernels has the same name, and goes where it cannot be mistaken.
         out = asked.out / "cuda" if asked.cuda else asked.out
@@ -74,10 +88,27 @@ def main() -> None:
 
 
 def tools_wanted() -> list[str]:
-    """Returns what the extra `release` installs."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted: list[str] = project["optional-dependencies"]["release"]
-    return wanted
+    """Returns what the extra `release` installs, and what builds."""
+    text = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return [*text["project"]["optional-dependencies"]["release"], *text["build-system"]["requires"]]
+
+
+def folder_of_torch() -> str:
+    """Returns the folder from which this interpreter imports torch."""
+    import torch
+
+    return str(Path(torch.__file__).parents[1])
+
+
+def architectures(wheel: Path, work: Path) -> list[str]:
+    """Returns what a wheel has machine code for; it is an error if that is nothing."""
+    with zipfile.ZipFile(wheel) as archive:
+        library = archive.extract("shardgrad/_C.so", work / "library")
+    listed = subprocess.run(["cuobjdump", "--list-elf", library], capture_output=True, text=True).stdout
+    found = sorted(set(re.findall(r"sm_\d+\w?", listed)))
+    if not found:
+        sys.exit(f"{wheel.name} has no CUDA kernels: torch must be built for CUDA, and nvcc fit it.")
+    return found
 
 
 def find_interpreters() -> Iterable[str]:
@@ -142,12 +173,20 @@ def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
     return next(folder.glob("*.whl"))
 
 
-def try_wheel(wheel: Path, interpreter: str, folder: Path, *, expected: str) -> None:
-    """Installs a wheel with the command line into a new environment, and uses it there."""
+def try_wheel(
+    wheel: Path, interpreter: str, folder: Path, *, is_cuda: bool = False, expected: str = "compiled"
+) -> None:
+    """Installs a wheel with the command line into a new environment, and uses it there.
+
+    A wheel with CUDA kernels does not load where torch is without CUDA: there it is only installed.
+    """
     python = new_environment(folder, interpreter)
     run(python, "-m", "pip", "install", "--quiet", f"{wheel}[cli]")
     run(python, "-m", "pip", "check")
     run(python, "-m", "shardgrad", "--version")
+    if is_cuda and run(python, "-c", "import torch; print(torch.version.cuda)").strip() == "None":
+        print("pip installs a torch without CUDA here, which cannot load the kernels: they are not tried.")
+        expected = "reference"
     used = run(python, "-c", USE_OPS)
     if used.strip() != expected:
         sys.exit(f"{wheel.name} uses the {used.strip()} ops, not the {expected} ones.")

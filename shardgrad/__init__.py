@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardgrad.checks.gradient_report import gradient_report
     from shardgrad.checks.lost_work import LostWorkWarning
     from shardgrad.checks.replica_report import replica_report
+    from shardgrad.checks.unowned_params import UnownedParameterWarning
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
@@ -49,6 +50,7 @@ __all__ = [
     "OffloadPolicy",
     "ShardgradError",
     "UncapturableStepWarning",
+    "UnownedParameterWarning",
     "UnshardHandle",
     "UntrainedParameterWarning",
     "WaitingRanksWarning",
@@ -81,6 +83,7 @@ _DEFINED_IN = {
     "OffloadPolicy": "policies",
     "ShardgradError": "errors",
     "UncapturableStepWarning": "graphs",
+    "UnownedParameterWarning": "checks.unowned_params",
     "UnshardHandle": "policies",
     "UntrainedParameterWarning": "checks.untrained_params",
     "WaitingRanksWarning": "diagnosis.rank_watch",

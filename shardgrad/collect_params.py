@@ -22,11 +22,12 @@ from shardgrad.errors import (
     EngineError,
     OptionError,
     ParameterClaimedError,
+    TiedParameterError,
 )
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.shardable import require_one_device, require_shardable
 
-__all__ = ["Collected", "collect", "validate_modules"]
+__all__ = ["Collected", "collect", "refuse_unresolved_ties", "validate_modules"]
 
 
 @dataclass(frozen=True)
@@ -196,3 +197,20 @@ def _refuse_claimed(name: str, param: nn.Parameter) -> None:
             where=f"parameter {name}",
             fix="apply fully_shard bottom-up: inner modules first, the root last",
         )
+
+
+def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
+    """Refuses a root under which a parameter was left for a common ancestor that is no unit.
+
+    Raises:
+        TiedParameterError: says which.
+    """
+    for unit in units:
+        for guest in unit.guests:
+            raise TiedParameterError(
+                f"parameter {guest.name} is shared by units of which none contains the other",
+                expected="a common ancestor that is a unit: it owns what they share",
+                got=f"units {guest.owner_name} and {guest.unit_name}",
+                where=f"parameter {guest.name}",
+                fix="call shardgrad.fully_shard on a module that contains both, and run it as the root",
+            )

@@ -12,12 +12,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, Shard
 
 from shardgrad.checks.argument_types import refuse_wrong_types
-from shardgrad.checks.lost_work import refuse_hooks
+from shardgrad.checks.lost_work import LostWork, refuse_hooks
 from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
-from shardgrad.collect_params import Claim, Collected, collect, validate_modules
+from shardgrad.collect_params import Claim, Collected, collect, refuse_unresolved_ties, validate_modules
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
@@ -26,7 +26,7 @@ from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
-from shardgrad.engine.unit import Unit, attach_unit, unit_of
+from shardgrad.engine.unit import Unit, attach_unit, units_under
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
@@ -81,7 +81,8 @@ def fully_shard(
             axis 1 (HSDP). None means 1-D over all ranks.
         reshard_after_forward: True frees unsharded parameters after forward and gathers them again in
             backward; False keeps them; an int keeps them sharded over that many neighbouring ranks. None
-            means True, except for the root and for the unit that ran last, which backward needs at once.
+            means True, except for the root and, on the CPU, the unit that ran last, which backward needs at
+            once: on a device its memory would add to the peak of the loss.
         shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for `Shard(0)`;
             or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
@@ -148,9 +149,15 @@ def fully_shard(
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
-    unit.compare_weights = compare_weights
+    unit.accept = _accept
     _commit(unit, collected, grouped)
     return module
+
+
+def _accept(units: Sequence[Unit]) -> None:
+    """Refuses, at lazy init, units that share parameters, or whose weights differ between ranks."""
+    refuse_unresolved_ties(units)
+    compare_weights(units)
 
 
 # -- where strategies are chosen ----------------------------------------------------------------------------
@@ -305,7 +312,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
         if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
             module._buffers[name] = buffer.to(unit.mesh.device)
     unit.guests = collected.guests
-    inner = {u for managed in collected.managed_modules for u in _units_of_children(managed)}
+    inner = {each for module in unit.modules for each in units_under(module)}
     for each in inner:
         each.guests = []
     attach_unit(unit)
@@ -313,10 +320,6 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
     _install_hooks(unit, collected.managed_modules)
     for module in unit.modules:
         swap_class(module)
-
-
-def _units_of_children(module: nn.Module) -> list[Unit]:
-    return [u for child in module.modules() if (u := unit_of(child)) is not None]
 
 
 def _take_inherited(claims: Sequence[Claim]) -> None:
@@ -330,9 +333,15 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 
 
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
-    """Guards inner modules, and keeps state dicts and loading on the sharded parameters."""
+    """Guards inner modules, and keeps state dicts and loading on the sharded parameters.
+
+    Modules of inner units too, where they register a parameter that this unit owns since it is tied.
+    """
+    lost_work = LostWork()
 
     def to_shards(*_: Any, **__: Any) -> None:
+        for group in unit.groups:
+            lost_work.look_at_writes(group)
         unit.reshard()
 
     def to_own_shards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -344,7 +353,8 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
         for group in unit.groups:
             adopt(group)
 
-    for module in managed_modules:
+    owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
+    for module in dict.fromkeys([*managed_modules, *owners]):
         # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
         module._is_fsdp_managed_module = True  # type: ignore[assignment]
         module._fsdp_use_orig_params = True  # type: ignore[assignment]

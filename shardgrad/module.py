@@ -23,9 +23,10 @@ from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.grad_group import GradGroup, Waiting
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
-from shardgrad.engine.unit import Unit, outside_graphs, unit_of
+from shardgrad.engine.unit import Unit, outside_graphs, unit_of, units_under
 from shardgrad.errors import (
     CustomCommError,
     DeepcopyError,
@@ -269,7 +270,8 @@ class FSDPModule:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Resets the gradients of all parameters below, whether their units are sharded or not right now.
 
-        FSDP2 has torch's method, which looks at registered parameters: the gradients of unsharded units stay.
+        Micro-batches that wait unreduced on this rank are dropped too, as in plain torch, where they are in
+        `.grad`. FSDP2 has torch's method, which looks at registered parameters: both stay there.
 
         Streams: zeros, if any are written, on the current stream.
         Capture: safe.
@@ -277,6 +279,7 @@ class FSDPModule:
         super().zero_grad(set_to_none)  # type: ignore[misc]
         for unit in self._units(recurse=True):
             for grads in unit.grad_groups:
+                _drop_waiting(grads)
                 shard = grads.shard
                 if shard is not None and set_to_none:
                     shard.unbind()
@@ -510,9 +513,7 @@ class FSDPModule:
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
-        if not recurse:
-            return [self._unit]
-        return [u for module in cast(nn.Module, self).modules() if (u := unit_of(module)) is not None]
+        return units_under(cast(nn.Module, self)) if recurse else [self._unit]
 
     def _get_fsdp_state(self) -> StateView | None:
         return state_of(cast(nn.Module, self))
@@ -540,6 +541,14 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
             fix="fully_shard(module) first",
         )
     return [unit for unit in units if unit is not None]
+
+
+def _drop_waiting(grads: GradGroup) -> None:
+    """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
+    if grads.buffers():
+        *settings, waiting, _ = grads.switches[:5]
+        turn = Waiting.TURN if waiting is Waiting.SUM else waiting
+        grads.switches = (*settings, turn, False, *[False] * len(grads.switches[5:]))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 import shardgrad
+from shardgrad.engine.param_group import ParamState
 from tests.support.parity import (
     FSDP2,
     SHARDGRAD,
@@ -19,6 +20,8 @@ from tests.support.parity import (
     Tensors,
     Tower,
     assert_same_bits,
+    close_to_unsharded,
+    hsdp_mesh,
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
@@ -49,6 +52,37 @@ def unshard_shows_whole_parameters() -> None:
     assert is_sharded(model.layers[0].up)
 
 
+class Shallow(nn.Module):
+    """Leaves its last layer out if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = stack(4, 4, 4, 4)
+
+    def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+        for layer in self.layers[:depth]:
+            x = layer(x)
+        return x
+
+
+def what_was_gathered_ahead_and_not_run_is_dropped(reshard_after_forward: bool) -> None:
+    model = Shallow()
+    linears = [layer for layer in model.layers if isinstance(layer, nn.Linear)]
+    for module in (*linears, model):
+        shardgrad.fully_shard(module, reshard_after_forward=reshard_after_forward)
+    (group,) = linears[-1]._unit.groups
+    x, whole = SHARDGRAD.inputs(0, 4), len(model.layers)
+    model(x, whole).sum().backward()  # the order is known from now on
+    assert group.state is ParamState.SHARDED
+    model(x, whole - 1)
+    assert group.state is ParamState.SHARDED
+    with torch.no_grad():
+        linears[-1].weight.to_local().fill_(7.0)
+    linears[-1].unshard()
+    assert (linears[-1].weight == 7.0).all()
+    linears[-1].reshard()
+
+
 def gradients_after_zeroing_an_unsharded_model(set_to_none: bool) -> None:
     model = SHARDGRAD.shard_tower(tower())
     token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -67,6 +101,46 @@ def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
     two_ranks: Ranks, set_to_none: bool
 ) -> None:
     two_ranks.run(gradients_after_zeroing_an_unsharded_model, set_to_none)
+
+
+def drop_micro_batches(engine: Engine, switch: str, set_to_none: bool) -> Tensors:
+    """Two micro-batches are dropped before they were reduced, as after a loss that is not finite."""
+    sharding = {} if engine.whole_batch or switch != "all_reduce" else {"mesh": hsdp_mesh(2, 2)}
+    if switch == "last" and not engine.whole_batch:
+        sharding = {"zero_stage": 1}
+    model = engine.shard_tower(tower(), **sharding)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def synchronize(flag: bool) -> None:
+        if not engine.whole_batch:
+            set_flag = {
+                "sync": model.set_requires_gradient_sync,
+                "all_reduce": model.set_requires_all_reduce,
+                "last": model.set_is_last_backward,
+            }
+            set_flag[switch](flag)
+
+    for step in range(3):
+        for micro in range(4):
+            synchronize(micro == 3)
+            token_loss(model, engine.tokens(4 * step + micro)).backward()
+            if micro == 1:
+                model.zero_grad(set_to_none)
+        optim.step()
+        model.zero_grad(set_to_none)
+    return engine.snapshot(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("switch", ["sync", "last"])
+def test_zero_grad_of_the_model_drops_micro_batches_that_wait(
+    two_ranks: Ranks, switch: str, set_to_none: bool
+) -> None:
+    two_ranks.run(close_to_unsharded, drop_micro_batches, switch, set_to_none)
+
+
+def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(four_ranks: Ranks) -> None:
+    four_ranks.run(close_to_unsharded, drop_micro_batches, "all_reduce", True)
 
 
 def what_is_unsharded_by_hand_stays_so() -> None:
@@ -364,6 +438,13 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
 @pytest.mark.parametrize("recurse", [True, False])
 def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(two_ranks: Ranks, recurse: bool) -> None:
     two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward(
+    two_ranks: Ranks, reshard_after_forward: bool
+) -> None:
+    two_ranks.run(what_was_gathered_ahead_and_not_run_is_dropped, reshard_after_forward)
 
 
 def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:

@@ -1,11 +1,12 @@
-"""What a program has done that the next optimizer step would lose, without a word.
+"""What a program has done that the next optimizer step, or a state dict, would lose, without a word.
 
 * A write to an unsharded parameter, in forward or between `unshard()` and `reshard()`: shards do not have it.
 * A gradient that was never reduced, since the last backward before the step ran without synchronization.
 * A hook of `register_hook` on a sharded parameter: autograd meets the unsharded one, which has none.
 * Optimizer state that another rank has saved (`require_own_shards`).
 
-All are looked for before a step, on the host alone.
+All are looked for before a step, and writes before a state dict too, as models that are averaged have no
+optimizer. On the host alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class LostWorkWarning(UserWarning):
 
 
 class LostWork:
-    """Looks for it before the steps of one optimizer; warns once of each kind."""
+    """Looks for it before the steps of one optimizer, or state dicts; warns once of each kind."""
 
     def __init__(self) -> None:
         self._versions: dict[int, int] = {}  # by id of a group: of its unsharded parameters, their sum
@@ -55,15 +56,19 @@ class LostWork:
                     f"gradients of {_names(group.params)} are not reduced, and this step does not see them",
                     "set_requires_gradient_sync(True) before the last backward of each step",
                 )
-            unsharded = [p.unsharded for p in group.params if p.unsharded is not None]
-            versions = sum(map(_version, unsharded))
-            if versions != self._versions.setdefault(id(group), 0):
-                self._versions[id(group)] = versions
-                written = [p for p in group.params if p.unsharded is not None and p.unsharded._version]
-                self._warn(
-                    f"{_names(written)} was written while unsharded, which is lost when it is resharded",
-                    "write the sharded parameter, between steps: with torch.no_grad(): param.copy_(...)",
-                )
+            self.look_at_writes(group)
+
+    def look_at_writes(self, group: ParamGroup) -> None:
+        """Looks whether unsharded parameters were written; called before they are lost, or left out."""
+        unsharded = [p.unsharded for p in group.params if p.unsharded is not None]
+        versions = sum(map(_version, unsharded))
+        if versions != self._versions.setdefault(id(group), 0):
+            self._versions[id(group)] = versions
+            written = [p for p in group.params if p.unsharded is not None and p.unsharded._version]
+            self._warn(
+                f"{_names(written)} was written while unsharded, which is lost when it is resharded",
+                "write the sharded parameter, between steps: with torch.no_grad(): param.copy_(...)",
+            )
 
     def _warn(self, what: str, fix: str) -> None:
         if fix not in self._warned:

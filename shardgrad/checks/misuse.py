@@ -1,8 +1,8 @@
 """Refusing computation with sharded parameters outside of their unit's forward.
 
 torch raises when a DTensor meets a plain tensor, but its message names neither the module nor a fix. So there
-is a check before the forward of every inner module that owns sharded parameters, and torch's error is
-translated in the methods of units.
+is a check before the forward of every module whose sharded parameters belong to a unit around it, and torch's
+error is translated in the methods of units.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> No
             return
         owner = group()
         if owner is not None and owner.state is not ParamState.UNSHARDED:
-            raise _bypassed(called, owner.name)
+            names = [p.name for p in owner.params if len(p.owners) > 1 and called in dict(p.owners)]
+            raise _bypassed(called, owner.name, tied=names[:1])
 
-    module.register_forward_pre_hook(check)
+    # Before the hook of the module's own unit, if it has one: nothing is gathered for a call that is refused.
+    module.register_forward_pre_hook(check, prepend=True)
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
@@ -72,11 +74,22 @@ def _explaining(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _bypassed(module: nn.Module, unit_name: str, method: str | None = None) -> UnitBypassedError:
-    """Builds the error, naming the method of the innermost unit on the call stack that led here."""
+def _bypassed(
+    module: nn.Module, unit_name: str, method: str | None = None, *, tied: Sequence[str] = ()
+) -> UnitBypassedError:
+    """Builds the error, naming the method of the innermost unit on the call stack that led here.
+
+    `tied` names a parameter that `module` shares with others, so that a common ancestor owns it.
+    """
     kind = type(module).__name__.removeprefix("FSDP")
     caller = method or _method_on_stack()
-    if caller is None:
+    if caller is None and tied:
+        how = f"{kind} was called outside of unit {unit_name or 'root'!r}, which owns its tied {tied[0]}"
+        fix = (
+            f"call the unit that owns it, {unit_name or 'the root'}, or do this in a method of it: "
+            'shardgrad.register_fsdp_forward_method(model, "method")'
+        )
+    elif caller is None:
         how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
         fix = "call the unit itself, or make this module a unit as well: shardgrad.fully_shard(module)"
     else:

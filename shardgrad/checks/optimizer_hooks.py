@@ -12,7 +12,8 @@ What they do:
 * before a step, all-gathers that a failed forward has left are waited for: they read what the step writes;
 * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
 * after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
-* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`);
+* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`),
+  and for those that every rank trains apart (`unowned_params.py`);
 * before each step, work of the program that the step would lose is named (`lost_work.py`).
 """
 
@@ -36,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardgrad.checks.capturable_optimizers import refuse_uncapturable_step
 from shardgrad.checks.lost_work import LostWork
+from shardgrad.checks.unowned_params import warn_of_unowned
 from shardgrad.checks.untrained_params import (
     FirstStepCheck,
     concerns_unit,
@@ -58,6 +60,7 @@ class _Watched:
         lost_work: looks for work that its steps would lose.
         first_step: checks its first step; None if there is nothing to check.
         is_checked: True once that is done.
+        has_warned: of parameters that no unit owns.
     """
 
     version: tuple[int, int]
@@ -66,6 +69,7 @@ class _Watched:
     lost_work: LostWork
     first_step: FirstStepCheck | None
     is_checked: bool = False
+    has_warned: bool = False
 
 
 class _OptimizerHooks:
@@ -136,8 +140,12 @@ class _OptimizerHooks:
         if first_step is None and any(map(concerns_unit, params)):
             first_step = FirstStepCheck()
         is_checked = before is not None and before.is_checked
+        has_warned = before is not None and before.has_warned
+        if not has_warned and any(group.mesh.data_parallel_size > 1 for group in groups):
+            has_warned = warn_of_unowned(optimizer, self._models)
         lost_work = LostWork() if before is None else before.lost_work
-        return _Watched(version, list(map(weakref.ref, groups)), dtypes, lost_work, first_step, is_checked)
+        references = list(map(weakref.ref, groups))
+        return _Watched(version, references, dtypes, lost_work, first_step, is_checked, has_warned)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
         """Returns numbers that change when the optimizer gets parameters, or a model is sharded or cast."""

@@ -4,35 +4,47 @@ A parameter that was attached after `fully_shard`, such as an adapter's or a new
 nor does one of a module around the units that was not sharded. Its gradients are not averaged, and nothing in
 the loss shows that ranks drift apart. So the outermost forward of a unit looks once, and again whenever they
 have changed, through the modules under it, and through those that it runs inside of: they are on the stack.
+
+A module next to the model is not on the stack, but in the same optimizer. That is a warning at its first
+step, and no error: a program may average gradients by itself, which a parameter does not tell.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
+import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.engine.param import is_unsharded_param
+from shardgrad.engine.param import is_replaced, is_unsharded_param
 from shardgrad.engine.unit import Unit, units_under
 from shardgrad.errors import UnownedParameterError
 
-__all__ = ["UnownedParams", "note_ignored"]
+__all__ = ["UnownedParameterWarning", "UnownedParams", "note_ignored", "warn_of_unowned"]
 
 _Register = dict[str, nn.Parameter | None]
 _Slot = tuple[_Register, str]
 
 _IGNORED = "_shardgrad_ignored"
 _CALL = nn.Module._call_impl.__code__
+
+
+class UnownedParameterWarning(UserWarning):
+    """An optimizer trains a sharded model, and parameters of which every rank trains its own."""
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
@@ -179,3 +191,59 @@ def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]
 
     for root in roots:
         yield from below("", root)
+
+
+# -- next to the model --------------------------------------------------------------------------------------
+
+
+def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
+    """Warns of trainable parameters of an optimizer that no unit owns; returns whether there were any.
+
+    Not of those that DDP or FSDP1 has, or that `ignored_params` named.
+
+    Args:
+        optimizer: has parameters of a sharded model, too.
+        models: all sharded modules.
+    """
+    found = {
+        param: names[i] if names else f"parameter {i} of group {number}"
+        for number, group in enumerate(optimizer.param_groups)
+        for names in [group.get("param_names")]
+        for i, param in enumerate(group["params"])
+        if _may_drift(param)
+    }
+    for param in chain(_ignored_under(models), _replicated()) if found else ():
+        found.pop(param, None)
+    if found:
+        few = [f"{name}, of shape {tuple(param.shape)}" for param, name in list(found.items())[:5]]
+        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+        warnings.warn(
+            f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} parameters that "
+            f"no unit owns: {'; '.join(few)}{more}. Every rank trains its own (rank {dist.get_rank()}). "
+            "Try: shardgrad.fully_shard(module) on the module that has them, before the optimizer is built; "
+            "to train them apart, or if the program averages their gradients, name them in ignored_params",
+            UnownedParameterWarning,
+            stacklevel=6,
+        )
+    return bool(found)
+
+
+def _may_drift(param: torch.Tensor) -> bool:
+    is_ours = isinstance(param, DTensor) or is_unsharded_param(param) or is_replaced(param)
+    return param.requires_grad and not is_ours and _IGNORED not in param.__dict__
+
+
+def _ignored_under(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yields the parameters that have names which `ignored_params` noted on their modules."""
+    for module in {module for model in models for module in model.modules()}:
+        for name in module.__dict__.get(_IGNORED, ()):
+            param = module._parameters.get(name)
+            if param is not None:
+                yield param
+
+
+def _replicated() -> Iterator[torch.Tensor]:
+    """Yields what DDP and FSDP1 average: as a parameter does not tell, their instances are searched for."""
+    for each in gc.get_objects():
+        if issubclass(type(each), DistributedDataParallel | FullyShardedDataParallel):
+            yield from each.parameters()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,31 @@ if TYPE_CHECKING:
     from shardgrad.checkpoint.source import Source
 
 _FORMATS = ("shardgrad", "torch", "safetensors")
-_PATH = click.argument("path", type=click.Path(exists=True, path_type=Path))
+# Names in a folder that has a checkpoint, or had one that was interrupted.
+_PARTS = (
+    "complete",
+    "*index.json",
+    ".metadata",
+    "latest",
+    "checkpoints",
+    "step_*",
+    "*.distcp",
+    "*.safetensors",
+)
+
+
+def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
+    """Refuses a path where nothing is of a checkpoint, before PyTorch is imported."""
+    try:
+        names = os.listdir(path) if path.is_dir() else [path.name]
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be read ({error.strerror}): correct the path.") from error
+    if not any(fnmatch(name, part) for name in names for part in _PARTS):
+        raise click.BadParameter(f"There is no checkpoint in {path}: correct the path.")
+    return path
+
+
+_PATH = click.argument("path", type=click.Path(exists=True, path_type=Path), callback=_with_checkpoint)
 
 
 @click.group()

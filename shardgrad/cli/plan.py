@@ -217,7 +217,8 @@ def _plan(
     tokens_per_step: int | None,
     **options: Any,
 ) -> None:
-    from shardgrad.plan.request import require_share
+    from shardgrad.plan.request import function_named, require_share
+    from shardgrad.train.model_types import require_model_type
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
@@ -227,7 +228,9 @@ def _plan(
         if path is not None:
             _check_file(flag, path)
     if request.hf is not None:
-        require("transformers", feature="--hf")
+        require_model_type(request.hf)
+    if request.model is not None:
+        function_named(request.model)
     if trace is not None and request.on_host:
         raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
     if tokens_per_step is not None:
@@ -281,14 +284,21 @@ def _plan(
 
 
 def _check_file(flag: str, path: Path) -> None:
+    """Refuses a file that cannot be written, before work begins; leaves none behind."""
+    import os
+
     from shardgrad.train.failure import UsageError
 
-    try:
-        path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): correct the path.") from error
     if path.is_dir() or (flag == "--picture" and path.suffix not in _PICTURES):
         raise UsageError(f"{flag} {path} cannot be written: try a name that ends in .png.")
+    is_new = not path.exists()
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK))  # a pipe would wait for a reader
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): correct the path.") from error
+    if is_new:
+        path.unlink()
 
 
 def _check_preset(request: Request) -> None:

@@ -64,7 +64,7 @@ def set_is_last_backward(unit: Unit, is_last_backward: bool) -> None:
     if context in _manual:
         _manual[context] = is_last_backward
     else:
-        context.is_last_backward = is_last_backward
+        context.scheduler.is_last_backward = is_last_backward
 
 
 def set_manual(unit: Unit, enabled: bool) -> None:
@@ -87,10 +87,10 @@ def set_manual(unit: Unit, enabled: bool) -> None:
             fix="model.finalize_backward() first" if not enabled else "call it before forward",
         )
     if enabled:
-        _manual[context] = context.is_last_backward
-        context.is_last_backward = False
+        _manual[context] = context.scheduler.is_last_backward
+        context.scheduler.is_last_backward = False
     else:
-        context.is_last_backward = _manual.pop(context)
+        context.scheduler.is_last_backward = _manual.pop(context)
 
 
 def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
@@ -120,11 +120,11 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
             got="a backward that runs" if context in _manual else "automatic finalization",
             fix="model.set_manual_backward_finalization(True)",
         )
-    context.is_last_backward = True
+    context.scheduler.is_last_backward = True
     try:
         end_backward(context, wait=not async_op)
     finally:
-        context.is_last_backward = False
+        context.scheduler.is_last_backward = False
     return _Handle(context) if async_op else None
 
 

@@ -121,7 +121,7 @@ class _ContextView:
     @property
     def is_last_backward(self) -> bool:
         """See `set_is_last_backward`."""
-        return self._context.is_last_backward
+        return self._context.scheduler.is_last_backward
 
 
 class StateView:

@@ -8,6 +8,9 @@ reads what the others have posted. A collective of the engine that cannot end an
 has to join it has failed or ended, is given up with a `CollectiveError`. Everything else is a warning: of
 what looks stuck, some might still end, and a thread that waits inside of torch cannot be interrupted.
 
+Over NCCL hosts wait for the device, not in a collective: there a rank counts as standing still after 30 s on
+one line, and says which collective it has started last, so that ranks on the same line are told apart.
+
 While ranks go on nothing is sent, and no step pays for anything. `shardgrad train` has a watchdog which finds
 out more (`hang_watchdog.py`), and reads what this thread does not: journals of the collectives, and stacks.
 """
@@ -21,6 +24,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.util import Finalize
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -56,6 +60,7 @@ class _RankWatch:
         self._store = PrefixStore(f"{_PREFIX}/{world.group_name}", another_connection())
         self._world = weakref.ref(world)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._is_device_waited_for = is_device_waited_for
         self._training = TrainingThread(is_device_waited_for=is_device_waited_for)
         self._has_posted = ""
         self._suspected: Finding | None = None
@@ -95,7 +100,8 @@ class _RankWatch:
     def _waiting(self) -> Post:
         call, waits_in = self._training.call(), recorder.waits_in
         if waits_in is None or waits_in[1] is None:
-            return Post(self._rank, call)
+            started = _last_started() if self._is_device_waited_for else ""
+            return Post(self._rank, call, started=started)
         return Post(self._rank, call, waits_in[1].name, waits_in[0].ranks)
 
     def _post(self, post: Post) -> None:
@@ -163,6 +169,15 @@ class _RankWatch:
             fix = str(getattr(error, "fix", None) or "")
             own = replace(own, error=f"{type(error).__name__}: {line}", fix=fix)
         self._post(own)
+
+
+def _last_started() -> str:
+    """Returns the last collective of the engine, in the process group that had most; empty without any."""
+    logs = [log for log in recorder.group_logs() if log.recent]
+    if not logs:
+        return ""
+    log = max(logs, key=attrgetter("count"))
+    return f"{log.recent[-1].name}, number {log.count}"
 
 
 def _error(finding: Finding, own: Post) -> CollectiveError:

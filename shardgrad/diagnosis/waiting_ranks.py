@@ -27,6 +27,8 @@ class Post:
         error: what it has refused, or ended with; empty if nothing.
         fix: what to type instead of that.
         has_ended: its program has come to its end.
+        started: the last collective of the engine that it has started, where hosts wait for the device and
+            not in a collective: "all-gather of layers.0, number 12".
     """
 
     rank: int
@@ -36,6 +38,7 @@ class Post:
     error: str = ""
     fix: str = ""
     has_ended: bool = False
+    started: str = ""
 
     def to_json(self) -> str:
         """Returns it as text."""
@@ -50,12 +53,13 @@ class Post:
     @property
     def place(self) -> str:
         """Returns what tells it from ranks that wait elsewhere."""
-        return self.collective or self.call
+        return self.collective or f"{self.call} {self.started}"
 
     @property
     def sentence(self) -> str:
         """Returns "rank 0 in full_tensor() at train.py:12"."""
         what = f"the {self.collective}, {self.call}" if self.collective else self.call
+        what += f", after the {self.started}" if self.started else ""
         return f"rank {self.rank} in {what}"
 
 
@@ -94,6 +98,10 @@ _CURES = {
     "with shardgrad.participate(model): for ranks that have no batch",
     "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
 }
+_ENDED = (
+    "every rank has to take as many steps: end the loop on all of them at once, or "
+    "with shardgrad.participate(model): for ranks that have no batch"
+)
 _OTHERWISE = "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
 
 
@@ -111,7 +119,8 @@ def explain(posts: Mapping[int, Post], world_size: int, rank: int) -> Finding | 
         if (other.error or other.has_ended) and (not own.members or other.rank in own.members):
             how = f"has failed ({other.error})" if other.error else "has ended its program"
             what = f"rank {other.rank} {how}, and {own.sentence} waits for it"
-            return Finding(what, other.fix or _cure([own]), is_final=True)
+            otherwise = _OTHERWISE if other.error else _ENDED
+            return Finding(what, other.fix or _cure([own], otherwise), is_final=True)
     places: dict[str, Post] = {}
     for post in (own, *others):
         places.setdefault(post.place, post)
@@ -122,6 +131,6 @@ def explain(posts: Mapping[int, Post], world_size: int, rank: int) -> Finding | 
     return Finding(f"ranks wait for each other in different collectives: {what}", _cure(named))
 
 
-def _cure(posts: Sequence[Post]) -> str:
+def _cure(posts: Sequence[Post], otherwise: str = _OTHERWISE) -> str:
     called = dict.fromkeys(post.call.partition("(")[0] for post in posts)
-    return "; ".join(_CURES[name] for name in called if name in _CURES) or _OTHERWISE
+    return "; ".join(_CURES[name] for name in called if name in _CURES) or otherwise

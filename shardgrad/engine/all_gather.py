@@ -155,6 +155,8 @@ class AllGather:
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
+        if not self._source.ring.keeps:
+            self._slot.give_back()
 
 
 def _gather_in_place(each: ZeroCopyGather, transport: Transport) -> Work:

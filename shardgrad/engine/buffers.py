@@ -10,17 +10,24 @@ carries the order, so that a stream never waits for all of another's work:
 
 Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the slot: they
 are kept alive until it is free, and their streams wait for that before they use the memory again.
+
+[Note: Staging comes and goes]
+On a device, an all-gather gives its bytes back when they are read, and a reduction when another size is
+needed or backward ends, so that a large group, often embeddings, raises the peak only while it travels. On
+the CPU bytes stay, since the system fills new pages with zeros.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.engine.streams import NoStreams, Stream, StreamEvent, Streams
+from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = ["Allocate", "Chunks", "Holder", "RecurringBuffer", "Slot", "SlotRing"]
 
@@ -39,12 +46,18 @@ class Holder(Protocol):
         """Ends the use of the slot, waiting on the host if the transport needs it."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunks:
     """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for each."""
 
     whole: torch.Tensor
     parts: tuple[torch.Tensor, ...]
+
+    @cached_property
+    def ends(self) -> torch.Tensor:
+        """The last elements of each, `[parts, TAG_NUMEL]`, where messages have their tags."""
+        with torch.inference_mode(mode=False):
+            return self.whole.view(len(self.parts), -1)[:, -TAG_NUMEL:]
 
 
 class Slot:
@@ -53,54 +66,61 @@ class Slot:
     def __init__(self, streams: Streams, device: torch.device, allocate: Allocate = _allocate) -> None:
         self._streams = streams
         self._allocate = allocate
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
-        self._views: dict[tuple[torch.dtype, int, int, int], Chunks] = {}
+        self.nbytes = 0  # this slot owns
+        self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        self._sizes: dict[int, torch.Tensor] = {}  # what was reserved, without its storage if it is gone
+        self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
         self._taken = 0
         self._allocated_on = streams.current()
         self._ready: dict[Stream, StreamEvent] = {}
         self._writers: list[Stream] = []
         self._free = streams.event()
-        self._lent: list[torch.Tensor] = []
+        self.lent: list[torch.Tensor] = []
         self._lenders: tuple[Stream, ...] = ()
         self.holder: Holder | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes this slot owns."""
-        return self._bytes.numel()
-
-    @property
-    def storage(self) -> torch.UntypedStorage:
-        """What they are in; another one after the slot has grown."""
-        return self._bytes.untyped_storage()
+    def storages(self) -> list[torch.UntypedStorage]:
+        """What its bytes are in, one for each size; all but one are empty."""
+        return [each.untyped_storage() for each in self._sizes.values()]
 
     def reserve(self, nbytes: int) -> None:
         """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the content."""
         self._taken = 0
-        if nbytes > self._bytes.numel():
+        if nbytes > self.nbytes:
             self.give_back()  # first, so that growing never holds both
             self._allocated_on = self._streams.current()
             # For training, even if an evaluation in inference mode comes first; the same for views below.
             with torch.inference_mode(mode=False):
-                self._bytes = self._allocate(nbytes, self._bytes.device)
+                if nbytes in self._sizes:
+                    self._bytes = self._sizes[nbytes]
+                    self._bytes.untyped_storage().resize_(nbytes)
+                else:
+                    self._bytes = self._sizes[nbytes] = self._allocate(nbytes, self._nothing.device)
+            self.nbytes = nbytes
             # Their last user may still be at work on this stream, and the first writer on another.
             self._free.record(self._allocated_on)
 
-    def give_back(self) -> None:
-        """Gives the bytes back to where they came from; the slot has none until `reserve`."""
+    def give_back(self, joined: Stream = None) -> None:
+        """Returns what was lent, and gives the bytes back; the slot has none until `reserve`."""
+        self.return_lent()
         # Their next user, on the stream they were allocated on, must come after our last one.
-        self._free.wait(self._allocated_on)
+        if self.nbytes and (joined is None or joined != self._allocated_on):
+            self._free.wait(self._allocated_on)
+        self.nbytes = 0
+        if self._allocate is _allocate:
+            self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
+            return
         self._views.clear()
-        with torch.inference_mode(mode=False):
-            self._bytes = torch.empty(0, dtype=torch.uint8, device=self._bytes.device)
+        self._sizes.clear()
+        self._bytes = self._nothing
 
     def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
         """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are aligned."""
-        key = (dtype, count, numel, self._taken)
+        key = (self.nbytes, dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
-            begin = self._taken
-            end = begin + count * numel * dtype.itemsize
+            begin, end = self._taken, self._taken + count * numel * dtype.itemsize
             if end > self.nbytes:
                 raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
             with torch.inference_mode(mode=False):
@@ -113,9 +133,9 @@ class Slot:
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free; call it before the first write."""
-        if self._lent:
-            self.return_lent()
-        self._free.wait(stream)
+        self.return_lent()
+        if self.nbytes:
+            self._free.wait(stream)
 
     def finish_writing(self, stream: Stream) -> None:
         """Says that `stream` has written; call it after the last write. The reader will wait for it."""
@@ -133,13 +153,13 @@ class Slot:
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
         """Keeps `tensors` alive until the release, which `streams` wait for to use their memory again."""
-        self._lent, self._lenders = list(tensors), tuple(streams)
+        self.lent, self._lenders = list(tensors), tuple(streams)
 
     def return_lent(self) -> None:
-        """Lets go of what was lent, once its streams wait for the release; only after it."""
+        """Lets go of what was lent, if anything, once its streams wait for the release; only after it."""
         for stream in self._lenders:
             self._free.wait(stream)
-        self._lent.clear()
+        self.lent.clear()
         self._lenders = ()
 
     def release(self, stream: Stream) -> None:
@@ -147,13 +167,15 @@ class Slot:
         self._free.record(stream)
         self._writers.clear()
         self.holder = None
+        if stream is None:  # the CPU has done it
+            self.return_lent()
 
 
 class SlotRing:
     """Lends `depth` slots in turn, so that two neighbours in time never wait for each other.
 
     If all are in flight, an elastic ring adds a slot; any other completes the oldest holder first. `allocate`
-    gives the slots' bytes; None for torch's allocator.
+    gives the slots' bytes, which the ring `keeps`; None for torch's: [Note: Staging comes and goes].
     """
 
     def __init__(
@@ -170,31 +192,21 @@ class SlotRing:
         self.depth = depth
         self._elastic = elastic
         self._allocate = allocate or _allocate
-        self._made: list[Slot] = []
+        self.keeps = allocate is not None or isinstance(streams, NoStreams)
+        self.slots: list[Slot] = []  # in the order in which they were made
         self._turns: list[Slot] = []
 
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """All there are, in the order in which they were made."""
-        return tuple(self._made)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(slot.nbytes for slot in self._made)
-
     def acquire(self, nbytes: int) -> Slot:
-        """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it.
-
-        Allocates only while the ring grows to what the model needs; afterwards steps get the same slots.
-        """
+        """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it."""
         slot = self._next()
         self._turns.append(slot)
+        if not self.keeps and slot.nbytes != nbytes:
+            slot.give_back()
         slot.reserve(nbytes)
         return slot
 
     def _next(self) -> Slot:
-        if len(self._made) >= self.depth:
+        if len(self.slots) >= self.depth:
             for slot in self._turns:
                 if slot.holder is None:
                     self._turns.remove(slot)
@@ -205,28 +217,32 @@ class SlotRing:
                     oldest.holder.complete()
                 return oldest
         slot = Slot(self._streams, self._device, self._allocate)
-        self._made.append(slot)
+        self.slots.append(slot)
         return slot
 
     def resize(self, depth: int) -> None:
         """Changes how many slots take turns; what is in flight in a slot too many is completed first."""
         self.depth = depth
-        for slot in self._made[depth:]:
+        for slot in self.slots[depth:]:
             if slot.holder is not None:
                 slot.holder.complete()
             slot.give_back()
             self._turns.remove(slot)
-        del self._made[depth:]
+        del self.slots[depth:]
 
-    def rewind(self) -> None:
-        """Starts the turns over, so that every step lends the same slot to the same group."""
-        for slot in self._made:
-            if slot.holder is not None:
-                return
-        self._turns = list(self._made)
+    def rewind(self, joined: Stream = None) -> None:
+        """Starts the turns over, so that every step lends the same slot to the same group.
+
+        Bytes that are not kept are given back; the stream `joined` comes after their last use already.
+        """
+        if any(slot.holder is not None for slot in self.slots):
+            return
+        self._turns = list(self.slots)
         for slot in self._turns:
-            if slot._lent:
+            if self.keeps:
                 slot.return_lent()
+            else:
+                slot.give_back(joined)
 
 
 class RecurringBuffer:

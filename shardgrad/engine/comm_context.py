@@ -36,54 +36,45 @@ class CommContext:
         transports: Callable[[dist.ProcessGroup], Transport] | None = None,
         like: CommContext | None = None,
     ) -> None:
-        self.device = device
-        if like is None:
+        if like is not None:
+            vars(self).update(vars(like))
+        else:
+            self.device = device
             self.streams = streams_for(device) if streams is None else streams
             self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
             self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
-            self._transports: dict[dist.ProcessGroup, Transport] = {}
-            self._own_transports: dict[Hashable, Transport] = {}
-            self._special_rings: dict[Hashable, SlotRing] = {}
             self.rings = [self.reduce_ring, self.gather_ring]
-        else:
-            self.streams = like.streams
-            self.gather_ring, self.reduce_ring = like.gather_ring, like.reduce_ring
-            self._transports, self._own_transports = like._transports, like._own_transports
-            self._special_rings, self.rings = like._special_rings, like.rings
+            self._transports: dict[Hashable, Transport] = {}  # by group, or a program's by their keys
+            self._special_rings: dict[Hashable, SlotRing] = {}
+            self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()
-        self._choose_transport = transports or partial(transport_for, device=device)
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""
-        transport = self._transports.get(group)
-        if transport is None:
-            transport = self._transports[group] = self._choose_transport(group)
-        return transport
+        return self.own_transport(group, partial(self._choose_transport, group))
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what the rings keep from step to step, with its owner."""
-        for slot in self.gather_ring.slots:
-            yield "all-gather staging", slot.storage
-        for ring in (self.reduce_ring, *self._special_rings.values()):
-            for slot in ring.slots:
-                yield "reduction staging", slot.storage
+        for ring in self.rings:
+            owner = "all-gather staging" if ring is self.gather_ring else "reduction staging"
+            yield from ((owner, storage) for slot in ring.slots for storage in slot.storages)
 
     def own_transport(self, key: Hashable, make: Callable[[], Transport]) -> Transport:
         """Returns a program's own transport, made at the first call for `key`."""
-        if key not in self._own_transports:
-            self._own_transports[key] = make()
-        return self._own_transports[key]
+        if key not in self._transports:
+            self._transports[key] = make()
+        return self._transports[key]
 
     def special_ring(
         self, key: Hashable, allocate: Allocate, *, depth: int, elastic: bool = False
     ) -> SlotRing:
         """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
-        if key not in self._special_rings:
-            self._special_rings[key] = SlotRing(
-                self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate
-            )
-            self.rings.append(self._special_rings[key])
-        return self._special_rings[key]
+        ring = self._special_rings.get(key)
+        if ring is None:
+            ring = SlotRing(self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate)
+            self._special_rings[key] = ring
+            self.rings.append(ring)
+        return ring
 
 
 class Route(NamedTuple):

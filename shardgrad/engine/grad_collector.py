@@ -173,9 +173,9 @@ class GradPacker:
         collector: GradCollector,
         slot: Slot,
         target: torch.Tensor,
-        *,
         streams: Streams,
         divisor: float,
+        *,
         accumulate: bool,
         zero_copy: bool = False,
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
@@ -193,7 +193,7 @@ class GradPacker:
         flags = tuple(map(is_not, collector.gradients, repeat(None)))
         slot.start_writing(stream)
         collector.wait_for_producers()
-        with streams.on(stream), torch.no_grad():
+        with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
             grads = self._contiguous(collector.gradients)
             sent_alone = []
             if zero_copy:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
@@ -45,6 +46,7 @@ def grads_of(group: ParamGroup) -> GradGroup:
 class GradState(Enum):
     """How far the backward that is under way, or expected, has come with a group's gradients."""
 
+    __hash__ = object.__hash__  # as of `ParamState`
     IDLE = auto()  # no backward concerns them: what is bound is final
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
@@ -83,6 +85,10 @@ class Scheduler(Protocol):
     def backward_running(self) -> bool:
         """True between the first gradient of a backward and its end."""
 
+    @property
+    def enrolment(self) -> object:
+        """Not None where every gradient has to be told."""
+
     def arrived(self, grads: GradGroup) -> None:
         """Takes note of the first gradient of a backward, and of the last one of a group."""
 
@@ -108,7 +114,8 @@ class _Route(NamedTuple):
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
-    done: StreamEvent  # recorded at the end of each reduction, on the reduce stream
+    end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
+    done: StreamEvent  # recorded at the end of each reduction
 
 
 _NO_ROOM = Chunks(torch.empty(0), ())
@@ -156,12 +163,13 @@ class GradGroup:
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
         place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
 
-        Streams: what waits is moved, if it has to be, on the reduce stream.
+        Streams: what waits is moved, if it has to be, on the stream that reductions end on.
         """
         params = self.group.params
         is_same = self._generation == self.group.generation and not anyway
         if is_same and not (self._holds_places and self._is_open):
-            now = tuple(map(_REQUIRES_GRAD, self._both))
+            with DisableTorchFunctionSubclass():  # parameters answer three times as fast
+                now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
         known = self._trainable if self._generation == self.group.generation else ()
@@ -209,13 +217,13 @@ class GradGroup:
 
     def _move_waiting(self, old: GradPacker, new: GradPacker) -> None:
         """Moves what waits on this rank from its old places to the new ones."""
-        comm_ctx = None if self.scheduler is None else self.scheduler.comm_ctx
-        if comm_ctx is None:
+        if self.scheduler is None:
             return  # no backward has come by
-        stream, ranks, dtype = comm_ctx.streams.reduce, self.group.mesh.shard_size, self.group.reduce_dtype
+        comm_ctx, mesh, dtype = self.scheduler.comm_ctx, self.group.mesh, self.group.reduce_dtype
+        stream, ranks = self._route_under(comm_ctx).end, mesh.shard_size
         with comm_ctx.streams.on(stream), torch.no_grad():
             if self._sum is not None and self.waiting is Waiting.SUM:
-                before, self._sum = self._sum, Slot(comm_ctx.streams, self.group.mesh.device)
+                before, self._sum = self._sum, Slot(comm_ctx.streams, mesh.device)
                 before.start_reading(stream)
                 self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
                 self._sum.start_writing(stream)
@@ -264,7 +272,7 @@ class GradGroup:
         self.unsharded = [p.unsharded for p in self.params if p.unsharded is not None]
         self._both = [p.sharded for p in self.group.params]
         self._both += [p.unsharded for p in self.group.params if p.unsharded is not None]
-        hook = _hook_of(weakref.ref(self))
+        hook = _collector_of(weakref.ref(self))
         for unsharded in self.unsharded:
             if unsharded.requires_grad and _HOOKED not in unsharded.__dict__:
                 unsharded.__dict__[_HOOKED] = True
@@ -325,8 +333,8 @@ class GradGroup:
         """Yields what is kept of gradients from step to step, with its owner."""
         if self._shard is not None:
             yield "gradients", self._shard.flat.untyped_storage()
-        if self._sum is not None:
-            yield "unreduced gradients", self._sum.storage
+        for storage in () if self._sum is None else self._sum.storages:
+            yield "unreduced gradients", storage
         if self.partial.live is not None:
             yield "unreduced gradients", self.partial.live.untyped_storage()
         for tail in self._packer.tails.values() if self._packer is not None else ():
@@ -340,17 +348,6 @@ class GradGroup:
         self.partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
-
-    def collect(self, unsharded: torch.Tensor) -> None:
-        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grad, scheduler = unsharded.grad, self.scheduler
-        if grad is None:
-            return
-        if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
-        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running:
-            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
@@ -374,13 +371,8 @@ class GradGroup:
         if slot.holder is not None:
             slot.holder.complete()  # an earlier reduction of the sum is still in flight
         chunks = self._chunks_of(slot)
-        self._pack(
-            slot,
-            chunks.whole,
-            comm_ctx.streams,
-            self._route_under(comm_ctx).before,
-            accumulate=self.waiting is Waiting.SUM,
-        )
+        divisor = self._route_under(comm_ctx).before
+        self._pack(slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM)
         self.waiting = Waiting.SUM
 
     def _chunks_of(self, slot: Slot) -> Chunks:
@@ -401,13 +393,7 @@ class GradGroup:
     ) -> list[torch.Tensor]:
         """Packs what has been collected; see `GradPacker.pack`."""
         flags, sent_alone = self.packer.pack(
-            self.collector,
-            slot,
-            target,
-            streams=streams,
-            divisor=divisor,
-            accumulate=accumulate,
-            zero_copy=zero_copy,
+            self.collector, slot, target, streams, divisor, accumulate=accumulate, zero_copy=zero_copy
         )
         self._touched = list(map(or_, self._touched, flags))
         return sent_alone
@@ -419,8 +405,9 @@ class GradGroup:
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
-            before, after = self._divisors()
-            self._route = _Route(made_for, transport, ring, before, after, comm_ctx.streams.event())
+            streams = comm_ctx.streams
+            end = streams.reduce if self._second is None else streams.second
+            self._route = _Route(made_for, transport, ring, *self._divisors(), end, streams.event())
         return self._route
 
     def _divisors(self) -> tuple[float, float]:
@@ -441,15 +428,16 @@ class GradGroup:
         """Packs what has been collected and starts the reduce-scatter.
 
         Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
-        the collective runs on the reduce stream, after every writer of the slot.
+        the collective runs on the reduce stream, after every writer of the slot; a second step, and what
+        writes the gradient shard or a partial sum, on the stream of second steps if there is one.
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, before = route.transport, route.before
+        transport, before, end = route.transport, route.before, route.end
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
-            with streams.on(streams.reduce):  # which writes it, after the zeros of a new one
+            with streams.on(end):  # which writes it, after the zeros of a new one
                 shard = self.require_shard()
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
@@ -459,7 +447,8 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        packed = pack(route, comm_ctx, shard)
+        with streams.on(self.collector.pack_stream):  # slots are allocated for it
+            packed = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -467,8 +456,6 @@ class GradGroup:
         ):
             for slot in packed.slots:
                 slot.start_reading(stream)
-            if shard is not None:
-                shard.part_with_kept(reader)
             works = []
             for begin, send, receive, tag in packed.messages:
                 work = transport.reduce_scatter(send, receive, tag)
@@ -487,10 +474,17 @@ class GradGroup:
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
+                end=end,
                 done=route.done,
             )
             for slot in packed.slots:
                 slot.holder = reduction
+            if self._second is not None:
+                route.done.record(stream)
+                route.done.wait(end)
+        with streams.on(end):
+            if shard is not None:
+                shard.part_with_kept(reader)
             if transport.stream_ordered:
                 reduction.complete()
         self._touched = [False] * len(self._touched)
@@ -574,12 +568,19 @@ class GradGroup:
 _HOOKED = "_shardgrad_hooked"
 
 
-def _hook_of(grads: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
+def _collector_of(owner: weakref.ref[GradGroup]) -> Callable[[torch.Tensor], None]:
     """Returns a hook that does not keep its owner alive: the garbage collector cannot look into hooks."""
 
-    def hook(unsharded: torch.Tensor) -> None:
-        owner = grads()
-        if owner is not None:
-            owner.collect(unsharded)
+    def collect(unsharded: torch.Tensor) -> None:
+        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
+        grads, grad = owner(), unsharded.grad
+        if grads is None or grad is None:
+            return
+        scheduler = grads.scheduler
+        if scheduler is None:
+            raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
+        is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
+            scheduler.arrived(grads)
 
-    return hook
+    return collect

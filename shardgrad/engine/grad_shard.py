@@ -12,15 +12,17 @@ behind the gradients: above zero, the parameter is *live*. A reduction brings th
 ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or assigns, is noted
 there by `settle` before a kernel looks.
 
-[Note: None under a graph]
-Whether another rank had a gradient is read by the host, which a capture forbids. There, what the host saw in
-an eager step with the same gradients on this rank stands in; if it saw none, every parameter counts as having
-one, and the flags on the device decide at each replay.
+[Note: Missed parameters]
+The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
+the reduction, and read once all of a backward is launched: the host does not wait before. A capture forbids
+it: what the host saw in an eager step with the same gradients on this rank stands in; if it saw none, every
+parameter counts as having one, and the flags on the device decide at each replay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import gt
 
 import torch
 from torch import nn
@@ -78,6 +80,7 @@ class GradShard:
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
         self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
+        self._told: tuple[torch.Tensor, StreamEvent] | None = None  # flags for `decide`, and their arrival
 
     # -- before and after a reduction -------------------------------------------------------------------
 
@@ -86,6 +89,7 @@ class GradShard:
 
         To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
         """
+        self.decide()
         self.wait_on_host()
         self.nonfinite = None
         self.zeroed.clear()
@@ -106,11 +110,7 @@ class GradShard:
         self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
-        self,
-        write: Callable[..., None],
-        divisor: float,
-        staging: torch.Tensor | None,
-        streams: Streams,
+        self, write: Callable[..., None], divisor: float, staging: torch.Tensor | None, streams: Streams
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
 
@@ -133,19 +133,27 @@ class GradShard:
         if self._brought is not None:
             self._brought.wait_on_host()
 
-    def bind(self, touched: Sequence[bool]) -> None:
-        """Binds the gradient of every parameter that was touched on some rank, and runs its hooks.
+    def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
+        """Binds the gradients that were `touched` on this rank, and runs hooks; `decide` binds the others.
 
-        Only if some were not `touched` on this rank does the host read the flags: [Note: None under a graph].
+        Streams: if some were not, the flags are copied to the host on the current one.
         """
-        anywhere = list(touched) if all(touched) else self._touched_anywhere(tuple(touched))
-        self.flagged = list(anywhere)
-        self.touched = tuple(touched)
+        self.touched = touched
         before, self._flags_before = self._flags_before, None
         if before is not None:
             self.wait_on_host()
-            anywhere = (self.flags != before).tolist()
-        for param, own, live in zip(self.params, self.objects.plain, anywhere, strict=True):
+            self.flagged = self._read(self.flags)
+            self._bind((self.flags != before).tolist())
+            return
+        self.flagged = list(touched)
+        if not all(touched) and is_capturing(self.flat.device):
+            self.flagged = list(self._seen.get(touched, [True] * len(touched)))
+        elif not all(touched):
+            self._told = self._bring_flags(streams)
+        self._bind(self.flagged)
+
+    def _bind(self, places: Sequence[bool]) -> None:
+        for param, own, live in zip(self.params, self.objects.plain, places, strict=True):
             if not live:
                 continue
             if getattr(param, self.attribute, None) is not own:
@@ -154,19 +162,37 @@ class GradShard:
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
-                for hook in list(hooks.values()):
-                    hook(param)
+                with torch.no_grad():
+                    for hook in list(hooks.values()):
+                        hook(param)
 
-    def _touched_anywhere(self, touched: tuple[bool, ...]) -> list[bool]:
-        if is_capturing(self.flat.device):
-            return self._seen.get(touched, [True] * len(touched))
-        self.wait_on_host()
-        flags = self.flags.tolist()
-        self._seen[touched] = [here or flag > 0 for here, flag in zip(touched, flags, strict=True)]
-        return self._seen[touched]
+    def _bring_flags(self, streams: Streams) -> tuple[torch.Tensor, StreamEvent]:
+        if self._brought is not None:  # along with the gradients
+            return self.flags, self._brought
+        arrived = streams.event()
+        flags = torch.empty_like(self.flags, device="cpu", pin_memory=self.flags.is_cuda)
+        flags.copy_(self.flags, non_blocking=True)
+        arrived.record(streams.current())
+        return flags, arrived
+
+    def decide(self) -> None:
+        """Binds gradients that other ranks alone had; the host may wait: [Note: Missed parameters]."""
+        told, self._told = self._told, None
+        if told is not None:
+            flags, arrived = told
+            arrived.wait_on_host()
+            self.flagged = self._read(flags)
+            self._bind(list(map(gt, self.flagged, self.touched)))
+
+    def _read(self, flags: torch.Tensor) -> list[bool]:
+        """Returns which parameters were touched on some rank, and remembers it for captures."""
+        touched = [here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)]
+        self._seen[self.touched] = touched
+        return touched
 
     def unbind(self) -> None:
         """Forgets the gradients: each parameter's becomes None."""
+        self._told = None
         for param in self.params:
             setattr(param, self.attribute, None)
 

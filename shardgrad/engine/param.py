@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, setitem
 
 import torch
 from torch import nn
@@ -98,12 +98,13 @@ class FSDPParam:
 class Registration:
     """What modules register for sharded parameters, as the engine left it (objects, memory, no extensions).
 
-    It is compared at every forward and every replay, for every parameter, so the loops are C's.
+    Compared at every forward and replay, changed by every unshard and reshard, so the loops are C's.
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
         self._registers: list[dict[str, nn.Parameter | None]] = []
         self._attributes: list[str] = []
+        self._managed: list[FSDPParam] = []
         self._params: list[nn.Parameter] = []
         self._locals: list[torch.Tensor | None] = []
         self._pieces: list[torch.Tensor | None] = []  # of flat shards
@@ -113,6 +114,7 @@ class Registration:
             for module, attribute in p.owners:
                 self._registers.append(module._parameters)
                 self._attributes.append(attribute)
+                self._managed.append(p)
                 self._params.append(p.sharded)
                 self._locals.append(p.expected_local)
 
@@ -124,6 +126,10 @@ class Registration:
             and all(map(is_, map(_LOCAL, self._params), self._locals))
             and not any(map(hasattr, self._pieces, repeat("fsdp_pre_all_gather")))
         )
+
+    def change(self, to: Callable[[FSDPParam], nn.Parameter | None]) -> None:
+        """Makes modules register what `to` gives for each parameter."""
+        any(map(setitem, self._registers, self._attributes, map(to, self._managed)))  # None each
 
 
 def mark_sharded(p: FSDPParam) -> None:
@@ -151,12 +157,9 @@ def managed_by(param: torch.Tensor) -> FSDPParam | None:
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
     """Returns what manages a parameter, in whichever state modules show it; None if it is not one of ours."""
-    managed = managed_by(param)
-    if managed is None:
-        shown = _shown.get(id(param))
-        if shown is not None and (shown.unsharded is param or shown.post_forward is param):
-            managed = shown
-    return managed
+    shown = _shown.get(id(param))
+    is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
+    return shown if is_shown else managed_by(param)
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:

@@ -23,11 +23,11 @@ from shardgrad.engine.transports import MessageTag, Work
 __all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "SecondStep"]
 
 
+@dataclass(eq=False)
 class PendingSum:
     """What adds up to a chunk: ranges, each a first element, a length, and 1-D summands of that length."""
 
-    def __init__(self, ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]) -> None:
-        self._ranges = ranges
+    _ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]
 
     def plus(self, chunk: torch.Tensor) -> PendingSum:
         """Returns this and one more chunk."""
@@ -94,6 +94,7 @@ class Reduction:
     tag: MessageTag
     hook: AllReduceHook | None
     comm_ctx: CommContext
+    end: Stream  # that it ends on
     done: StreamEvent  # of the group; recorded at the end
     is_complete: bool = False
     _has_started_second: bool = False
@@ -104,9 +105,8 @@ class Reduction:
         if self._has_started_second:
             return
         self._has_started_second = True
-        pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
+        pending = self._pending = self._received()
         if self.second is None:
-            self._pending = pending
             return
         if self.partial.live is not None:
             pending = pending.plus(self.partial.live)
@@ -118,28 +118,27 @@ class Reduction:
         self.partial.is_live = False
         result = self.second.result(self.own)
         work = self.second.launch(self.own, self.room, self.tag, self.comm_ctx)
-        self.works = [(0, result.numel(), work)]
+        self.works, self._pending = [(0, result.numel(), work)], None
+
+    def _received(self) -> PendingSum:
+        return PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
 
     def complete(self) -> None:
         """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
         if self.is_complete:
             return
-        streams = self.comm_ctx.streams
-        with torch.no_grad():
-            self.start_second_step()
-            if self.shard is not None:
-                self._write(self.shard, streams)
-        self._end(streams)
+        self.start_second_step()
+        if self.shard is not None:
+            self._write(self.shard, self.comm_ctx.streams)
+        self._finish()
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
         """Writes the average into the gradient shard and binds it."""
-        pending, divisor = self._pending, self.divisor
-        if pending is None:
-            pending = PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
+        pending, divisor = self._pending or self._received(), self.divisor
         if self.hook is not None:
             pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
         shard.reduce_into(pending.write, divisor, self.staging, streams)
-        shard.bind(self.touched)
+        shard.bind(self.touched, streams)
 
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
@@ -151,7 +150,7 @@ class Reduction:
         place = hook.stream or current
         self.done.record(current)
         self.done.wait(place)
-        with streams.on(place):
+        with streams.on(place), torch.no_grad():
             hook.call(out.narrow(0, 0, numel))
         self.done.record(place)
         self.done.wait(current)
@@ -161,7 +160,8 @@ class Reduction:
         """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
         self.complete()
         self.done.wait(stream)
-        if self.staging is not None and self.shard is not None:
+        if self.shard is not None:
+            self.shard.decide()
             self.shard.wait_on_host()
 
     def abandon(self) -> bool:
@@ -180,11 +180,12 @@ class Reduction:
             for _, _, work in self.works:
                 work.wait()
         finally:
-            self._end(self.comm_ctx.streams)
+            self._finish()
         return is_written
 
-    def _end(self, streams: Streams) -> None:
+    def _finish(self) -> None:
         self.is_complete = True
+        self.works, self._pending = (), None  # they may hold gradients that were sent from where they are
         for slot in self.slots:
-            slot.release(streams.reduce)
-        self.done.record(streams.reduce)
+            slot.release(self.end)
+        self.done.record(self.end)

@@ -31,7 +31,8 @@ def adopt(group: ParamGroup) -> bool:
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
-        _refuse_late_extensions(shown, group)
+        if group.is_in_use:
+            _refuse_late_extensions(shown, group)
         return False
     if any(param.device.type == "meta" for param in shown):
         return False  # half-loaded; `require_data` names the rest if a forward comes too early
@@ -74,8 +75,6 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
 
 
 def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> None:
-    if not group.is_in_use:
-        return
     names = [p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)]
     raise ExtensionError(
         f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",

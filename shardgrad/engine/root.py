@@ -22,7 +22,7 @@ from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import is_capturing, wait_for_device
 from shardgrad.engine.unit import Unit, units_under
-from shardgrad.errors import RootError, TiedParameterError
+from shardgrad.errors import RootError
 
 __all__ = ["RootContext", "context_of", "lazy_init"]
 
@@ -53,15 +53,6 @@ class RootContext:
         self._backward_order: list[Unit] = []
         # The host has to wait for these before a program may write their shards.
         self._offloaded = [g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded]
-
-    @property
-    def is_last_backward(self) -> bool:
-        """False leaves reductions in flight at the end of a backward."""
-        return self.scheduler.is_last_backward
-
-    @is_last_backward.setter
-    def is_last_backward(self, is_last_backward: bool) -> None:
-        self.scheduler.is_last_backward = is_last_backward
 
     @property
     def grad_groups(self) -> list[GradGroup]:
@@ -141,11 +132,12 @@ class RootContext:
         return order[position + 1] if position + 1 < len(order) else None
 
     def is_needed_next(self, unit: Unit) -> bool:
-        """Returns whether backward will begin with `unit`, the last one of the recorded forward.
+        """Returns whether to keep `unit`, the last one of the recorded forward: backward begins with it.
 
-        Keeping it does not raise the peak: backward gathers it while loss and head hold their memory.
+        Not on a device: the loss is often the peak, and the all-gather overlaps with the head's backward.
         """
-        return self._order_frozen and torch.is_grad_enabled() and unit is self._order[-1]
+        keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps
+        return keeps and torch.is_grad_enabled() and unit is self._order[-1]
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened; what was prefetched and not used is dropped."""
@@ -269,8 +261,7 @@ class RootContext:
 
     def inherit(self, other: RootContext) -> None:
         """Takes over what an inner unit's own context had noted before this root first ran."""
-        for unit in other._backward_order:
-            self._backward_order.append(unit)
+        self._backward_order += other._backward_order
         self.scheduler.inherit(other.scheduler)
 
 
@@ -290,9 +281,8 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
 
     Raises:
         RootError: the unit has several modules, so none is the root.
-        TiedParameterError: units share a parameter and no unit contains both.
         UnsupportedError: a parameter can no longer be sent as `fully_shard` found it.
-        RankDisagreementError: ranks built different models.
+        RankDisagreementError: ranks built different models; and what `Unit.accept` raises.
     """
     known = context_of(unit)
     if known is not None and comm_ctx is None:
@@ -306,11 +296,10 @@ def lazy_init(unit: Unit, comm_ctx: CommContext | None = None) -> RootContext:
         )
     root_module = unit.modules[0]
     units = units_under(root_module) if len(unit.modules) == 1 else [unit]
-    _refuse_unresolved_ties(units)
     _name_everything(root_module, units)
     _regroup(units)
     require_same_model(units)
-    unit.compare_weights(units)
+    unit.accept(units)
     context = RootContext(units, comm_ctx or CommContext(unit.mesh.device, like=unit.partner))
     context.size_reduce_ring()
     earlier = {known for each in units if (known := context_of(each)) is not None}
@@ -342,15 +331,3 @@ def _regroup(units: list[Unit]) -> None:
     for unit, groups in splits:
         if any(split is not None for _, split in groups):
             unit.set_groups([part for group, split in groups for part in (split() if split else [group])])
-
-
-def _refuse_unresolved_ties(units: list[Unit]) -> None:
-    for unit in units:
-        for guest in unit.guests:
-            raise TiedParameterError(
-                f"parameter {guest.name} is shared by units of which none contains the other",
-                expected="a common ancestor that is a unit: it owns what they share",
-                got=f"units {guest.owner_name} and {guest.unit_name}",
-                where=f"parameter {guest.name}",
-                fix="call shardgrad.fully_shard on a module that contains both, and run it as the root",
-            )

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from shardgrad.diagnosis.all_gather_object import all_gather_object
+from shardgrad.diagnosis.same_lines import require_same_lines
 from shardgrad.engine.unit import Unit
-from shardgrad.errors import RankDisagreementError
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["describe", "require_same_model"]
@@ -60,37 +58,8 @@ def require_same_model(units: Sequence[Unit]) -> None:
         lines = describe(units, None if mesh == root else mesh)
         for group in (mesh.shard_group, mesh.replicate_group):
             if group is not None and group.size() > 1 and dist.get_backend(group) != "fake":
-                first_number = _compare(lines, first_number, group)
+                first_number = require_same_lines(lines, first_number, group)
     groups = [(unit.name, group) for unit in units for group in unit.groups]
     for offset, (name, param_group) in enumerate(groups):
         param_group.set_tags(name, first_number + offset)
     numbers.reserved = first_number + len(groups)
-
-
-def _compare(lines: list[str], first_number: int, group: dist.ProcessGroup) -> int:
-    """Returns the largest `first_number` in the group, if all ranks have the same lines."""
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers: list[tuple[str, int]] = all_gather_object((digest, first_number), group)
-    if len({answer[0] for answer in answers}) == 1:
-        return max(answer[1] for answer in answers)
-    everyone: list[list[str]] = all_gather_object(lines, group)
-    ranks = dist.get_process_group_ranks(group)
-    first, other, theirs = _first_difference(everyone)
-    raise RankDisagreementError(
-        "ranks built different models",
-        expected=f"rank {ranks[0]}: {first}",
-        got=f"rank {ranks[other]}: {theirs}",
-        where=f"rank {dist.get_rank()}",
-        fix="build the model from the same configuration and in the same order on every rank",
-    )
-
-
-def _first_difference(everyone: Sequence[list[str]]) -> tuple[str, int, str]:
-    reference = everyone[0]
-    for other, lines in enumerate(everyone):
-        for i in range(max(len(reference), len(lines))):
-            ours = reference[i] if i < len(reference) else "nothing more"
-            theirs = lines[i] if i < len(lines) else "nothing more"
-            if ours != theirs:
-                return ours, other, theirs
-    return "", 0, ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import repeat
 from operator import attrgetter, is_not
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,22 @@ def _move(grads: GradGroup, state: GradState) -> None:
     grads.state = state
 
 
+class Enrolment(Protocol):
+    """Decides what one backward reduces; see [Note: Participation]."""
+
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+
+    def begin(self) -> list[GradGroup]:
+        """Returns what the backward that begins now reduces, the last one first."""
+
+    def is_complete(self, grads: GradGroup) -> bool:
+        """Returns whether no more gradients than are here can come before the end of the backward."""
+
+    def refuse_late(self, grads: GradGroup) -> None:
+        """Raises if gradients have come after their reduction, since other ranks have none."""
+
+
 class ReductionScheduler:
     """Decides the order of reductions under one root. See [Note: Order of reductions]."""
 
@@ -50,11 +67,12 @@ class ReductionScheduler:
         self._queue: list[GradGroup] = []  # the last is reduced first
         self._earlier: list[Reduction] = []  # in flight, of backwards that are complete
         self._launched: list[tuple[GradGroup, Reduction]] = []  # by the backward that is running
-        # Gives the groups to reduce in a backward; None for those that entered. See [Note: Participation].
-        self.enrolment: Callable[[], list[GradGroup]] | None = None
+        self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
         """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
         if self.backward_running:
             self.expect(grads)
         elif grads.state is GradState.IDLE:
@@ -88,7 +106,7 @@ class ReductionScheduler:
         for grads in self._queue:
             _move(grads, GradState.COLLECTING)
         if self.enrolment is not None:
-            self._queue = self.enrolment()
+            self._queue = self.enrolment.begin()
             for grads in self._queue:
                 if grads.state is GradState.IDLE:  # this rank runs no forward of it
                     _move(grads, GradState.READY)
@@ -97,18 +115,25 @@ class ReductionScheduler:
         """The first gradient of a backward or the last one of a group came in; reduces what can be."""
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
+        if self.enrolment is not None:
+            self.enrolment.note(grads)
         if grads.collector.count == len(grads.params):
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:
         """Says that no more gradients are expected for this group; reduces what has become possible."""
+        if self.enrolment is not None and not self.enrolment.is_complete(grads):
+            return
         if grads.state is GradState.COLLECTING:
             _move(grads, GradState.READY)
         self.reduce_ready()
 
     def reduce_ready(self) -> None:
-        """Reduces, in order, the groups at the head of the queue that expect no more gradients."""
-        while self._queue and self._queue[-1].state is GradState.READY:
+        """Reduces, in order, the groups at the head of the queue that expect no more gradients.
+
+        The last waits for the end of backward, where its parameters are freed and nothing is left to overlap.
+        """
+        while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
     def _reduces_now(self, grads: GradGroup) -> bool:
@@ -117,7 +142,11 @@ class ReductionScheduler:
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
-            self._launched.append((grads, grads.launch(self.comm_ctx)))
+            reduction = grads.launch(self.comm_ctx)
+            for _, earlier in self._launched[-1:]:
+                if any(slot.lent for slot in earlier.slots):
+                    earlier.complete()  # so that whole gradients are there of two groups at most
+            self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
@@ -142,6 +171,8 @@ class ReductionScheduler:
                 or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
                 or (waits and self._reduces_now(grads))
             ):
+                if self.enrolment is not None:
+                    self.enrolment.refuse_late(grads)
                 self._reduce(grads)
             if grads.state is not GradState.IDLE:
                 _move(grads, GradState.IDLE)
@@ -160,7 +191,7 @@ class ReductionScheduler:
             reduction.join(stream)
         self._earlier = []
         for ring in self.comm_ctx.rings:
-            ring.rewind()
+            ring.rewind(stream)
 
     def inherit(self, other: ReductionScheduler) -> None:
         """Takes over the groups that entered under an inner unit before its root first ran."""
@@ -195,3 +226,5 @@ class ReductionScheduler:
         self.abandon_backward(groups)
         for grads in groups:
             grads.forget()
+        for ring in self.comm_ctx.rings:
+            ring.rewind()

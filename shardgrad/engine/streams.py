@@ -1,8 +1,9 @@
 """Streams and the order between them; the only file that records events and waits for them.
 
-The engine uses three: the caller's *compute* stream (whatever is current), one for all-gathers and one for
-reductions. A stream waits for an *event*, a point in another stream's work, never for all of that work. On
-the CPU, which has no streams, every operation here does nothing, so the engine's code is the same.
+The engine uses four: the caller's *compute* stream (whatever is current), one for all-gathers, one for
+reductions, and one for second steps of these (an all-reduce over replicas). A stream waits for an *event*, a
+point in another stream's work, never for all of that work. On the CPU, which has no streams, every operation
+here does nothing, so the engine's code is the same.
 
 [Note: The border of a capture]
 An event recorded outside of a capture cannot be waited for inside, and the other way round. At both borders
@@ -13,11 +14,13 @@ which what comes next waits for), so all events are forgotten there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import repeat
 from typing import Protocol
 
 import torch
+
+from shardgrad.engine.spans import NO_SPAN
 
 __all__ = [
     "AcceleratorStreams",
@@ -55,13 +58,9 @@ class StreamEvent(Protocol):
 class Streams(Protocol):
     """What the engine asks of a device. Replaced by a recorder in tests."""
 
-    @property
-    def gather(self) -> Stream:
-        """The stream of all-gathers."""
-
-    @property
-    def reduce(self) -> Stream:
-        """The stream of reductions."""
+    gather: Stream  # of all-gathers
+    reduce: Stream  # of reductions
+    second: Stream  # of what follows a reduce-scatter on a mesh with another dim to reduce over
 
     def current(self) -> Stream:
         """Returns the stream that the calling thread's work goes to."""
@@ -93,7 +92,7 @@ class _NoEvent:
 
 
 _NO_EVENT = _NoEvent()
-_ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: nullcontext()}
+_ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: NO_SPAN}
 
 
 class NoStreams:
@@ -101,6 +100,7 @@ class NoStreams:
 
     gather: Stream = None
     reduce: Stream = None
+    second: Stream = None
     current: Callable[[], Stream] = type(None)
     on: Callable[[Stream], AbstractContextManager[None]] = _ONLY_CONTEXT.__getitem__
 
@@ -166,13 +166,14 @@ class _ProgramEvent:
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator, two of high priority; events of an earlier `era` are forgotten."""
+    """Streams of one accelerator, its own of high priority; events of an earlier `era` are forgotten."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.era = 0
         self.gather: Stream = torch.Stream(device, priority=-1)
         self.reduce: Stream = torch.Stream(device, priority=-1)
+        self.second: Stream = torch.Stream(device, priority=-1)
 
     def current(self) -> Stream:
         """Returns the calling thread's current stream on this device."""
@@ -197,9 +198,8 @@ class AcceleratorStreams:
 
 def is_capturing(device: torch.device) -> bool:
     """Returns whether the calling thread's current stream is recording a graph instead of running."""
-    if device.type == "meta":
-        return False
-    ask = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    module = getattr(torch, device.type, None)  # as `torch.get_device_module`; none for meta
+    ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 

@@ -49,7 +49,7 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MessageTag:
     """A message's name ("all-gather of layers.3") and its tag. See [Note: Message tags].
 
@@ -149,22 +149,15 @@ class _Completed:
         return self._chunks
 
 
+@dataclass(eq=False)
 class _Pending:
     """Work that a backend's own work ends."""
 
-    def __init__(
-        self,
-        work: dist.Work | None,
-        chunks: list[torch.Tensor],
-        entry: Entry,
-        log: GroupLog,
-        group: dist.ProcessGroup,
-    ) -> None:
-        self._work = work
-        self._chunks = chunks
-        self._entry = entry
-        self._log = log
-        self._group = group
+    _work: dist.Work | None
+    _chunks: list[torch.Tensor]
+    _entry: Entry
+    _log: GroupLog
+    _group: dist.ProcessGroup
 
     def wait(self) -> list[torch.Tensor]:
         if self._work is not None:
@@ -172,29 +165,20 @@ class _Pending:
         return self._chunks
 
 
+@dataclass(eq=False)
 class _PendingExchange(_Pending):
-    """Work whose chunks end in tags that the host can read; its own chunk is among them, untagged."""
+    """Work that brings `received`, whose chunks end in tags that the host can read."""
 
-    def __init__(
-        self,
-        work: dist.Work | None,
-        chunks: list[torch.Tensor],
-        tag: MessageTag,
-        entry: Entry,
-        log: GroupLog,
-        group: dist.ProcessGroup,
-    ) -> None:
-        super().__init__(work, chunks, entry, log, group)
-        self._tag = tag
+    _received: Chunks
+    _tag: MessageTag
 
     def wait(self) -> list[torch.Tensor]:
         chunks = super().wait()
         expected = list(self._tag.digits)
-        if not expected:
-            return chunks
-        for source, chunk in enumerate(chunks):
-            digits = chunk[-TAG_NUMEL:].tolist()
-            if digits != expected and source != self._group.rank():
+        received = self._received.ends.tolist() if expected else []
+        for place, digits in enumerate(received):
+            if digits != expected:
+                source = place if len(received) == len(chunks) else 1 - self._group.rank()
                 recorder.waits_in = self._log, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
@@ -283,61 +267,56 @@ class ExchangeTransport(Transport):
         if self.size == 1:
             return _Completed([chunk])
         entry = self._log.record(tag.what, chunk)
-        self._write(tag, chunk, 1, staging)
+        if tag.digits:
+            self._write(tag, chunk[-TAG_NUMEL:], staging)
         if self.size == 2:
-            return self._swap(chunk, chunk, staging.parts[0], tag, entry)
+            return self._swap(chunk, chunk, staging, tag, entry)
         work = checked(
-            tag.what,
-            self.group,
-            lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
+            tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True)
         )
-        return _PendingExchange(work, list(staging.parts), tag, entry, self._log, self.group)
+        return _PendingExchange(work, list(staging.parts), entry, self._log, self.group, staging, tag)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
             return _Completed([send.parts[0]])
         entry = self._log.record(tag.what, send.parts[0])
-        self._write(tag, send.whole, self.size, receive)
+        if tag.digits:
+            self._write(tag, send.ends, receive)
         if self.size == 2:
-            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive.parts[0], tag, entry)
+            return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive, tag, entry)
         work = checked(
             tag.what,
             self.group,
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
         )
-        return _PendingExchange(work, list(receive.parts), tag, entry, self._log, self.group)
+        return _PendingExchange(work, list(receive.parts), entry, self._log, self.group, receive, tag)
 
     def _swap(
-        self, kept: torch.Tensor, given: torch.Tensor, taken: torch.Tensor, tag: MessageTag, entry: Entry
+        self, kept: torch.Tensor, given: torch.Tensor, received: Chunks, tag: MessageTag, entry: Entry
     ) -> Work:
         """Gives the other of two ranks one chunk and takes one."""
-        splits = [0, 0]
+        taken, splits = received.whole, [0, 0]
         splits[1 - self.rank] = given.numel()
-
-        def swap() -> dist.Work | None:
-            work: dist.Work | None = dist.all_to_all_single(
-                taken, given, splits, splits, group=self.group, async_op=True
-            )
-            return work
-
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        work = checked(tag.what, self.group, swap)
-        return _PendingExchange(work, chunks, tag, entry, self._log, self.group)
+        work = checked(
+            tag.what,
+            self.group,
+            lambda: dist.all_to_all_single(taken, given, splits, splits, group=self.group, async_op=True),
+        )
+        return _PendingExchange(work, chunks, entry, self._log, self.group, received, tag)
 
-    def _write(self, tag: MessageTag, sent: torch.Tensor, count: int, receive: Chunks) -> None:
-        """Writes the tag at the end of what is sent, and wipes old ones where it arrives.
+    def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:
+        """Writes the tag at the ends of what is sent, and wipes old ones where it arrives.
 
         A message too short to have a tag is then not taken for an earlier one.
         """
-        if not tag.digits:
-            return
-        key = tag, sent.dtype
+        key = tag, ends.dtype
         digits = self._digits.get(key)
         if digits is None:
-            digits = self._digits[key] = torch.tensor(tag.digits, dtype=key[1], device=sent.device)
-        sent.view(count, -1)[:, -TAG_NUMEL:].copy_(digits)
-        receive.whole.view(len(receive.parts), -1)[:, -TAG_NUMEL:].fill_(-1)
+            digits = self._digits[key] = torch.tensor(tag.digits, dtype=key[1], device=ends.device)
+        ends.copy_(digits)
+        received.ends.fill_(-1)
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:

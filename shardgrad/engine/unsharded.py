@@ -111,7 +111,7 @@ class UnshardedParams(UnshardedMemory):
 
         Streams: on the current one. `layout` may leave out zero-copy parameters, which are there already.
         """
-        self.allocate()
+        self.buffers[0].allocate()
         (self._unpack or ops.unpack)(chunks, self._flat, layout.table)
         if layout.strided:
             unpack_strided(chunks, self._flat, layout)

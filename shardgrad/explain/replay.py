@@ -50,7 +50,7 @@ class Replay:
             kind = self.ops[number].kind
             sums[kind] = sums.get(kind, 0.0) + self.ends[number] - self.begins[number]
         waited = self.seconds - sum(sums.values())
-        if waited > 0:
+        if waited > 1e-9 * self.seconds:  # more than a rounding
             sums["host"] = waited
         return sums
 

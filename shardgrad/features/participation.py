@@ -7,6 +7,11 @@ unit is gathered when this rank enters it or a later one; what is left is gather
 at the end. Nothing is resharded in between, so the peak is the unsharded model in the gather dtype, as in
 ZeRO-2. Groups without gradients send zeros, and the average is over all ranks, including those without a
 batch.
+
+Reentrant checkpointing runs a backward for each checkpoint inside of the backward, and a parameter that
+several of them use gets a gradient from each. Elsewhere, what comes late is reduced once more; here, other
+ranks would not join that. So a group whose gradients come from such a backward, or whose unit ran without
+gradients and may be recomputed, is reduced when the whole backward is over, as is what follows in the order.
 """
 
 from __future__ import annotations
@@ -15,14 +20,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_group import GradGroup, GradState
 from shardgrad.engine.root import RootContext, lazy_init
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ParticipationError
 
 __all__ = ["participate"]
+
+# Of the innermost backward that runs on this thread; -1 outside of backwards.
+_graph_task = torch._C._current_graph_task_id
 
 
 @contextmanager
@@ -84,13 +93,42 @@ class _Enrolment:
     def __init__(self, context: RootContext) -> None:
         self._groups = context.grad_groups
         self._is_used = False
+        self._task = -1  # autograd's number of the backward
+        self._in_parts: set[GradGroup] = set()
 
     @property
     def is_open(self) -> bool:
         """True if its backward is still to come."""
         return bool(self._groups) and not self._is_used
 
-    def __call__(self) -> list[GradGroup]:
+    def note(self, grads: GradGroup) -> None:
+        """Takes note of a forward, also one without gradients, and of a gradient that has come."""
+        comes_in_parts = _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+        if comes_in_parts:
+            self._in_parts.add(grads)
+
+    def is_complete(self, grads: GradGroup) -> bool:
+        """Returns False for gradients that checkpoints may add to until the end of the backward."""
+        return grads not in self._in_parts
+
+    def refuse_late(self, grads: GradGroup) -> None:
+        """Refuses gradients of a checkpoint that came after those of the rest of their unit's forward."""
+        if grads.state is GradState.REDUCED:
+            raise ParticipationError(
+                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from a "
+                "reentrant checkpoint over modules that the same forward also runs outside of it",
+                expected="gradients that are complete once: other ranks do not join a second reduction",
+                got=f"{grads.collector.count} that came late",
+                where=f"rank {dist.get_rank()}",
+                fix="checkpoint(..., use_reentrant=False)",
+            )
+
+    def begin(self) -> list[GradGroup]:
+        """Returns every group.
+
+        Raises:
+            ParticipationError: this is the second backward.
+        """
         if self._is_used:
             raise ParticipationError(
                 "a second backward inside one participate()",
@@ -99,6 +137,7 @@ class _Enrolment:
                 fix="one `with shardgrad.participate(model):` for each micro-batch",
             )
         self._is_used = True
+        self._task = _graph_task()
         return [grads for grads in self._groups if grads.params]
 
 

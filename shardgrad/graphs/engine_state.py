@@ -32,7 +32,7 @@ __all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
 _TRAINING = attrgetter("training")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _GRAD = attrgetter("grad")
-_BACKWARD = attrgetter("is_last_backward", "scheduler.reads_again")
+_BACKWARD = attrgetter("scheduler.is_last_backward", "scheduler.reads_again")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
@@ -131,7 +131,7 @@ class ModuleState(Capturable):
             unit.reshard_after_backward = after_backward
             unit.unshard_in_backward = in_backward
         for context, (is_last, reads_again) in zip(self._contexts, backward, strict=True):
-            context.is_last_backward = is_last
+            context.scheduler.is_last_backward = is_last
             context.scheduler.reads_again = reads_again
         for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
             grads.switches = flags

@@ -133,7 +133,7 @@ _TENSOR_CORES = 0.70  # of the peak: what cuBLAS reaches on transformer shapes a
 _ELEMENTWISE = 0.80
 # Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand for what
 # came after them, of which too little is published.
-_AMPERE, _HOPPER = (0.86, 0.93, 1.25), (0.97, 1.22, 1.60)
+_AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.60)
 _MARGIN = 0.05
 
 DEVICES: Mapping[str, Device] = {

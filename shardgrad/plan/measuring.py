@@ -15,7 +15,7 @@ from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
 from shardgrad.train.failure import UsageError
-from shardgrad.train.parallel import available_cores
+from shardgrad.train.launcher import available_cores
 from shardgrad.train.recompute import checkpointed
 
 __all__ = ["Measured", "measure"]
@@ -131,9 +131,9 @@ def _times(plan_model: PlanModel, part: Request, device: torch.device) -> list[f
         for param in model.parameters():
             nn.init.normal_(param, std=0.02)
     for name, block in plan_model.named_blocks():
-        if part.compile:
-            block.compile()
         wrapped = checkpointed(block, part.activation_checkpointing)
+        if part.compile:
+            wrapped.compile()
         model.get_submodule(plan_model.blocks).register_module(name, wrapped)
     times = []
     for number in range(_WARM_UP + _STEPS):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
-from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request
+from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request, function_named
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.train.model import Transformer
@@ -148,7 +145,7 @@ def _user_model(reference: str) -> PlanModel:
 
     In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a scalar.
     """
-    function = _function(reference)
+    function = function_named(reference)
     built = _built(reference, function)
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):
@@ -168,22 +165,6 @@ def _user_model(reference: str) -> PlanModel:
     return PlanModel(
         reference, module, blocks, _loss_of(module) if loss is None else lambda b, s: loss(module, b, s)
     )
-
-
-def _function(reference: str) -> Callable[[], Any]:
-    module_name, _, function_name = reference.partition(":")
-    if not module_name or not function_name:
-        raise UsageError(f"--model {reference} is not module:function: write, for example, my_model:build.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` would
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UsageError(f"--model {reference}: importing {module_name} failed ({error}).") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(f"--model {reference}: {module_name} has no function {function_name}.")
-    return function  # type: ignore[no-any-return]
 
 
 def _loss_of(module: nn.Module) -> Loss:

@@ -33,7 +33,7 @@ class Kernel:
     """An operation of the device.
 
     Attributes:
-        stream: "compute", "gather" or "reduce".
+        stream: "compute", "gather", "reduce" or "second".
         name: name of the operator.
         phase: "forward", "backward" or "optimizer".
         is_engine: True for the engine's operations, False for the model's.
@@ -243,7 +243,7 @@ class _RecordingEvent:
 
 
 class RecordingStreams:
-    """Three streams that run nothing; waits between them are recorded. Implements the engine's `Streams`.
+    """Four streams that run nothing; waits between them are recorded. Implements the engine's `Streams`.
 
     Args:
         recorder: recorder of the step.
@@ -252,6 +252,7 @@ class RecordingStreams:
     # A stream is opaque to the engine, so a name serves.
     gather: Stream = "gather"  # type: ignore[assignment]
     reduce: Stream = "reduce"  # type: ignore[assignment]
+    second: Stream = "second"  # type: ignore[assignment]
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder

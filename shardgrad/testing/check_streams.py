@@ -286,7 +286,7 @@ def _range(tensor: torch.Tensor, name: str) -> _Range:
 def _buffers(context: RootContext) -> Iterator[_Range]:
     """Yields memory ranges that live as long as the model. A range may contain several storages."""
     rings = (context.comm_ctx.gather_ring, context.comm_ctx.reduce_ring)
-    for slot in (slot for ring in rings for slot in ring._made):
+    for slot in (slot for ring in rings for slot in ring.slots):
         yield _range(slot._bytes, "the engine's staging memory")
     for grads in context.grad_groups:
         group = grads.group
@@ -471,6 +471,8 @@ class _Watch(TorchDispatchMode):
             name = "the engine's gather stream"
         elif stream == streams.reduce:
             name = "the engine's reduce stream"
+        elif stream == streams.second:
+            name = "the engine's stream of second steps"
         else:
             name = f"stream {stream.stream_id}"
         if name not in self._report.streams:

@@ -78,12 +78,13 @@ class RecordedStreams:
 
     Attributes:
         hazards: what was found, in order.
-        gather, reduce: names of the engine's side streams.
+        gather, reduce, second: names of the engine's side streams.
         era: events of an earlier one count as never recorded.
     """
 
     gather: Any = "gather"
     reduce: Any = "reduce"
+    second: Any = "second"
 
     def __init__(self) -> None:
         self.hazards: list[Hazard] = []

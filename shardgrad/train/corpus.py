@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sysconfig
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +11,7 @@ import torch
 from torch import Tensor
 
 from shardgrad.train.failure import UsageError
-
-# Folders of third-party packages, caches and tests.
-_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+from shardgrad.train.texts import files_of, held_out_nbytes, source_of
 
 
 @dataclass(frozen=True)
@@ -61,36 +57,15 @@ def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: flo
     Raises:
         UsageError: there is no text at `path`, or not enough.
     """
-    root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
-    source = f"Python's standard library ({root})" if path is None else path
+    source = source_of(path)
     try:
-        if not root.exists():
-            raise UsageError(f"There is no file or folder at {path}: correct --data.")
-        suffix = ".py" if path is None else ""
-        files = [root] if root.is_file() else list(_files_under(root, suffix=suffix))
-        text, file_count = _read(files, limit_nbytes)
+        text, file_count = _read(files_of(path), limit_nbytes)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be read ({error.strerror}): correct --data.") from error
-    held_out = int(len(text) * validation_fraction)
-    if min(held_out, len(text) - held_out) <= seq_len:
-        raise UsageError(
-            f"{source} holds {len(text)} bytes, {held_out} of them for validation, too few for sequences of "
-            f"{seq_len}: give more text with --data, or lower --seq-len."
-        )
+    held_out = held_out_nbytes(source, len(text), validation_fraction, seq_len)
     whole = torch.frombuffer(text, dtype=torch.uint8)
     train, validation = whole.split([len(text) - held_out, held_out])
     return Corpus(train, validation, source, file_count, hashlib.sha256(text).hexdigest())
-
-
-def _files_under(root: Path, *, suffix: str) -> Iterator[Path]:
-    """Yields the files below `root` in a fixed order, without hidden and skipped folders and files."""
-    for folder, subfolders, names in os.walk(root):
-        # Assigned in place: os.walk visits the folders of this list, in its order.
-        subfolders[:] = sorted(s for s in subfolders if s not in _SKIPPED_FOLDERS and not s.startswith("."))
-        for name in sorted(names):
-            # Regular files: opening a named pipe waits for a writer, and a device has no end.
-            if name.endswith(suffix) and not name.startswith(".") and Path(folder, name).is_file():
-                yield Path(folder, name)
 
 
 def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardgrad.extras import require
-from shardgrad.train.config import read_text
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import next_token_loss
+from shardgrad.train.model_types import settings_in
 from shardgrad.train.presets import BYTE_VALUES, Scalar
 
 
@@ -93,27 +91,12 @@ def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
     require("transformers", feature="--hf")
     from transformers import AutoConfig
 
-    settings = _settings_in(source) | dict(overrides)
+    settings = settings_in(source) | dict(overrides)
     kind = settings.pop("model_type")
     try:
         return AutoConfig.for_model(kind, **settings)
     except Exception as error:  # each class of transformers refuses values in its own way
         raise _unusable(source, error) from error
-
-
-def _settings_in(source: str) -> dict[str, Any]:
-    path = Path(source)
-    if not path.suffix:
-        return {"model_type": source}
-    try:
-        settings = json.loads(read_text(path))
-    except UsageError as error:
-        raise UsageError(f"--hf {error}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"--hf {source} is not valid JSON ({error}): correct it there.") from error
-    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise UsageError(f"--hf {source} names no model_type: use the config.json of a transformers model.")
-    return settings
 
 
 def _unusable(source: str, error: Exception) -> UsageError:

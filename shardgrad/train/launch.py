@@ -16,10 +16,17 @@ from typing import Any
 from shardgrad.extras import require
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launcher import is_restarted, require_resolvable_master, torchrun_world_size
+from shardgrad.train.launcher import (
+    is_restarted,
+    require_resolvable_master,
+    require_room,
+    torchrun_world_size,
+)
+from shardgrad.train.model_types import require_model_type
 from shardgrad.train.rank import Job, Report, run_rank
 from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
+from shardgrad.train.texts import require_text
 
 RUNS = Path("runs")
 
@@ -45,6 +52,8 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
     else:
         config, folder = resumed(_saved_config(resume), given, world_size=world_size), resume
         _check_inputs(config)
+    if world_size is None:
+        require_room(config.ranks or 1)
     config = dataclasses.replace(config, run_dir=str(folder))
     return Job(config, folder, resume is not None, debug)
 
@@ -54,6 +63,10 @@ def start(job: Job) -> Report:
     if torchrun_world_size() is not None:
         require_resolvable_master()
         return run_rank(job, init_method="env://")
+    try:
+        job.folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:  # a path that no folder can have
+        raise UsageError(f"{job.folder} cannot be made ({error}): choose another --run-dir.") from error
     return spawn(job, job.config.ranks or 1)
 
 
@@ -91,17 +104,18 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
 
 def _check_inputs(config: TrainConfig) -> None:
     if config.hf is not None:
-        require("transformers", feature="--hf")
+        require_model_type(config.hf)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
     if config.wandb:
         require("wandb", feature="--wandb")
         wandb_mode()
-    if config.data is not None and not Path(config.data).exists():
-        raise UsageError(
-            f"There is no file or folder at {config.data}: correct --data, or leave it out of a new run to "
-            "train on the source of Python's standard library."
-        )
+    require_text(
+        config.data,
+        limit_nbytes=config.data_limit_mib * 2**20,
+        validation_fraction=config.validation_fraction,
+        seq_len=config.seq_len,
+    )
 
 
 def _fitting_ranks(config: TrainConfig) -> int:
@@ -119,6 +133,8 @@ def _saved_config(folder: Path) -> TrainConfig:
         raise UsageError(
             f"There is no run in {folder} (no config.json): correct the folder given to --resume."
         )
-    if not _has_checkpoint(str(folder)):
+    config = TrainConfig(**read_settings(folder / "config.json"))
+    # Looked for first without PyTorch.
+    if not any(folder.glob("checkpoints/*")) or not _has_checkpoint(str(folder)):
         raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
-    return TrainConfig(**read_settings(folder / "config.json"))
+    return config

@@ -1,4 +1,4 @@
-"""What torchrun, or another launcher with its variables, has put into the environment.
+"""What a launcher such as torchrun has put into the environment, and how many ranks fit on this machine.
 
 This module does not import PyTorch.
 """
@@ -14,7 +14,29 @@ from shardgrad.train.failure import UsageError
 _ORDER = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _LOOK_UP_S = 10.0  # a machine that starts at the same time may get its name late
 _PAUSE_S = 0.5
+_RANKS_PER_CORE = 16  # more only wait for each other
 _CORRECT = "Correct the launcher, or unset RANK and WORLD_SIZE to start without one."
+
+
+def available_cores() -> int:
+    """Returns the number of cores this process may use; in a container, fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def require_room(ranks: int) -> None:
+    """Refuses to start more ranks than this machine can run.
+
+    Raises:
+        UsageError: there are too many.
+    """
+    most = _RANKS_PER_CORE * available_cores()
+    if ranks > most:
+        raise UsageError(
+            f"{ranks} ranks are to start on this machine, which has {available_cores()} cores: start at most "
+            f"{most} with --ranks or --mesh, or start them on several machines with torchrun."
+        )
 
 
 def torchrun_world_size() -> int | None:

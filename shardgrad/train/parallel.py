@@ -18,6 +18,7 @@ from shardgrad.diagnosis.rank_watch import leave_to_program
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.heap import keep_freed_memory
+from shardgrad.train.launcher import available_cores
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,6 @@ def default_ranks(device: str) -> int:
     if device != "cpu" and torch.accelerator.is_available():
         return torch.accelerator.device_count()
     return min(2, available_cores())
-
-
-def available_cores() -> int:
-    """Returns the number of cores this process may use; in a container, fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def memory_nbytes(device: torch.device) -> int:

@@ -18,7 +18,8 @@ import torch
 from shardgrad.checkpoint.files import content_of, make_folder, replace_synced
 from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig
-from shardgrad.train.parallel import World, available_cores
+from shardgrad.train.launcher import available_cores
+from shardgrad.train.parallel import World
 from shardgrad.train.sinks import Sink
 from shardgrad.version import __version__, commit
 

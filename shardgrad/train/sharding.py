@@ -45,9 +45,9 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
         model = build_causal_lm(config.hf, config.override, device=device, seed=config.seed)
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
-        if config.compile:
-            block.compile()
         block = checkpointed(block, config.activation_checkpointing)
+        if config.compile:  # with what is recomputed inside: operators that are compiled are not seen outside
+            block.compile()
         model.layers.register_module(name, block)
         shard(block, mesh=mesh, mp_policy=policy, **stage)
     materialise(model, model, device=device, seed=config.seed)

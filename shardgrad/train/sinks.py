@@ -76,6 +76,7 @@ class _WeightsAndBiases:
             dir=str(folder),
             config=dataclasses.asdict(config),
             mode=wandb_mode(),
+            settings={"console": "off", "quiet": True},  # the panel and the last lines are ours
         )
 
     def write(self, event: str, numbers: Mapping[str, float]) -> None:

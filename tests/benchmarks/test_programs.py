@@ -57,6 +57,19 @@ def test_host_overhead(tmp_path: Path) -> None:
         assert set(by_count["growth"]) == {"fsdp2", "shardgrad"}
 
 
+def test_versions(tmp_path: Path) -> None:
+    record = smoke("versions", tmp_path)
+    assert len(record["config"]["before"]) == 40
+    assert list(record["summary"]) == ["3 units of 2", "tiny, 1 rank"]
+    for name, case in record["summary"].items():
+        for version in ("before", "now"):
+            assert_spread(case[version]["cpu_s"])
+            assert_spread(case[version]["ratio_to_before"])
+            assert len(record["samples"][name][version]["cpu_s"]) == record["config"]["rounds"]
+        # Both are this tree here.
+        assert case["now"]["peak_nbytes"] == case["before"]["peak_nbytes"] > 0
+
+
 def test_collectives(tmp_path: Path) -> None:
     record = smoke("collectives", tmp_path)
     for operation in ("all_gather", "reduce_scatter"):
@@ -201,7 +214,15 @@ def test_plan(tmp_path: Path) -> None:
 
 def test_every_benchmark_is_run_here() -> None:
     here = Path(__file__).read_text(encoding="utf-8")
-    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == {"training_step"}
+    elsewhere = {"training_step", "counts"}  # tests/cuda_runtime/test_counts.py
+    assert {name for name in BENCHMARKS if f'("{name}", tmp_path' not in here} == elsewhere
+
+
+def test_counts_says_what_it_needs(tmp_path: Path) -> None:
+    done = run("benchmarks", "counts", "--smoke", "--out", tmp_path, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    assert "python -m tests.cuda_runtime .venv-cuda" in done.stdout
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_graphed_replay(tmp_path: Path) -> None:
@@ -249,3 +270,10 @@ def test_flight_recorder(tmp_path: Path) -> None:
     for mode in ("recorder", "default"):
         assert_spread(summary[mode]["ratio_to_without"])
     assert 0 < summary["default"]["parts_of_step"] < 0.1
+
+
+def test_step_calls(tmp_path: Path) -> None:
+    of = smoke("step_calls", tmp_path)["summary"]["tiny"]
+    for kind in ("python", "c"):
+        assert of["collectives"][kind] < of["shardgrad and its AdamW"][kind] < of["shardgrad"][kind]
+        assert of["shardgrad"][kind] < of["fsdp2"][kind]

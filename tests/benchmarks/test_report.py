@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import html
-import json
 import os
 import re
 import shutil
-import subprocess
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -21,9 +20,8 @@ from benchmarks.engines.trace import LANES, Observation, Span, Traffic
 from benchmarks.measure import Cost
 from benchmarks.pictures import draw
 from benchmarks.records import RESULTS, Record, read
-from benchmarks.report import render
+from benchmarks.report import render, show
 from benchmarks.tables import table_of, words
-from tests.support.processes import run
 
 NAMES = ("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", "compute", "collectives")
 BROWSERS = (
@@ -37,8 +35,15 @@ BROWSER = os.environ.get("SHARDGRAD_BROWSER") or next(filter(None, map(shutil.wh
 TIMEOUT_S = 100
 LEAST_FONT_PX = 12
 
+try:
+    from axe_playwright_python.sync_playwright import Axe
+    from playwright.sync_api import sync_playwright
+except ImportError:
+    BROWSER = None
+
 needs_browser = pytest.mark.skipif(
-    BROWSER is None, reason=f"no browser: install {BROWSERS[0]}, or name one in SHARDGRAD_BROWSER"
+    BROWSER is None,
+    reason=f"needs the extra 'browser', and {BROWSERS[0]} or one that SHARDGRAD_BROWSER names",
 )
 
 
@@ -72,44 +77,26 @@ def page_of(*records: Record) -> str:
     return render(records, [draw(record) for record in records])
 
 
-def browse(page: str, folder: Path, script: str, *, width: int = 1200) -> Any:
-    """Opens a page and returns what `script`, the body of a function, returned when all was loaded."""
-    probe = (
-        "<script>window.addEventListener('load', () => setTimeout(() => {"
-        f"const answer = (() => {{ {script} }})();"
-        "const out = document.createElement('pre'); out.id = 'probe';"
-        "out.textContent = JSON.stringify(answer); document.body.append(out); }, 50));</script>"
-    )
-    done = open_in_browser(
-        page.replace("</body>", probe + "</body>"),
-        folder,
-        "--dump-dom",
-        "--virtual-time-budget=3000",
-        f"--window-size={width},800",
-    )
-    found = re.search(r'<pre id="probe">(.*?)</pre>', done.stdout, re.DOTALL)
-    assert found is not None, done.stderr[-2000:] + done.stdout[-2000:]
-    return json.loads(html.unescape(found[1]))
+@contextmanager
+def browsed(page: str, folder: Path, **options: Any) -> Iterator[Any]:
+    """Opens a page, and gives what drives it.
 
-
-def picture_s(page: str, folder: Path) -> float:
-    """Seconds from the start of a browser until it has drawn a page, and left."""
-    picture = folder / "page.png"
-    picture.unlink(missing_ok=True)
-    began_s = time.perf_counter()
-    open_in_browser(page, folder, f"--screenshot={picture}", "--window-size=390,844")
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    return time.perf_counter() - began_s
-
-
-def open_in_browser(page: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    Args:
+        page: HTML.
+        folder: to put it into.
+        **options: of the browser's context, such as `viewport` and `color_scheme`.
+    """
     path = folder / "page.html"
     path.write_text(page, encoding="utf-8")
-    always = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
-    return run(
-        [str(BROWSER), *always, *options, path.as_uri()],
-        timeout_s=TIMEOUT_S,
-    )
+    with sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        try:
+            opened = browser.new_page(**options)
+            opened.set_default_timeout(TIMEOUT_S * 1e3)
+            opened.goto(path.as_uri())
+            yield opened
+        finally:
+            browser.close()
 
 
 @needs_browser
@@ -117,24 +104,19 @@ def open_in_browser(page: str, folder: Path, *options: str) -> subprocess.Comple
 def test_a_phone_shows_it_without_scrolling_sideways_and_in_letters_that_can_be_read(
     tmp_path: Path, width: int
 ) -> None:
-    # In a frame, since a browser's window has a least width.
-    page = page_of(make_record(), make_record(task=Task(precision="bf16")))
-    text = json.dumps(page).replace("<", "\\u003c")
-    frame = f'<!doctype html><body><iframe width="{width}" height="844"></iframe></body>'
-    script = f"""
-        const frame = document.querySelector('iframe');
-        frame.contentDocument.open(); frame.contentDocument.write({text});
-        frame.contentDocument.close();
-        const inner = frame.contentDocument.documentElement, sizes = [];
+    script = """() => {
+        const inner = document.documentElement, sizes = [];
         for (const one of inner.querySelectorAll('body *'))
             if ([...one.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim())
                 && one.getClientRects().length)
-                sizes.push(parseFloat(frame.contentWindow.getComputedStyle(one).fontSize));
+                sizes.push(parseFloat(getComputedStyle(one).fontSize));
         const images = [...inner.querySelectorAll('img')].map((one) => one.getBoundingClientRect());
-        return {{view: frame.contentWindow.innerWidth, page: inner.scrollWidth, font: Math.min(...sizes),
-                 images: images.map((one) => [one.width, one.height])}};
-    """
-    seen = browse(frame, tmp_path, script)
+        return {view: window.innerWidth, page: inner.scrollWidth, font: Math.min(...sizes),
+                images: images.map((one) => [one.width, one.height])};
+    }"""
+    page = page_of(make_record(), make_record(task=Task(precision="bf16")))
+    with browsed(page, tmp_path, viewport={"width": width, "height": 844}) as opened:
+        seen = opened.evaluate(script)
     assert seen["view"] == width
     assert seen["page"] <= width
     assert seen["font"] >= LEAST_FONT_PX
@@ -153,14 +135,11 @@ def test_what_records_say_is_escaped_and_drawn_as_it_is() -> None:
 def test_whatever_records_say_stays_text(tmp_path: Path) -> None:
     evil = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>\"'&lt;"
     record = make_record(evil=evil, task=Task(preset=f"tiny{evil}"))
-    seen = browse(
-        page_of(record),
-        tmp_path,
-        """
-        return {hacked: window.hacked ?? null, images: document.images.length, title:
-                document.querySelector('h2').textContent};
-        """,
-    )
+    with browsed(page_of(record), tmp_path) as opened:
+        seen = opened.evaluate(
+            "() => ({hacked: window.hacked ?? null, images: document.images.length,"
+            "        title: document.querySelector('h2').textContent})"
+        )
     assert seen == {
         "hacked": None,
         "images": 2,
@@ -170,11 +149,21 @@ def test_whatever_records_say_stays_text(tmp_path: Path) -> None:
 
 @needs_browser
 def test_a_large_report_opens_in_less_than_two_seconds(tmp_path: Path) -> None:
-    """Until there is a picture of it, beyond what a browser takes to start and to show an empty page."""
+    """Until there is a picture of it, beyond what a browser takes for an empty page."""
     page = page_of(*(make_record(2000) for _ in range(3)))
-    took_s = min(picture_s(page, tmp_path) for _ in range(3)) - min(
-        picture_s("<!doctype html>", tmp_path) for _ in range(3)
-    )
+    (tmp_path / "large.html").write_text(page, encoding="utf-8")
+    (tmp_path / "empty.html").write_text("<!doctype html>", encoding="utf-8")
+    with browsed(page, tmp_path, viewport={"width": 390, "height": 844}) as opened:
+
+        def picture_s(name: str) -> float:
+            began_s = time.perf_counter()
+            opened.goto((tmp_path / name).as_uri())
+            assert opened.screenshot().startswith(b"\x89PNG")
+            return time.perf_counter() - began_s
+
+        took_s = min(picture_s("large.html") for _ in range(3)) - min(
+            picture_s("empty.html") for _ in range(3)
+        )
     if took_s >= 2 and os.getloadavg()[0] > (os.cpu_count() or 1):
         pytest.skip(f"the machine is busy, so {took_s:.1f} s say nothing about the page")
     assert took_s < 2
@@ -227,14 +216,30 @@ def test_rows_are_the_innermost_dictionaries_of_a_summary() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_record_that_is_kept_can_be_shown(path: Path) -> None:
+def test_every_record_that_is_kept_can_be_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if path.name == "drills.jsonl":
         with pytest.raises(ValueError, match="is not a record of a benchmark: leave the file out"):
             list(read(path))
         return
     records = list(read(path))
-    assert all(table_of(record).rows for record in records)
+    assert all(shown(record, capsys) and table_of(record).rows for record in records)
     assert "</html>" in page_of(*records)
+
+
+def shown(record: Record, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the terminal shows of a record; nothing of it is cut off."""
+    show(record)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    return text
+
+
+def test_a_table_on_a_terminal_has_all_its_columns_in_a_hundred_characters(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text, table = shown(make_record(), capsys), table_of(make_record())
+    assert all(cell in text for cells in table.rows.values() for cell in (*cells, *table.headings))
 
 
 def test_a_report_says_first_what_words_mean_and_then_how_the_engine_compares() -> None:
@@ -253,3 +258,17 @@ def test_the_markup_has_what_a_screen_reader_needs() -> None:
     assert all("alt=" in tag for tag in re.findall(r"<img[^>]*>", page))
     assert all('tabindex="0"' in tag for tag in re.findall(r'<(?:pre|div class="scroll")[^>]*>', page))
     assert "color-scheme: light dark" in page
+
+
+@needs_browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("screen", [{"width": 1280, "height": 900}, {"width": 390, "height": 844}])
+def test_axe_finds_nothing_that_keeps_people_out(
+    tmp_path: Path, scheme: Literal["light", "dark"], screen: Any
+) -> None:
+    page = page_of(make_record(), make_record(task=Task(precision="bf16")))
+    # The page's own policy would keep axe out, too.
+    with browsed(page, tmp_path, viewport=screen, color_scheme=scheme, bypass_csp=True) as opened:
+        found = Axe().run(opened)
+    assert found.violations_count == 0, found.generate_report()
+    assert len(found.response["passes"]) > 20

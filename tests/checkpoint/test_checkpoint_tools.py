@@ -209,5 +209,10 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path: Path) -> None:
     for place in (tmp_path / "run", tmp_path / "run" / "checkpoints"):
         assert f"{series.path_of(6)}, written by shardgrad" in run("inspect", place).output
     result = run("verify", tmp_path)
+    assert result.exit_code == 2
+    assert f"There is no checkpoint in {tmp_path}: correct the path." in result.stderr
+    path = series.path_of(3)
+    (path / "complete").unlink()  # as when its writing was interrupted
+    result = run("verify", path)
     assert result.exit_code == 1
     assert "no complete checkpoint" in result.stderr

@@ -71,6 +71,29 @@ def test_a_write_to_an_unsharded_parameter_is_named_once(two_ranks: Ranks) -> No
     two_ranks.run(written_while_unsharded)
 
 
+def averaged_after_evaluations() -> None:
+    """Both models have been evaluated, so that their roots are unsharded; neither has an optimizer here."""
+    model, average = net(), net()
+    with torch.no_grad():
+        for each in (model, average):
+            each(torch.randn(3, 4))
+        for mine, other in zip(average.parameters(), model.parameters(), strict=True):
+            mine.mul_(0.9).add_(other, alpha=0.1)
+    (said,) = warned(average.state_dict, average.state_dict)
+    assert said.startswith("shardgrad: 1.weight, 1.bias was written while unsharded, which is lost")
+    assert "param.copy_(...)" in said
+    with torch.no_grad():
+        average(torch.randn(3, 4))
+        average.reshard()
+        for mine, other in zip(average.parameters(), average.parameters(), strict=True):
+            mine.add_(other)
+    assert warned(average.state_dict) == []
+
+
+def test_a_write_to_an_unsharded_parameter_is_named_before_it_is_saved(two_ranks: Ranks) -> None:
+    two_ranks.run(averaged_after_evaluations)
+
+
 def stepped_without_sync() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

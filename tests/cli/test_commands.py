@@ -7,10 +7,14 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from click.testing import CliRunner
 
+from shardgrad import version
 from shardgrad.__main__ import main as entry
+from shardgrad.cli import doctor as doctor_module
 from shardgrad.cli import main
+from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.patch.__main__ import main as patched
 
 
@@ -40,3 +44,54 @@ def test_a_patched_script_finds_what_lies_next_to_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(sys, "argv", [])
     done = CliRunner().invoke(patched, [str(script), "--lr", "3"])
     assert done.output == "7 ['--lr', '3'] shardgrad.fully_shard\n", done.exception
+
+
+def test_the_version_comes_with_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "_commit.txt").write_text("0123456789ab\n")
+    monkeypatch.setattr(version, "_PACKAGE", tmp_path)
+    version.commit.cache_clear()
+    try:
+        done = CliRunner().invoke(main, ["--version"])
+        assert (done.exit_code, done.output) == (
+            0,
+            f"shardgrad {version.__version__} (commit 0123456789ab)\n",
+        )
+        (tmp_path / "_commit.txt").unlink()
+        version.commit.cache_clear()
+        assert version.described().endswith("(commit unknown)")
+    finally:
+        version.commit.cache_clear()
+
+
+@pytest.mark.parametrize("issues", [[], [Issue("kind", "what", "how")]], ids=["none", "one"])
+def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
+    issues: list[Issue], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor_module, "_issues", lambda *_: issues)
+    done = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"])
+    assert done.exit_code == len(issues)
+    assert ("1 issue for a graph" if issues else "No issues for a graph") in done.output
+    assert "not in this build of torch" in done.output or torch.version.cuda is not None
+
+
+def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -> None:
+    lines = {
+        name: CliRunner().invoke(main, [name, "--help"]).output.splitlines() for name in ("train", "doctor")
+    }
+    assert {"Model and data:", "Other options:"} <= set(lines["train"])
+    assert "Options:" not in lines["train"]
+    assert "Options:" in lines["doctor"]
+    assert "Other options:" not in lines["doctor"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_that_completes_words_is_printed(shell: str) -> None:
+    done = CliRunner().invoke(main, ["completion", shell])
+    assert done.exit_code == 0
+    assert "_SHARDGRAD_COMPLETE" in done.output
+
+
+def test_a_switch_takes_no_value_and_another_option_does() -> None:
+    assert CliRunner().invoke(main, ["train", "--no-plot", "--print-config"]).exit_code == 0
+    assert CliRunner().invoke(main, ["train", "--lr", "0.5", "--print-config"]).exit_code == 0
+    assert "requires an argument" in CliRunner().invoke(main, ["train", "--lr"]).output

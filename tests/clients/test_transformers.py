@@ -101,3 +101,43 @@ def test_a_model_in_mixed_precision_equals_fsdp2(client_ranks: Ranks, name: str)
 )
 def test_what_transformers_does_itself_equals_fsdp2(client_ranks: Ranks, program: Any) -> None:
     client_ranks.run(same_bits_under_both, program, timeout_s=STARTUP_S)
+
+
+def weights_there_and_back() -> None:
+    """Sharded, exported in several files, read by `from_pretrained`, and loaded onto shards again."""
+    import transformers
+
+    from shardgrad import checkpoint, fully_shard
+    from tests.support.tiny_models import blocks, llama
+
+    def sharded(model: nn.Module) -> nn.Module:
+        for block in blocks(model):
+            fully_shard(block)
+        return fully_shard(model)
+
+    torch.manual_seed(0)
+    plain = llama()
+    right = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    with shared_folder() as shared:
+        folder = f"{shared}/weights"
+        checkpoint.export_safetensors(sharded(plain).state_dict(), folder, file_nbytes=20_000)
+        if dist.get_rank() == 0:
+            plain.config.save_pretrained(folder)
+        dist.barrier()
+        read = transformers.LlamaForCausalLM.from_pretrained(folder)
+        again = llama()
+        with torch.no_grad():
+            for param in again.parameters():
+                param.zero_()
+        again = sharded(again)
+        checkpoint.load(again.state_dict(), folder)
+        dist.barrier()
+    for name, param in read.named_parameters():
+        assert torch.equal(param, right[name]), name
+    for name, param in again.named_parameters():
+        assert torch.equal(param.full_tensor(), right[name]), name
+
+
+def test_from_pretrained_reads_what_was_exported(client_ranks: Ranks) -> None:
+    pytest.importorskip("safetensors")
+    client_ranks.run(weights_there_and_back, timeout_s=STARTUP_S)

@@ -122,11 +122,11 @@ def what_was_said_of_the_last_backward_counts_again() -> None:
     model.set_manual_backward_finalization(True)
     model.set_is_last_backward(False)
     context = model._get_fsdp_state()._state_ctx
-    assert not context.is_last_backward
+    assert not context.scheduler.is_last_backward
     model.set_is_last_backward(True)
-    assert not context.is_last_backward  # superseded
+    assert not context.scheduler.is_last_backward  # superseded
     model.set_manual_backward_finalization(False)
-    assert context.is_last_backward
+    assert context.scheduler.is_last_backward
 
 
 def test_manual_finalization_supersedes_the_last_backward(two_ranks: Ranks) -> None:

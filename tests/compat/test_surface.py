@@ -55,6 +55,13 @@ def test_fully_shard_takes_what_torchs_takes_and_two_things_more() -> None:
     assert set(ours) - set(theirs) == {"gradient_policy", "zero_stage"}
 
 
+def test_a_name_that_has_moved_says_where_to_and_another_is_no_attribute() -> None:
+    with pytest.raises(ImportError, match=r"shardgrad\.training is gone; use shardgrad\.train"):
+        shardgrad.training  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        shardgrad.nothing  # noqa: B018
+
+
 def test_names_that_programs_import_are_here() -> None:
     for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"):
         assert hasattr(shardgrad, name), name

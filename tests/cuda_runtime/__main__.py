@@ -44,6 +44,7 @@ TOOLS = [
     "hypothesis>=6.100",
     "click>=8.1",
     "rich>=13",
+    "matplotlib>=3.8",
 ]
 
 

@@ -44,26 +44,33 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 
 def prepare(torch: Any) -> None:
     """Takes over operators, unless HOSTCUDA_VALUES is 0."""
-    if os.environ.get("HOSTCUDA_VALUES") == "0" or torch.version.cuda is None:
+    if torch.version.cuda is None:
         return
-    # There is no cuDNN here, and only the plain form of attention has a CPU kernel of the same name.
-    torch.backends.cudnn.enabled = False
+    torch.backends.cudnn.enabled = False  # there is none here
     torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-    values = ctypes.CDLL(str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libhostcuda_values.so"))
-    values.hostcuda_values.argtypes = [ctypes.c_char_p]
-    _add_cpu_kernels(torch)
-    values.hostcuda_values(b"aten")
+    set_values = _values(torch) if os.environ.get("HOSTCUDA_VALUES") != "0" else None
     load = torch.ops.load_library
 
     def load_library(path: Any) -> None:
         # The checkout may have been built for another torch.
         ours = OPS if Path(path).parts[-2:] == OPS.parts[-2:] and OPS.exists() else path
         load(ours)
-        values.hostcuda_values(b"shardgrad")
+        if set_values is not None:
+            set_values(b"shardgrad")
 
     torch.ops.load_library = load_library
+
+
+def _values(torch: Any) -> Any:
+    """Gives torch's operators values; returns what does it for those of another namespace."""
+    # Only the plain form of attention has a CPU kernel of the same name.
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    values = ctypes.CDLL(str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libhostcuda_values.so"))
+    values.hostcuda_values.argtypes = [ctypes.c_char_p]
+    _add_cpu_kernels(torch)
+    values.hostcuda_values(b"aten")
+    return values.hostcuda_values
 
 
 def _add_cpu_kernels(torch: Any) -> None:

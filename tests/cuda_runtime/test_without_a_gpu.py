@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+
+from tests.support.processes import run
 
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -34,6 +35,6 @@ dist.destroy_process_group()
 def test_it_trains_on_the_cpu() -> None:
     environment = {**os.environ, "HOSTCUDA_DEVICES": "0", "PYTHONPATH": os.getcwd()}
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = run(command, env=environment, timeout_s=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.strip() == "trained on cpu"

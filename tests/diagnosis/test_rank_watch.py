@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad.diagnosis import rank_watch
+from shardgrad.diagnosis import rank_watch, training_thread
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.training_thread import TrainingThread
 from shardgrad.diagnosis.waiting_ranks import Post, explain
@@ -41,6 +42,27 @@ def test_ranks_in_different_collectives_are_told_all_places_and_the_cures() -> N
 
 def test_a_rank_that_goes_on_may_still_come() -> None:
     assert explain({0: IN_FULL, 1: IN_FORWARD}, 3, 0) is None
+
+
+def test_ranks_on_one_line_that_wait_for_the_device_are_told_apart_by_what_they_have_started() -> None:
+    here = Post(0, "train at train.py:30", started="reduce-scatter of layers.0, number 12")
+    there = replace(here, rank=1, started="all-gather of layers.1, number 11")
+    finding = explain({0: here, 1: there}, 2, 0)
+    assert finding is not None
+    assert finding.what == (
+        "ranks wait for each other in different collectives: rank 0 in train at train.py:30, after the "
+        "reduce-scatter of layers.0, number 12; rank 1 in train at train.py:30, after the all-gather of "
+        "layers.1, number 11"
+    )
+    assert "call the same collectives in the same order" in finding.fix
+    assert explain({0: here, 1: replace(here, rank=1)}, 2, 0) is None
+
+
+def test_a_line_that_waits_for_the_device_after_another_rank_has_ended_is_told_of_steps() -> None:
+    here = Post(0, "train at train.py:30", started="all-gather of layers.0, number 12")
+    finding = explain({0: here, 1: Post(1, "", has_ended=True)}, 2, 0)
+    assert finding is not None
+    assert "every rank has to take as many steps" in finding.fix
 
 
 def test_ranks_in_one_collective_wait_for_the_network() -> None:
@@ -74,6 +96,71 @@ def test_one_that_computes_is_not_taken_for_one_that_waits() -> None:
         torch.ones(64, 64).mm(torch.ones(64, 64))
     watching.join()
     assert seen == [0.0] * 8
+
+
+def test_a_wait_is_counted_from_where_the_last_one_that_was_known_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(training_thread, "_passes_collective", lambda _: True)
+    thread, seen, done = TrainingThread(), [], threading.Event()
+
+    def look(*, is_known: bool) -> float:
+        time.sleep(0.05)
+        monkeypatch.setattr(recorder, "waits_in", ("world", None) if is_known else None)
+        return thread.look()
+
+    def watch() -> None:
+        while look(is_known=False) == 0.0:  # until this thread stands still
+            continue
+        look(is_known=True)
+        seen.extend([look(is_known=False), look(is_known=False)])
+        done.set()
+
+    threading.Thread(target=watch).start()
+    done.wait()
+    assert seen[0] == 0.0
+    assert seen[1] > 0.0
+
+
+def with_a_watch(program: Callable[[rank_watch._RankWatch, str], list[bool]]) -> list[bool]:
+    SHARDGRAD.shard_tower(tower())
+    watch = rank_watch._watches.current
+    assert watch is not None
+    rank_watch._watches.stop()  # its thread would take back what is posted
+    dist.barrier()
+    found = program(watch, str(dist.get_rank()))
+    dist.barrier()
+    watch._store.delete_key(rank_watch._FINAL)
+    return found
+
+
+def posts_are_sent_once_and_taken_back(watch: rank_watch._RankWatch, key: str) -> list[bool]:
+    seen, post = [], Post(int(key), "f() at train.py:1")
+    watch._post(post)
+    seen.append(watch._store.check([key]))
+    watch._store.delete_key(key)
+    watch._post(post)
+    seen.append(watch._store.check([key]))
+    watch._post(replace(post, call="g() at train.py:2"))
+    seen.append(watch._store.check([key]))
+    watch._take_back()
+    return [*seen, watch._store.check([key])]
+
+
+def test_a_post_is_sent_when_it_changes_and_taken_back(two_ranks: Ranks) -> None:
+    found = two_ranks.run(with_a_watch, posts_are_sent_once_and_taken_back)
+    assert found == [[True, False, True, False]] * 2
+
+
+def errors_of_its_own_are_posted(watch: rank_watch._RankWatch, key: str) -> list[bool]:
+    watch.say_farewell(RuntimeError("no room on the disk"))
+    post = Post.from_json(watch._store.get(key).decode())
+    watch._take_back()
+    return [post.error == "RuntimeError: no room on the disk", post.has_ended]
+
+
+def test_a_rank_that_an_error_of_its_own_ends_says_so(two_ranks: Ranks) -> None:
+    assert two_ranks.run(with_a_watch, errors_of_its_own_are_posted) == [[True, True]] * 2
 
 
 def what_is_known_of_a_wait() -> tuple[float, str]:

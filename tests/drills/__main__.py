@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,7 +74,8 @@ def main(
         raise click.UsageError(f"No kind of fault is called {' or '.join(kinds)}: see --list.")
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="shardgrad-drill-") as folder:
-        judge = Judge(command, Path(folder), bound_s=bound_s)
+        # Under its own name, which every report begins with.
+        judge = Judge(partial(command, prog_name="shardgrad"), Path(folder), bound_s=bound_s)
         for number in range(count or len(chosen)):
             verdict = judge.hold(chosen[number % len(chosen)], seed + number // len(chosen))
             verdicts.append(verdict)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.processes import losses
+from tests.support.processes import FairClock, communicate
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, LIMIT_S = 30, 5, 250
@@ -60,18 +61,18 @@ def rank_1_of(process: subprocess.Popen[str]) -> int | None:
 def test_a_run_that_torchrun_restarts_goes_on_to_the_same_losses(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
     process = start(command(tmp_path / "broken", *launcher))
-    deadline_s = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline_s and process.poll() is None:
+    clock = FairClock([process.pid])
+    while clock.elapsed_s() < LIMIT_S and process.poll() is None:
         if max(losses(tmp_path / "broken"), default=0) > EVERY:
             break
         time.sleep(0.01)
     pid = rank_1_of(process)
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    _, errors = process.communicate(timeout=LIMIT_S)
+    _, errors = communicate(process, LIMIT_S)
     assert process.returncode == 0, errors
     whole = start([*command(tmp_path / "whole"), "--ranks=2"])
-    _, errors = whole.communicate(timeout=LIMIT_S)
+    _, errors = communicate(whole, LIMIT_S)
     assert whole.returncode == 0, errors
     assert losses(tmp_path / "broken") == losses(tmp_path / "whole")
     lines = (tmp_path / "broken" / "metrics.jsonl").read_text().splitlines()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.drills.processes import losses, orphaned_segments
+from tests.support.processes import FairClock, communicate
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150  # a few seconds on a quiet machine
@@ -63,9 +64,9 @@ def members(session: int) -> list[int]:
 
 
 def wait_for(what: str, holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + LIMIT_S
+    clock = FairClock()
     while not holds():
-        if time.monotonic() > deadline_s:
+        if clock.elapsed_s() > LIMIT_S:
             pytest.fail(f"{what}: not within {LIMIT_S} s")
         time.sleep(0.02)
 
@@ -103,7 +104,7 @@ def test_no_process_shared_memory_or_temporary_file_is_left(how: str, tmp_path: 
         if how != "success":
             wait_for("three steps", lambda: max(losses(folder), default=0) >= 3)
             end(how, process)
-        _, errors = process.communicate(timeout=LIMIT_S)
+        _, errors = communicate(process, LIMIT_S)
         assert process.returncode == STATUSES[how], errors
         wait_for("the end of every rank", lambda: not members(process.pid))
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.support.parity import (
     Tensors,
     Tower,
     assert_same_bits,
+    hsdp_mesh,
     make_optimizer,
     token_loss,
     tower,
@@ -41,11 +43,11 @@ class TrappedBlock(Block):
         return x
 
 
-def trapped_tower(at: int, reshard_after_forward: bool | None) -> Tower:
+def trapped_tower(at: int, reshard_after_forward: bool | None, **options: Any) -> Tower:
     model = tower()
     torch.manual_seed(5)
     model.layers[at] = TrappedBlock()
-    return SHARDGRAD.shard_tower(model, reshard_after_forward=reshard_after_forward)
+    return SHARDGRAD.shard_tower(model, reshard_after_forward=reshard_after_forward, **options)
 
 
 def train_with_a_failure(
@@ -94,6 +96,22 @@ def a_failed_first_step_changes_nothing(where: str) -> None:
     assert_same_bits(*runs)
 
 
+def a_failed_backward_leaves_no_sum_that_replicas_would_exchange() -> None:
+    runs = []
+    for fails in (True, False):
+        model = trapped_tower(0, None, mesh=hsdp_mesh(2, 1))
+        if fails:
+            model.set_requires_all_reduce(False)  # what it has reduced waits for the replicas
+            model.layers[0].armed = "backward"
+            with pytest.raises(Trap):
+                token_loss(model, SHARDGRAD.tokens(77)).backward()
+            model.layers[0].armed = None
+            model.set_requires_all_reduce(True)
+        token_loss(model, SHARDGRAD.tokens(0)).backward()
+        runs.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*runs)
+
+
 @pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -109,6 +127,10 @@ def test_a_failure_with_whole_parameters_leaves_nothing_behind(two_ranks: Ranks,
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_a_failed_first_step_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
     two_ranks.run(a_failed_first_step_changes_nothing, where)
+
+
+def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward(two_ranks: Ranks) -> None:
+    two_ranks.run(a_failed_backward_leaves_no_sum_that_replicas_would_exchange)
 
 
 def collectives_after_a_failed_backward() -> None:

@@ -154,7 +154,7 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
     runtime = model._unit.context.comm_ctx
 
     def addresses() -> list[int]:
-        slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring._made]
+        slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring.slots]
         shards = [grads.require_shard().flat.data_ptr() for unit in units for grads in unit._unit.grad_groups]
         return slots + shards
 

@@ -48,7 +48,14 @@ def on_inputs(model: nn.Module, x: Tensor) -> None:
     (per_row(y) + per_row(g)).backward()
 
 
-def before_another_forward(model: nn.Module, x: Tensor) -> None:
+def after_another_forward(model: nn.Module, x: Tensor) -> None:
+    (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with torch.no_grad():
+        model(x + 1)
+    per_row(g).backward()  # the graph reads parameters before a hook could gather them
+
+
+def beside_another_forward(model: nn.Module, x: Tensor) -> None:
     (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     with torch.no_grad():
         model(x + 1)
@@ -75,7 +82,14 @@ def accumulated_with_a_graph(model: nn.Module, x: Tensor) -> None:
     per_row(model(x)).backward()
 
 
-PENALTIES = [on_inputs, before_another_forward, of_third_order, over_a_kept_graph, accumulated_with_a_graph]
+PENALTIES = [
+    on_inputs,
+    after_another_forward,
+    beside_another_forward,
+    of_third_order,
+    over_a_kept_graph,
+    accumulated_with_a_graph,
+]
 
 
 def trained(engine: Engine, penalty: Callable[[nn.Module, Tensor], None], **options: Any) -> Tensors:

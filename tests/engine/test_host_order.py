@@ -1,4 +1,7 @@
-"""The host as one more party: it waits before it touches what the device still copies from or to it."""
+"""The host as one more party: it waits before it touches what the device still copies from or to it.
+
+And for nothing else: not in a step whose parameters all get gradients, and not while a backward is launched.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardgrad import fully_shard
-from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_group import GradGroup, grads_of
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import unit_of
@@ -154,3 +157,44 @@ def test_a_missing_wait_of_the_host_is_found(
     monkeypatch.setattr(owner, method, lambda self: None)
     program(streams)
     assert any("on host" in hazard.second for hazard in streams.hazards)
+
+
+class Partly(nn.Linear):
+    """A layer with a parameter that no rank ever uses."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+def _noted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, what: str, notes: list[str]) -> None:
+    original = getattr(owner, method)
+
+    def note(*args: Any) -> Any:
+        notes.append(what)
+        return original(*args)
+
+    monkeypatch.setattr(owner, method, note)
+
+
+@pytest.mark.parametrize(("layer", "waits"), [(Partly, 3), (lambda: nn.Linear(8, 8), 0)])
+def test_the_host_waits_only_for_flags_of_missed_parameters_once_a_backward_is_launched(
+    monkeypatch: pytest.MonkeyPatch, layer: Callable[[], nn.Module], waits: int
+) -> None:
+    streams, notes = RecordedStreams(), []
+    monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: streams)
+    _noted(monkeypatch, GradGroup, "launch", "launched", notes)
+    _noted(monkeypatch, type(streams.event()), "wait_on_host", "waited", notes)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(*(layer() for _ in range(3)))
+    for child in model:
+        fully_shard(child)
+    fully_shard(model)
+    for _ in range(3):
+        model.zero_grad()
+        notes.clear()
+        model(torch.randn(4, 8)).sum().backward()
+        assert notes == ["launched"] * 3 + ["waited"] * waits
+        unused = [name for name, param in model.named_parameters() if param.grad is None]
+        assert unused == [f"{number}.spare" for number in range(waits)]
+    dist.destroy_process_group()

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardgrad.errors import TiedParameterError
+from shardgrad.errors import TiedParameterError, UnitBypassedError
 from tests.support.parity import (
     SHARDGRAD,
     VOCABULARY,
@@ -19,6 +19,7 @@ from tests.support.parity import (
     close_to_unsharded,
     recompute,
     same_bits_as_fsdp2,
+    stack,
     tower,
     train,
 )
@@ -86,6 +87,54 @@ def siblings_without_an_ancestor_are_refused() -> None:
     with pytest.raises(TiedParameterError, match="weight") as caught:
         model(torch.zeros(2, dtype=torch.long))
     assert "try:" in str(caught.value)
+
+
+def tied_units(engine: Engine) -> nn.Sequential:
+    """Units that share a weight, which the root owns, and own their biases; the root registers nothing."""
+    model = stack(WIDTH, WIDTH, WIDTH)
+    model[2].weight = model[0].weight
+    for unit in (model[0], model[2], model):
+        engine.fully_shard(unit)
+    return model
+
+
+def a_tied_unit_called_by_itself_is_refused(trained_before: bool) -> None:
+    model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
+    if trained_before:
+        model(x).sum().backward()
+    with pytest.raises(UnitBypassedError) as caught:
+        model[2](x)
+    name = "0.weight" if trained_before else "weight"
+    for part in (f"which owns its tied {name}", f"rank {dist.get_rank()}", "register_fsdp_forward_method("):
+        assert part in str(caught.value), str(caught.value)
+    model(x).sum().backward()  # nothing is broken by the refusal
+
+
+def use_a_tied_unit_by_itself(engine: Engine) -> Tensors:
+    """The program says beforehand that it uses the root's parameters around its forward."""
+    model = tied_units(engine)
+    for step in range(3):
+        x = engine.inputs(step, WIDTH, dtype=torch.get_default_dtype())
+        model(x).square().mean().backward()
+        if not engine.whole_batch:
+            model.unshard()
+        model[2](x).square().mean().backward()
+    return engine.snapshot(model)
+
+
+def tied_parameters_in_state_dicts_after_an_evaluation() -> None:
+    model, x = tied_units(SHARDGRAD), SHARDGRAD.inputs(0, WIDTH)
+    with torch.no_grad():
+        model(x)
+        saved = model.state_dict()
+        assert [name for name, value in saved.items() if not isinstance(value, DTensor)] == []
+        doubled = {name: 2 * value for name, value in saved.items()}
+        model(x)
+        model.load_state_dict(doubled)
+        assert torch.equal(model[2].weight.full_tensor(), doubled["2.weight"].full_tensor())
+        loaded = [doubled[name].full_tensor() for name in ("2.weight", "2.bias", "0.bias")]
+        hidden = torch.tanh(nn.functional.linear(x, loaded[0], loaded[2]))
+        torch.testing.assert_close(model(x), nn.functional.linear(hidden, loaded[0], loaded[1]))
 
 
 class Recurrent(nn.Module):
@@ -186,3 +235,18 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share(two_ranks: Ranks)
 
 def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused(two_ranks: Ranks) -> None:
     two_ranks.run(siblings_without_an_ancestor_are_refused)
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["first", "after_a_step"])
+def test_a_unit_whose_tied_weight_the_root_owns_is_not_called_by_itself(
+    two_ranks: Ranks, trained_before: bool
+) -> None:
+    two_ranks.run(a_tied_unit_called_by_itself_is_refused, trained_before)
+
+
+def test_a_unit_whose_tied_weight_was_unsharded_before_may_be_called_by_itself(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself)
+
+
+def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(tied_parameters_in_state_dicts_after_an_evaluation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,14 @@ import shardgrad.engine.root
 import shardgrad.engine.scheduler
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
+from shardgrad.engine import grad_group
 from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
+
+Hook = Callable[[torch.Tensor], None]  # of a parameter
 
 
 @pytest.fixture
@@ -73,18 +77,28 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
-    arrive = GradGroup.collect
 
-    def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
-        computed = streams.event()
-        computed.record(streams.current())
-        with streams.on(choose(unsharded)):
-            computed.wait(streams.current())
-            if unsharded.grad is not None:
-                streams.access("backward writes gradient", unsharded.grad, writes=True)
-            arrive(self, unsharded)
+    def around(arrive: Hook, owner: weakref.ref[GradGroup]) -> Hook:
+        def on_chosen_stream(unsharded: torch.Tensor) -> None:
+            computed = streams.event()
+            computed.record(streams.current())
+            with streams.on(choose(unsharded)):
+                computed.wait(streams.current())
+                if unsharded.grad is not None:
+                    streams.access("backward writes gradient", unsharded.grad, writes=True)
+                arrive(unsharded)
 
-    monkeypatch.setattr(GradGroup, "collect", on_chosen_stream)
+        return on_chosen_stream
+
+    changed_hooks(monkeypatch, around)
+
+
+def changed_hooks(
+    monkeypatch: pytest.MonkeyPatch, around: Callable[[Hook, weakref.ref[GradGroup]], Hook]
+) -> None:
+    """Puts what `around` returns in the place of the engine's hook of gradients."""
+    made = grad_group._collector_of
+    monkeypatch.setattr(grad_group, "_collector_of", lambda owner: around(made(owner), owner))
 
 
 def two_layers() -> nn.Module:
@@ -141,13 +155,15 @@ def test_a_missing_wait_is_found(
     """The recorder can fail: each wait, taken out, is a hazard."""
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
-        arrive = GradGroup.collect
 
-        def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
-            arrive(self, unsharded)
-            self.collector._foreign.clear()
+        def around(arrive: Hook, owner: weakref.ref[GradGroup]) -> Hook:
+            def forget(unsharded: torch.Tensor) -> None:
+                arrive(unsharded)
+                owner().collector._foreign.clear()  # type: ignore[union-attr]
 
-        monkeypatch.setattr(GradGroup, "collect", forget)
+            return forget
+
+        changed_hooks(monkeypatch, around)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:
@@ -209,6 +225,22 @@ def acquired(ring: SlotRing, holder: Any) -> Slot:
     slot = ring.acquire(64)
     slot.holder = holder
     return slot
+
+
+def test_what_is_lent_for_a_message_lives_until_the_slot_is_released(streams: RecordedStreams) -> None:
+    ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
+    slot = acquired(ring, SimpleNamespace(complete=lambda: None))
+    gradient = torch.zeros(64)
+    alive = weakref.ref(gradient)
+    slot.start_writing("compute")
+    slot.lend([gradient], ["compute"])
+    del gradient
+    sent = streams.tick("reduce")["reduce"]
+    assert alive() is not None
+    slot.release("reduce")
+    ring.rewind()
+    assert alive() is None
+    assert streams.happens_before("reduce", sent, "compute"), "its memory may be used again at once"
 
 
 def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(streams: RecordedStreams) -> None:

@@ -103,6 +103,26 @@ def test_a_profile_of_this_machine_is_cut_into_its_operations(tmp_path: Path) ->
     assert any("mm" in op.name for op in step.ops)
 
 
+def test_time_belongs_to_the_innermost_operation_of_the_busiest_thread(tmp_path: Path) -> None:
+    outer = event("aten::linear", "cpu_op", 1000.0, 100.0)
+    inner = event("aten::mm", "cpu_op", 1020.0, 50.0)
+    elsewhere = event("aten::add", "cpu_op", 1000.0, 90.0) | {"tid": 1}
+    step = read_trace(written([elsewhere, inner, outer], tmp_path / "trace.json"))
+    assert [op.name for op in step.ops] == ["aten::linear", "aten::mm", "aten::linear"]
+    assert [op.seconds for op in step.ops] == pytest.approx([20e-6, 50e-6, 30e-6])
+
+
+def test_a_kernel_behind_another_of_its_stream_is_not_taken_to_wait_elsewhere(tmp_path: Path) -> None:
+    """It began long after it was launched, when a collective ended: its stream was busy until then."""
+    events = [
+        *(launch(number, 5.0 * number) for number in (1, 2, 3)),
+        event("ncclDevKernel_AllGather_f32", "kernel", 6.0, 94.0, stream=20, correlation=1),
+        event("first", "kernel", 11.0, 89.0, stream=7, correlation=2),
+        event("second", "kernel", 100.0, 20.0, stream=7, correlation=3),
+    ]
+    assert all(not op.after for op in read_trace(written(events, tmp_path / "trace.json")).ops)
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -149,6 +169,11 @@ def test_the_host_is_what_a_step_of_small_kernels_waits_for() -> None:
     assert played.seconds == pytest.approx(100 * 10e-6 + 1e-6)
     assert played.on_critical_path()["host"] == pytest.approx(1e-3)
     assert replay(changes.graphed(ops)).seconds == pytest.approx(10e-6 + 100 * 1e-6)
+
+
+def test_a_step_without_a_duration_cannot_be_made_shorter() -> None:
+    saved = changes.savings([Op("a", "7", "compute", 0.0), Op("b", "20", "all-gather", 0.0, host_after=(0,))])
+    assert [(saving.change.name, saving.share) for saving in saved] == [("graphed", 0.0)]
 
 
 def test_collectives_of_one_link_follow_each_other() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -158,28 +161,61 @@ def participation_mixes_with_ordinary_steps() -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
 
 
-class Recomputed(nn.Module):
-    """A unit that reentrant checkpointing runs again in backward."""
+class Repeated(nn.Module):
+    """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a scale."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.layer = nn.Linear(5, 5)
+        self.scale = nn.Parameter(torch.ones(5)) if "s" in calls else None
+        self.calls = calls
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.second, self.first(x), use_reentrant=True)
+        for call in self.calls:
+            x = torch.tanh(x)
+            if call == "s":
+                x = x * self.scale
+            else:
+                x = checkpoint(self.layer, x, use_reentrant=True) if call == "r" else self.layer(x)
+        return x
 
 
-def one_rank_recomputes_and_the_other_has_no_batch() -> None:
-    whole, model = Recomputed(), Recomputed()
-    SHARDGRAD.fully_shard(model.second)
-    SHARDGRAD.fully_shard(model)
-    with shardgrad.participate(model):
-        if dist.get_rank() == 0:
-            model(batch_of(0)).square().sum().backward()
-    (whole(batch_of(0)).square().sum() / dist.get_world_size()).backward()
+def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
+    """Returns the oracle, and the same with a unit: the layer, the module around it, or the root alone."""
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Linear(5, 5), Repeated(calls))
+    model = deepcopy(whole)
+    for inner in {"layer": [model[1].layer], "around": [model[1]], "root": []}[unit]:
+        SHARDGRAD.fully_shard(inner)
+    return whole, SHARDGRAD.fully_shard(model)
+
+
+def have_mean_gradients(model: nn.Module, whole: nn.Module) -> None:
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+
+
+def one_rank_recomputes_and_the_other_has_no_batch(calls: str, unit: str) -> None:
+    whole, model = repeated(calls, unit)
+    for step in range(2):
+        with shardgrad.participate(model):
+            if dist.get_rank() == step:
+                model(batch_of(step)).square().sum().backward()
+        (whole(batch_of(step)).square().sum() / dist.get_world_size()).backward()
+        have_mean_gradients(model, whole)
+
+
+def what_cannot_be_joined_is_refused() -> None:
+    whole, model = repeated("rn", "around")
+    refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1'.*use_reentrant=False")
+    with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
+        if dist.get_rank() == 0:
+            model(batch_of(0)).square().sum().backward()
+    model.zero_grad()
+    model(batch_of(dist.get_rank())).square().sum().backward()  # ranks are where they were
+    for rank in range(dist.get_world_size()):
+        (whole(batch_of(rank)).square().sum() / dist.get_world_size()).backward()
+    have_mean_gradients(model, whole)
 
 
 def participation_without_gradients() -> None:
@@ -257,8 +293,18 @@ def impatient_ranks() -> Iterator[Ranks]:
     ranks.stop()
 
 
-def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(two_ranks: Ranks) -> None:
-    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch)
+@pytest.mark.parametrize(
+    ("calls", "unit"),
+    [*product(("r", "rr", "rn", "rnr"), ("layer", "root")), *product(("r", "rr", "nr", "nsr"), ("around",))],
+)
+def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
+    two_ranks: Ranks, calls: str, unit: str
+) -> None:
+    two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch, calls, unit)
+
+
+def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(what_cannot_be_joined_is_refused)
 
 
 def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(two_ranks: Ranks) -> None:

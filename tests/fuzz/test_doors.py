@@ -40,12 +40,13 @@ DOORS = {
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
     "explain/traces.py _events": "trace",
     "plan/measuring.py _check_memory": "",  # the system's
-    "plan/models.py _function": "plan",
+    "plan/request.py function_named": "plan",
     "testing/audit.py load": "doctor",
     "train/config.py read_settings": "file of settings",
     "train/config.py read_regular": "file of settings",
     "train/config.py read_text": "file of settings",
-    "train/huggingface.py _settings_in": "configuration of transformers",
+    "train/model_types.py require_model_type": "",  # tables of transformers
+    "train/model_types.py settings_in": "configuration of transformers",
     "train/corpus.py _read": "text to train on",
     "train/loop.py _train": "",  # a run, not a file
     "train/parallel.py memory_nbytes": "",  # the system's
@@ -70,7 +71,8 @@ PARSERS = {
     "checkpoint/index.py Index.from_json": "index as text",
     "checkpoint/lock.py _holder": "lock",
     "train/config.py read_settings": "file of settings",
-    "train/huggingface.py _settings_in": "configuration of transformers",
+    "train/model_types.py require_model_type": "",  # tables of transformers
+    "train/model_types.py settings_in": "configuration of transformers",
     "train/record.py _event": "metrics",
     "diagnosis/all_gather_object.py all_gather_object": "",  # ranks trust each other
     "diagnosis/rank_status.py RankStatus.from_json": "",  # ranks trust each other

@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.late_streams import CASES, LATE_CYCLES, Case, differing, train
+from tests.support.processes import FairClock
 
 HAS_CUDA = torch.cuda.is_available()
 NO_GPU = "no GPU"
@@ -98,20 +98,22 @@ def _run(function: str, environments: list[dict[str, str]], limit_s: float) -> l
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in environments]
         started = [_start(function, env, out) for env, out in zip(environments, outputs, strict=True)]
-        deadline = time.monotonic() + limit_s
-        statuses: list[int | None] = []
-        for process in started:
-            try:
-                statuses.append(process.wait(max(0.1, deadline - time.monotonic())))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                statuses.append(None)
+        clock = FairClock([process.pid for process in started])
+        statuses = [_end(process, clock, limit_s) for process in started]
         texts = []
         for output in outputs:
             output.seek(0)
             texts.append(output.read().decode(errors="replace"))
     return list(zip(statuses, texts, strict=True))
+
+
+def _end(process: subprocess.Popen[bytes], clock: FairClock, limit_s: float) -> int | None:
+    while clock.elapsed_s() < limit_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(0.5)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    return None
 
 
 def _free_port() -> int:

@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 import shardgrad
 from shardgrad.errors import StepInputError, StepOutputError
 from shardgrad.graphs.random_state import RandomState
+from shardgrad.graphs.step import _modes
 
 
 def training(**settings: Any) -> tuple[nn.Module, Any]:
@@ -174,3 +175,20 @@ def test_reset_begins_anew_and_close_ends() -> None:
     step.close()
     with pytest.raises(shardgrad.errors.CaptureError, match="closed"):
         step(torch.ones(3, 4))
+
+
+def test_each_mode_that_changes_what_is_launched_has_graphs_of_its_own() -> None:
+    """What `_modes` tells apart is captured apart."""
+    cpu = torch.device("cpu")
+    seen = [_modes(cpu)]
+    for mode in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu", torch.bfloat16),
+        torch.autocast("cpu", torch.float16),
+    ):
+        with mode:
+            seen.append(_modes(cpu))
+    assert len(set(seen)) == 5
+    with torch.autocast("cpu", enabled=False):
+        assert _modes(cpu) == seen[0]

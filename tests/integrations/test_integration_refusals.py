@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,9 @@ from shardgrad.errors import (
     PartnerUnavailableError,
     UnsupportedError,
 )
+from shardgrad.integrations.partner import Partner
 from shardgrad.integrations.probe import Release
+from shardgrad.integrations.saved_state import _steps
 from tests.support.parity import FSDP2, assert_same_bits
 from tests.support.partners import HYPER, Plane, descend, partner, plane, weights
 from tests.support.ranks import Ranks
@@ -346,3 +350,22 @@ def _first_step_in_a_graph() -> None:
 
 def test_a_first_step_with_masters_is_not_captured(one_rank: Ranks) -> None:
     one_rank.run(_first_step_in_a_graph)
+
+
+def test_parameters_on_two_devices_are_refused() -> None:
+    """One launch takes all parameters of a group."""
+    on = [
+        SimpleNamespace(name=f"on {device}", local=torch.empty(1, device=device), grad_dtype=FP32)
+        for device in ("cpu", "meta")
+    ]
+    kind: Any = SimpleNamespace(name="apex", _device_types=("cpu", "meta"))
+    kind.refuses = partial(Partner.refuses, kind)
+    Partner.check(kind, [on[:1], on[:1]])
+    with pytest.raises(OptimizerParameterError, match="cannot update parameter on meta"):
+        Partner.check(kind, [on[:1], on[1:]])
+
+
+def test_a_group_without_parameters_has_made_no_step() -> None:
+    assert _steps({"params": []}, {}) == 0
+    assert _steps({"params": [0, 1]}, {0: {"step": torch.tensor(3.0)}}) == 3
+    assert _steps({"params": [0], "step": 5}, {0: {"step": 3}}) == 5

@@ -18,7 +18,7 @@ from tests.support.processes import CONTEXT, FairClock
 Program = Callable[[], None]
 
 
-def _rank(rank: int, world_size: int, meeting: str, program: Program, pipe: Connection) -> None:
+def _rank(rank: int, world_size: int, meeting: str, backend: str, program: Program, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
@@ -36,7 +36,7 @@ def _rank(rank: int, world_size: int, meeting: str, program: Program, pipe: Conn
     warnings.simplefilter("always")
     warnings.showwarning = show
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=world_size,
@@ -53,7 +53,11 @@ def _rank(rank: int, world_size: int, meeting: str, program: Program, pipe: Conn
 
 
 def named_apart(
-    program: Program, are_named: Mapping[int, Callable[[str], bool]], *, limit_s: float
+    program: Program,
+    are_named: Mapping[int, Callable[[str], bool]],
+    *,
+    limit_s: float,
+    backend: str = "gloo",
 ) -> tuple[dict[int, list[str]], float]:
     """Returns what ranks have said when each has said what it was to, or the time was over; and the seconds.
 
@@ -61,6 +65,7 @@ def named_apart(
         program: at the top of its module; run on two ranks.
         are_named: for each rank that is to name the mistake, whether a text does.
         limit_s: seconds, those left out in which the ranks waited for a core.
+        backend: of the process group.
     """
     world_size = 2
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +74,9 @@ def named_apart(
         for rank in range(world_size):
             ours, theirs = CONTEXT.Pipe()
             process = CONTEXT.Process(
-                target=_rank, args=(rank, world_size, f"{folder}/meeting", program, theirs), daemon=True
+                target=_rank,
+                args=(rank, world_size, f"{folder}/meeting", backend, program, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()

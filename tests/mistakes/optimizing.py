@@ -29,6 +29,18 @@ def an_early_optimizer() -> None:
 
 
 @mistake(
+    typed="`AdamW([*model.parameters(), *head.parameters()])`, and `head` is not sharded",
+    says="UnownedParameterWarning: shardgrad: AdamW trains a sharded model, and 2 parameters",
+    cure="shardgrad.fully_shard(module) on the module that has them, before the optimizer is built",
+)
+def a_head_next_to_the_model() -> None:
+    model, head = sharded(), nn.Linear(WIDTH, 1)
+    optim = torch.optim.AdamW([*model.parameters(), *head.parameters()])
+    head(model(batch())).sum().backward()
+    optim.step()
+
+
+@mistake(
     typed="`shardgrad.optim.AdamW(...)` before `fully_shard`",
     says="OptimizerParameterError: parameter 0 of group 0 is not part of the model any more",
     cure="build the optimizer after fully_shard and after to_empty",

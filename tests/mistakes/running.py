@@ -268,7 +268,7 @@ def a_replaced_parameter() -> None:
 
 @mistake(
     typed="`block.bfloat16()` of a part of a unit",
-    says="ForeignParameterError: parameters of unit FSDPNet no longer share a dtype",
+    says="ForeignParameterError: parameters of unit 'FSDPNet' no longer share a dtype",
     cure="cast the whole unit at once, for example model.to(torch.bfloat16)",
 )
 def half_a_unit() -> None:

@@ -169,7 +169,7 @@ def _kind(operator: str) -> str | None:
 
 
 def _left_out(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yields where annotations, messages of errors, and types of `isinstance` are."""
+    """Yields where annotations, messages of errors, types of `isinstance`, and `strict=` of `zip` are."""
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.arg):
@@ -184,6 +184,8 @@ def _left_out(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]
             parts = [node]
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
             parts = list(node.args[1:])
+        elif isinstance(node, ast.keyword) and node.arg == "strict":
+            parts = [node.value]
         elif isinstance(node, ast.Assign) and any(
             isinstance(each, ast.Name) and each.id == "__all__" for each in node.targets
         ):

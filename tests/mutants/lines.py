@@ -148,7 +148,8 @@ def measure(budget_s: float) -> Iterator[str]:
 def candidates(mutant: Mutant, measured: list[Ran]) -> list[str]:
     """Returns the tests that run a mutant's line, the fastest first; many cases of one function come last.
 
-    For a default of a function, those that run the function; for what else only an import runs, the file.
+    For a default of a function, those that run the function; for what only an import runs, or what ran where
+    nothing was traced, those that run anything in the file.
     """
     if mutant.is_native:
         return [ran.test for ran in measured if ran.test.startswith("tests/ops/")]
@@ -156,6 +157,7 @@ def candidates(mutant: Mutant, measured: list[Ran]) -> list[str]:
     line = mutant.line(source)
     body = body_around(source, line)
     found = [ran for ran in measured if ran.lines.get(mutant.path, frozenset()) & body]
+    found = found or [ran for ran in measured if mutant.path in ran.lines]
     first: list[str] = []
     further: list[str] = []
     cases: dict[str, int] = {}

@@ -31,7 +31,8 @@ from tests.mutants.mutant import ROOT, Mutant
 from tests.support.processes import FairClock
 
 _PERIOD_S = 0.5  # between two looks at the clock, which reads much of /proc
-_OPTIONS = ["-x", "-q", "-p", "no:cacheprovider", "-m", "", "--tb=short", "--no-header", "-rN"]
+# Without capturing: programs that tests fork write where they are told to, and not where pytest listens.
+_OPTIONS = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-m", "", "--tb=short", "--no-header", "-rN"]
 
 
 @dataclass(frozen=True)

@@ -133,6 +133,26 @@ def test_two_optimizers_over_one_unit_take_the_scale_out_once(two_ranks: Ranks) 
     two_ranks.run(two_optimizers_share_a_scaler)
 
 
+def an_infinite_gradient_of_no_unit_is_seen() -> None:
+    """The norm of the units' gradients is known, and finite; that of a parameter beside them is not."""
+    model, beside, scaler = build(), nn.Parameter(torch.ones(3)), shardgrad.GradScaler(init_scale=8.0)
+    optim = shardgrad.optim.SGD([*model.parameters(), beside], lr=0.1)
+    backward(model, scaler, 0)
+    beside.grad = torch.tensor([1.0, math.inf, 1.0])
+    before = weights(model)
+    scaler.unscale_(optim)
+    shardgrad.clip_grad_norm_(model, 1.0)
+    scaler.step(optim)
+    scaler.update()
+    assert same(before, weights(model))
+    assert torch.equal(beside, torch.ones(3))
+    assert scaler.get_scale() == 4.0
+
+
+def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known(two_ranks: Ranks) -> None:
+    two_ranks.run(an_infinite_gradient_of_no_unit_is_seen)
+
+
 def wrong_order_is_refused() -> None:
     model, scaler = build(), shardgrad.GradScaler()
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.1)

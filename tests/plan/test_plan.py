@@ -16,6 +16,7 @@ from click.testing import CliRunner, Result
 from torch import nn
 
 from shardgrad.cli import main
+from shardgrad.plan import picture, world
 from shardgrad.plan.advice import _changes, advise, is_hopeless
 from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops
@@ -199,6 +200,21 @@ def played(*events: Event, machine: Machine = H100) -> list[tuple[float, float]]
     return [(span.begin_s, span.end_s) for span in spans]
 
 
+def test_only_many_equal_parts_of_a_flat_tensor_are_one_view() -> None:
+    count = world._MANY_PIECES + 1
+    flat = torch.arange(2.0 * count)
+    with world._one_piece_for_many():
+        parts = flat.split(2)
+        assert len(parts) == count
+        assert len(set(map(id, parts))) == 1
+        assert [len(part) for part in flat.split([2 * count - 3, 3])] == [2 * count - 3, 3]
+        assert [len(part) for part in torch.arange(7).split(2)] == [2, 2, 2, 1]
+        for apart in (torch.arange(2.0 * count + 1).split(2), flat.view(count, 2).split(1)):
+            assert len(set(map(id, apart))) == len(apart)
+            assert torch.equal(torch.cat(apart).flatten()[: 2 * count], flat)
+    assert len(set(map(id, flat.split(2)))) == count
+
+
 def test_a_stream_that_waits_for_nothing_overlaps() -> None:
     (_, gathered), (begun, _) = played(gather(), kernel())
     assert begun == 0.0 < gathered
@@ -235,6 +251,7 @@ def test_a_step_is_no_shorter_than_its_parts_and_no_longer_than_all_of_them() ->
 
 
 def test_launching_one_by_one_takes_the_host_its_time() -> None:
+    assert machine_of("h100").launch_s > 0.0 == machine_of("h100", is_graphed=True).launch_s
     eager, graphed = plan_for(), plan_for(machine_of("h100", is_graphed=True))
     assert graphed.host_s == 0.0
     assert eager.step_s >= eager.host_s > graphed.step_s
@@ -277,6 +294,12 @@ def test_ranks_are_placed_on_nodes_as_a_launcher_places_them() -> None:
 def test_a_large_gather_takes_its_bytes_over_the_bandwidth() -> None:
     seconds = CostModel(H100, 8).transfer_s(gather(nbytes=8 * 10**9))
     assert seconds == pytest.approx(7e9 / 370e9, rel=0.01)
+
+
+def test_a_small_all_reduce_over_many_nodes_goes_along_a_tree() -> None:
+    small = Transfer("reduce", "x", "all-reduce", "shard", 512, 1024, 1024, False)
+    cost, layout = CostModel(H100, 512), AxisLayout.of("shard", 512, 512, 8)
+    assert cost.transfer_s(small) < min(cost._ring_s(small, layout, protocol) for protocol in range(3)) / 4
 
 
 def test_a_flat_ring_over_4096_ranks_spends_milliseconds_on_latency() -> None:
@@ -585,6 +608,27 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
         "axis replicate",
     ):
         assert words in " ".join(result.stdout.split()), "wherever a line ends"
+    assert result.stdout.count("tokens/s, a rank") == 2, "from the least to the most, and what is likely"
+
+
+def test_a_picture_shows_all_memory_to_the_end_and_all_work() -> None:
+    rehearsal = rehearsal_of()
+    curve, timeline = memory_of(rehearsal), play(rehearsal.events, CostModel(H100, TINY.shards))
+    memory, lanes = mock.Mock(), mock.Mock()
+    picture._draw_memory(plan_for(), curve, timeline, memory)
+    (times, layers), labels = memory.stackplot.call_args.args, memory.stackplot.call_args.kwargs["labels"]
+    assert times == sorted(times)
+    assert [layer[-1] * 2**30 for layer in layers] == [
+        curve.moments[-1].nbytes.get(owner, 0) for owner in labels
+    ]
+    picture._draw_lanes(rehearsal, timeline, lanes)
+    drawn_ms = sum(length for call in lanes.broken_barh.call_args_list for _, length in call.args[0])
+    worked_ms = sum(
+        span.end_s - span.begin_s
+        for span in timeline.spans
+        if isinstance(rehearsal.events[span.event], Kernel | Transfer)
+    )
+    assert drawn_ms == pytest.approx(1e3 * worked_ms)
 
 
 def with_scalar() -> nn.Module:

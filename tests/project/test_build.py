@@ -100,28 +100,40 @@ def sources(package: Path) -> Path:
     return root
 
 
-def wheel_without_compiler(root: Path) -> Path:
+def wheel_without_compiler(root: Path, **environment: str) -> Path:
     command = (sys.executable, "setup.py", "--quiet", "bdist_wheel")
-    done = run(*command, cwd=root, CC="no-such-compiler", CXX="no-such-compiler")
+    done = run(*command, cwd=root, CC="no-such-compiler", CXX="no-such-compiler", **environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("the compiled ops were not built") == 1
     (wheel,) = root.glob("dist/*.whl")
     return wheel
 
 
+def metadata_of(wheel: Path) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        return archive.read(name).decode()
+
+
 def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(sources: Path) -> None:
     (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
     (sources / "shardgrad" / "_commit.txt").write_text("0123456789ab\n")
-    wheel = wheel_without_compiler(sources)
+    wheel = wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL="https://example.org/shardgrad/")
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
-        names = archive.namelist()
-        (metadata,) = (archive.read(name).decode() for name in names if name.endswith("/METADATA"))
+        assert not any(name.endswith(".so") for name in archive.namelist())
         assert archive.read("shardgrad/_commit.txt") == b"0123456789ab\n"
-    assert not any(name.endswith(".so") for name in names)
-    source = re.search(r"Project-URL: Source, (\S+)", metadata)
-    assert source is not None
-    assert f"[a]({source[1]}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
+    source = "https://example.org/shardgrad"
+    metadata = metadata_of(wheel)
+    assert f"Project-URL: Source, {source}\n" in metadata
+    assert f"[a]({source}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
+
+
+def test_an_address_of_the_source_is_not_made_up(sources: Path) -> None:
+    (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
+    metadata = metadata_of(wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL=""))
+    assert "Project-URL" not in metadata
+    assert "\na, [b](#b), [c](https://example.org/c)" in metadata
 
 
 def test_in_a_source_tree_the_command_builds_that_tree(package: Path, tmp_path: Path) -> None:

@@ -186,6 +186,8 @@ def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, An
         model = GATHERED.shard_tower(tower(), mesh=mesh, **options, **stage)
         optim = make_optimizer("adamw", model)
         for step in range(STEPS):
+            # From the second step on, other gradients are where its own was.
+            model.layers[0].up.weight.requires_grad_(step == 0)
             for micro in range(micro_batches):
                 model.set_requires_all_reduce(not deferred or micro == micro_batches - 1)
                 token_loss(model, GATHERED.tokens(step * micro_batches + micro)).backward()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.engine.buffers import Slot
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import Reduction
 from shardgrad.engine.scheduler import ReductionScheduler
@@ -37,12 +38,15 @@ class Step:
         gathers, computes: of each unit, in the order they ran: forward's from the first unit to the last,
             then backward's from the last to the first. A computation is several launches.
         packs, reductions: of each unit, in the order of backward. A reduction is several launches.
+        scatters, all_reduces: the collectives of reductions.
         updates: of the optimizer.
     """
 
     def __init__(self, launches: list[Launch]) -> None:
         self.gathers = [launch for launch in launches if launch.op == "simulated::all_gather"]
         self.packs = [launch for launch in launches if launch.op == "shardgrad::pack"]
+        self.scatters = [launch for launch in launches if launch.op == "simulated::reduce_scatter"]
+        self.all_reduces = [launch for launch in launches if launch.op == "simulated::all_reduce"]
         self.updates = [launch for launch in launches if launch.op == "shardgrad::sgd_"]
         self.computes: list[list[Launch]] = []
         self.reductions: list[list[Launch]] = []
@@ -51,7 +55,9 @@ class Step:
                 self.computes.append([])
             elif launch.op == "shardgrad::pack":
                 self.reductions.append([])
-            elif launch.op in ("simulated::reduce_scatter", "shardgrad::sum_chunks"):
+            elif (
+                launch in self.scatters or launch in self.all_reduces or launch.op == "shardgrad::sum_chunks"
+            ):
                 self.reductions[-1].append(launch)
             elif launch.op in ("aten::addmm.out", "aten::mm.out"):
                 self.computes[-1].append(launch)
@@ -65,8 +71,12 @@ class Step:
         return self.computes[UNITS:]
 
 
-def _train(begin: threading.Barrier, end: threading.Barrier) -> None:
-    mesh = init_device_mesh("sim", (dist.get_world_size(),))
+def _train(replicas: int, begin: threading.Barrier, end: threading.Barrier) -> None:
+    shards = dist.get_world_size() // replicas
+    if replicas == 1:
+        mesh = init_device_mesh("sim", (shards,))
+    else:
+        mesh = init_device_mesh("sim", (replicas, shards), mesh_dim_names=("replicate", "shard"))
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(UNITS))).to("sim")
@@ -84,12 +94,12 @@ def _train(begin: threading.Barrier, end: threading.Barrier) -> None:
     end.wait()
 
 
-def _last_step(ranks: int, *, raises: bool = True) -> Step:
+def _last_step(ranks: int, *, replicas: int = 1, raises: bool = True) -> Step:
     launches: list[Launch] = []
     begin = threading.Barrier(ranks, lambda: device.restart_schedule(keep_launches=True))
     end = threading.Barrier(ranks, lambda: launches.extend(device.launches(0)))
     with device.checked(raises=raises):
-        VirtualRanks(ranks).run(_train, begin, end)
+        VirtualRanks(ranks).run(_train, replicas, begin, end)
     return Step(launches)
 
 
@@ -127,6 +137,14 @@ def _gathers_that_do_not_overlap_what_computes(step: Step) -> list[str]:
     ]
 
 
+def _scatters_that_wait_for_the_last_all_reduce(step: Step) -> list[str]:
+    return [
+        f"reduce-scatter {k + 1} comes after all-reduce {k}"
+        for k in range(UNITS - 1)
+        if not step.scatters[k + 1].may_overlap(step.all_reduces[k])
+    ]
+
+
 def _updates_that_do_not_wait_for_a_reduction(step: Step) -> list[str]:
     return [
         f"{update} does not come after {launch} of reduction {k}"
@@ -158,6 +176,13 @@ def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() 
     step = _last_step(2)
     assert len(step.gathers) == 2 * UNITS
     assert not _gathers_that_do_not_overlap_what_computes(step)
+
+
+def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_unit_before() -> None:
+    step = _last_step(4, replicas=2)
+    assert len(step.scatters) == len(step.all_reduces) == UNITS
+    assert not _scatters_that_wait_for_the_last_all_reduce(step)
+    assert not _updates_that_do_not_wait_for_a_reduction(step)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -253,6 +278,15 @@ def test_an_edge_that_is_too_strong_is_noticed(name: str) -> None:
     owner, method, make, fact = BROKEN[name]
     with _replaced(owner, method, make):
         assert fact(_last_step(2))
+
+
+def _second_steps_follow_reduce_scatters(original: Any) -> Callable[..., Any]:
+    return lambda self, comm_ctx: original(self, comm_ctx)._replace(end=comm_ctx.streams.reduce)
+
+
+def test_an_all_reduce_on_the_stream_of_reduce_scatters_is_noticed() -> None:
+    with _replaced(GradGroup, "_route_under", _second_steps_follow_reduce_scatters):
+        assert _scatters_that_wait_for_the_last_all_reduce(_last_step(4, replicas=2))
 
 
 def test_an_optimizer_that_does_not_wait_is_noticed() -> None:

@@ -355,6 +355,11 @@ def refusals() -> None:
             shardgrad.graphed_step(**setting)
     with pytest.raises(StepInputError, match=r"(?s)accumulate=2.*3 of them"):
         shardgrad.graphed_step(accumulate=2)(lambda x: x[0])([x.detach()] * 3)
+    pool = shardgrad.graphs.GraphPool(NAME)
+    with pool.turn(), pool.capture():
+        x.detach().add(1)
+        with pytest.raises(CaptureError, match="a capture inside a capture"), pool.capture():
+            pass
 
 
 def test_what_cannot_be_a_step_is_refused_in_words() -> None:

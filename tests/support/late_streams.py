@@ -133,7 +133,8 @@ def delay_the_engine(model: nn.Module, cycles: int) -> None:
     """Keeps the engine's own streams busy, once it has any."""
     unit = unit_of(model)
     if cycles and unit is not None and unit.context is not None:
-        for stream in (unit.context.comm_ctx.streams.gather, unit.context.comm_ctx.streams.reduce):
+        streams = unit.context.comm_ctx.streams
+        for stream in (streams.gather, streams.reduce, streams.second):
             if stream is not None:
                 with stream:
                     sleep(cycles)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardgrad import fully_shard
 from shardgrad.errors import RootError
 from shardgrad.testing import StreamCheckError, check_streams
+from shardgrad.testing.check_streams import _arguments, _range
 from shardgrad.testing.event_order import EventOrder
 
 
@@ -185,3 +186,21 @@ def test_the_trace_is_followed_from_start_to_stop(monkeypatch: pytest.MonkeyPatc
     trace.EventWaitCallbacks.fire_callbacks(7, 3)
     order.stream = 3
     assert not order.is_ordered(made)
+
+
+def test_what_an_operation_only_views_is_no_access_and_what_follows_it_is() -> None:
+    viewed, start = torch.zeros(4), torch.tensor(1)
+    assert list(_arguments(torch.ops.aten.narrow.Tensor, (viewed, 0, start, 2), {})) == [(start, False)]
+    assert list(_arguments(torch.ops.aten.copy_.default, (viewed, start), {})) == [
+        (viewed, True),
+        (start, False),
+    ]
+
+
+def test_memory_reaches_from_the_first_element_to_the_end_of_the_last() -> None:
+    whole = torch.zeros(4, 6)
+    for tensor, begin, end in ((whole, 0, 96), (whole[1:3, 2], 32, 60)):
+        found = _range(tensor, "x")
+        assert (found.begin - whole.data_ptr(), found.end - whole.data_ptr()) == (begin, end)
+    empty = _range(whole[2:2], "x")
+    assert empty.begin == empty.end

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -19,7 +21,9 @@ from shardgrad.train.generate import continued, shown
 from shardgrad.train.model import Transformer, materialise
 from shardgrad.train.presets import transformer_config
 from shardgrad.train.sinks import open_sinks
+from tests.support.processes import run
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SMALL = {"width": 16, "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 2}
 
@@ -138,3 +142,49 @@ def test_metrics_go_to_tensorboard_and_to_weights_and_biases_offline(
         ("finished",),
     ]
     assert open_sinks(TrainConfig(), tmp_path) == []
+
+
+def test_tensorboard_reads_what_a_run_has_written(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (sink,) = open_sinks(TrainConfig(tensorboard=True), tmp_path)
+    sink.write("step", {"step": 3, "loss": 2.5})
+    sink.close()
+    read = events.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(scalar.step, scalar.value) for scalar in read.Scalars("step/loss")] == [(3, 2.5)]
+
+
+@pytest.mark.slow
+def test_weights_and_biases_writes_files_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (sink,) = open_sinks(TrainConfig(wandb=True), tmp_path)
+    sink.write("step", {"step": 3, "loss": 2.5})
+    sink.close()
+    (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert b"step/loss" in path.read_bytes()
+    assert b"2.5" in path.read_bytes()
+
+
+@pytest.mark.long
+def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
+    """And a compiled block that is recomputed is one graph, in which the recomputation is."""
+    losses = {}
+    for compiled in (False, True):
+        folder = tmp_path / f"compiled {compiled}"
+        settings = {
+            "override": {"layers": 1, "width": 32, "hidden": 64, "heads": 2, "kv_heads": 2},
+            **{"ranks": 1, "steps": 3, "log_every": 1, "batch_size": 2, "seq_len": 16, "plot": False},
+            **{"eval_every": 3, "eval_samples": 1, "sample_bytes": 4, "data": __file__},
+            **{"activation_checkpointing": "selective", "compile": compiled, "run_dir": str(folder)},
+        }
+        (tmp_path / "settings.json").write_text(json.dumps(settings))
+        command = [sys.executable, "-m", "shardgrad", "train", "--config", str(tmp_path / "settings.json")]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        done = run(command, cwd=tmp_path, env=environment, timeout_s=300)
+        assert done.returncode == 0, done.stderr
+        rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        losses[compiled] = [row["loss"] for row in rows if "loss" in row]
+    assert losses[True] == pytest.approx(losses[False], rel=1e-5)  # Inductor's sums have another order

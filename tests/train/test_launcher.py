@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.launch import prepare
+from shardgrad.train.launch import prepare, start
 from shardgrad.train.launcher import require_resolvable_master, torchrun_world_size
 from tests.support.processes import FairClock, run
 
@@ -36,6 +36,19 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     monkeypatch.setenv(name, text)
     with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
         prepare({"run_dir": "nowhere"}, resume=None, debug=False)
+
+
+@pytest.mark.parametrize("given", [{"ranks": 100_000}, {"mesh": "400x400"}])
+def test_more_ranks_than_a_machine_can_run_are_not_started(given: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=r"start at most \d+ with --ranks or --mesh"):
+        prepare({**given, "run_dir": "nowhere"}, resume=None, debug=False)
+
+
+def test_a_run_folder_that_cannot_be_made_is_named_before_ranks_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    job = prepare({"run_dir": str(tmp_path / "file" / "run")}, resume=None, debug=False)
+    with pytest.raises(UsageError, match=r"file/run cannot be made .*: choose another --run-dir"):
+        start(job)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +105,7 @@ def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(t
         "from shardgrad.cli import main\n"
         "from shardgrad.train import launch\n"
         "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, 0.2)\n"
-        "try:\n    main(['train'])\n"
+        "try:\n    main(['train'], prog_name='shardgrad')\n"
         "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
     )
     done = run(
@@ -117,9 +130,10 @@ def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pyte
 
 
 def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+    answers, asked = iter([socket.gaierror(-2, "Name or service not known")] * 2), []
 
     def look_up(*_: object) -> list[object]:
+        asked.append(1)
         error = next(answers, None)
         if error is not None:
             raise error
@@ -128,3 +142,5 @@ def test_a_name_that_is_known_late_is_waited_for(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", "late")
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     require_resolvable_master(patience_s=30)
+    time.sleep(0.1)
+    assert len(asked) == 3, "it is not asked again"

@@ -131,6 +131,7 @@ struct State {
   std::unordered_map<const void*, std::pair<void*, size_t>> variables;
   uint64_t ids = 0;
 
+  bool has_values = true;
   Order order = Order::host;
   std::mt19937_64 random;
   int questions = 1;  // an event looks unfinished until it was asked so often

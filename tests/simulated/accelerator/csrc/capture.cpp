@@ -132,12 +132,12 @@ void Simulator::step(const Item& item, std::vector<Clock>& events) {
       return;
     }
     case Item::Call:
-      return;
     case Item::Launch:
     case Item::Allocate:
       break;
   }
   Stamp stamp = advance(item.lane, item.site);
+  if (item.type != Item::Allocate) schedules_[lane.device].launched(stamp, lane.clock);
   for (const Access& access : item.accesses) {
     Block* block = memory_.find(access.begin);
     // Memory of a graph, this one's or one it follows, is lent again only in captures of that graph.

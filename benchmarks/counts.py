@@ -1,0 +1,215 @@
+"""What a step asks of the host and of the device's memory, counted without a GPU.
+
+torch.cuda runs on the runtime of `tests/cuda_runtime`, whose README says what is faithful: streams, events,
+the caching allocator, graphs and ProcessGroupNCCL are torch's. Nothing has values there, so memory that
+nothing touches is free, and one process stands for rank 0 of a world of any size.
+
+    .venv-cuda/bin/python -m benchmarks counts
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+
+from benchmarks.engines.program import Trained, micro_batches
+from benchmarks.engines.task import PRECISIONS, Task
+from benchmarks.engines.torch_and_shardgrad import fsdp2, ours, ours_graphed
+from benchmarks.measure import Cost, cost_of, in_turn, ratios, settle, spread
+from benchmarks.models import MODELS, facts_of
+from benchmarks.run import Run, option
+from benchmarks.workers import Worker, Workers
+from tests.cuda_runtime import inspection
+
+_ENGINES: Mapping[str, Callable[[Task, torch.device], Trained]] = {
+    "fsdp2": fsdp2,
+    "shardgrad": ours,
+    "shardgrad, its optimizer": partial(ours, owns_optimizer=True),
+    "shardgrad-graphed": ours_graphed,
+}
+_WARMUP = 6  # steps; more than a graphed step needs for its capture
+_STEPS = 3  # that are counted
+
+# What the calls of the runtime are, by the beginning of their names.
+_KINDS = {
+    "cudaLaunchKernel": "kernels",
+    "kernel": "kernels",  # of cuBLAS
+    "nccl": "nccl",
+    "cudaMemcpy": "copies",
+    "cudaMemset": "copies",
+    "cudaEventRecord": "events",
+    "cudaStreamWaitEvent": "events",
+    "cudaEventQuery": "events",
+    "cudaEventSynchronize": "events",
+    "cudaGraphLaunch": "graphs",
+}
+
+
+class Rank0:
+    """An engine on rank 0 of a world whose other ranks do not exist."""
+
+    def __init__(self, worker: Worker) -> None:
+        name, task = worker.argument
+        if not inspection.installed():
+            raise RuntimeError("this needs torch.cuda on the host: python -m tests.cuda_runtime .venv-cuda")
+        device = torch.device("cuda", 0)
+        torch.set_num_threads(1)
+        torch.cuda.set_device(device)
+        store = dist.HashStore()
+        dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=0, world_size=task.ranks)
+        _agree()
+        self._trained = _ENGINES[name](task, device)
+        self._data = cycle(micro_batches(task, 0, facts_of(task.preset, task.hf).vocab_size, device))
+
+    def counts(self) -> dict[str, int]:
+        """Takes steps, and returns what one of the last asked for, and the peaks of all but the first.
+
+        The first is left out since it allocates what stays, such as the states of the optimizer, while
+        gradients are there. A capture's allocations count like those of an eager step.
+        """
+        self._step()
+        settle()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(_WARMUP - 1):
+            self._step()
+        before = _calls()
+        for _ in range(_STEPS):
+            self._step()
+        found = {kind: round(count / _STEPS) for kind, count in (_calls() - before).items()}
+        graph = inspection.graph() if found.get("graphs") else None
+        return {
+            **{kind: found.get(kind, 0) for kind in (*dict.fromkeys(_KINDS.values()), "allocations")},
+            "nodes": 0 if graph is None else len(graph["nodes"]),
+            "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_nbytes": torch.cuda.max_memory_reserved(),
+        }
+
+    def turn(self, steps: int) -> Cost:
+        """Measures the host's time for steps."""
+        return cost_of(self._step, repeats=steps, device="cuda")
+
+    def _step(self) -> None:
+        self._trained.step(next(self._data))
+
+
+def _agree() -> None:
+    """Lets lazy init find that the ranks which do not exist have built the same model."""
+    from shardgrad.checks import same_weights
+    from shardgrad.engine import same_model
+
+    def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
+        return [value] * group.size()
+
+    same_model.all_gather_object = same_weights.all_gather_object = all_gather_object
+
+
+def _calls() -> Counter[str]:
+    found: Counter[str] = Counter(allocations=torch.cuda.memory_stats()["allocation.all.allocated"])
+    for name, count in inspection.calls().items():
+        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+        if kind is not None:
+            found[kind] += count
+    return found
+
+
+@click.command()
+@option("--preset", type=click.Choice(list(MODELS)), default="gpt2", help="Model.")
+@option("--ranks", type=click.IntRange(1), multiple=True, default=[1, 2, 4, 8], help="World; repeatable.")
+@option(
+    "--precision",
+    "precisions",
+    type=click.Choice(PRECISIONS),
+    multiple=True,
+    default=["bf16", "fp32"],
+    help="Data type of forward and backward; repeatable.",
+)
+@option("--batch-size", type=click.IntRange(1), default=2, help="Sequences per rank.")
+@option("--seq-len", type=click.IntRange(2), default=256, help="Tokens per sequence.")
+@option("--rounds", type=click.IntRange(2), default=10, help="Turns of each engine.")
+@click.pass_obj
+def main(
+    run: Run, preset: str, ranks: Sequence[int], precisions: Sequence[str], rounds: int, **sizes: int
+) -> None:
+    """Count what a step asks of the host and of the device's memory, beside FSDP2, without a GPU."""
+    if not inspection.installed():
+        click.echo("counts: left out, this needs .venv-cuda: python -m tests.cuda_runtime .venv-cuda")
+        return
+    if run.smoke:
+        preset, ranks, precisions, rounds = "tiny", [2], ["bf16"], 2
+    os.environ["HOSTCUDA_VALUES"] = "0"  # for the processes that are started from here on
+    summary: dict[str, Any] = {}
+    samples: dict[str, Any] = {}
+    for precision, world in product(precisions, ranks):
+        task = Task(preset, precision=precision, ranks=world, device="cuda", **sizes)
+        counts, costs = _measure(task, rounds)
+        case = f"{precision}, {world} rank{'s' * (world > 1)}"
+        samples[case] = {name: {"cpu_s": [cost.cpu_s for cost in of]} for name, of in costs.items()}
+        summary[case] = _summary(counts, costs, facts_of(preset).numel * 4 / world)
+    run.finish(
+        "counts",
+        config={
+            "preset": preset,
+            "ranks": list(ranks),
+            "precisions": list(precisions),
+            **sizes,
+            "rounds": rounds,
+        },
+        samples=samples,
+        summary=summary,
+    )
+
+
+def _measure(task: Task, rounds: int) -> tuple[dict[str, dict[str, int]], dict[str, list[Cost]]]:
+    """Returns what each engine's step counted, and its cost in each round."""
+    workers: dict[str, Workers] = {}
+    try:
+        for name in _ENGINES:
+            workers[name] = Workers("benchmarks.counts:Rank0", (name, task), 1, 600.0, device="cuda")
+            workers[name].ready()
+        counts = {name: one.call("counts")[0] for name, one in workers.items()}
+        costs: dict[str, list[Cost]] = {name: [] for name in workers}
+        for number in range(rounds):
+            for name in in_turn(list(workers), number):
+                costs[name] += workers[name].call("turn", _STEPS)
+    finally:
+        for one in workers.values():
+            one.close()
+    return counts, costs
+
+
+def _summary(
+    counts: Mapping[str, dict[str, int]], costs: Mapping[str, list[Cost]], gradients_nbytes: float
+) -> dict[str, Any]:
+    """Puts rows together.
+
+    Args:
+        counts: by engine.
+        costs: by engine.
+        gradients_nbytes: of a rank's gradients, which shardgrad keeps and FSDP2 frees.
+    """
+    base = counts["fsdp2"]
+    times = {name: [cost.cpu_s for cost in of] for name, of in costs.items()}
+    found: dict[str, Any] = {}
+    for name, of in counts.items():
+        allocated = of["peak_allocated_nbytes"]
+        found[name] = {
+            "cpu_s": spread(times[name]),
+            **of,
+            "ratio_to_fsdp2": spread(ratios(times[name], times["fsdp2"])),
+            "allocated_ratio_to_fsdp2": allocated / base["peak_allocated_nbytes"],
+            "reserved_ratio_to_fsdp2": of["peak_reserved_nbytes"] / base["peak_reserved_nbytes"],
+            "beyond_fsdp2_and_gradients_nbytes": (
+                None
+                if name == "fsdp2"
+                else allocated - base["peak_allocated_nbytes"] - round(gradients_nbytes)
+            ),
+        }
+    return found

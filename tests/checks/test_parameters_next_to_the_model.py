@@ -1,0 +1,185 @@
+"""Trainable parameters next to a sharded model, in its optimizer: named, or looked after by the program."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate import replicate
+from torch.nn.parallel import DistributedDataParallel
+
+import shardgrad
+from shardgrad.checks import unowned_params
+from tests.support.parity import SHARDGRAD, WIDTH, Engine, Tensors, close_to_unsharded
+from tests.support.ranks import Ranks
+
+Parts = tuple[nn.Module, nn.Module]
+
+
+def parts(engine: Engine = SHARDGRAD, **options: Any) -> Parts:
+    torch.manual_seed(0)
+    model, head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+    engine.fully_shard(model, **options)
+    return model, head
+
+
+def params_of(modules: Parts) -> list[nn.Parameter]:
+    return list(chain.from_iterable(module.parameters() for module in modules))
+
+
+def loss_of(engine: Engine, modules: Parts, step: int = 0) -> Tensor:
+    model, head = modules
+    return head(model(engine.inputs(step, WIDTH, dtype=torch.get_default_dtype()))).square().mean()
+
+
+def steps(modules: Parts, optimizer: torch.optim.Optimizer, count: int = 3) -> list[str]:
+    """Returns the warnings of some steps, each behind the file and line that it names."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(count):
+            loss_of(SHARDGRAD, modules, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    own = [each for each in caught if issubclass(each.category, shardgrad.UnownedParameterWarning)]
+    return [f"{each.filename}: {each.message}" for each in own]
+
+
+def a_head_is_named_once() -> None:
+    modules = parts()
+    optimizer = torch.optim.SGD(params_of(modules), lr=0.1)
+    (text,) = steps(modules, optimizer)
+    for part in (
+        __file__,
+        "SGD trains a sharded model, and 2 parameters that no unit owns",
+        f"parameter 2 of group 0, of shape (2, {WIDTH}); parameter 3 of group 0, of shape (2,)",
+        f"(rank {dist.get_rank()})",
+        "Try: shardgrad.fully_shard(module)",
+        "ignored_params",
+    ):
+        assert part in text, text
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert steps(modules, optimizer) == []
+
+
+def names_are_told() -> None:
+    modules = parts()
+    named = [*modules[0].named_parameters(prefix="model"), *modules[1].named_parameters(prefix="head")]
+    (text,) = steps(modules, torch.optim.SGD(named, lr=0.1))
+    assert f"head.weight, of shape (2, {WIDTH}); head.bias, of shape (2,)" in text, text
+
+
+def one_that_was_added_later() -> None:
+    modules = parts()
+    optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
+    assert steps(modules, optimizer) == []
+    optimizer.add_param_group({"params": list(modules[1].parameters())})
+    (text,) = steps(modules, optimizer)
+    assert re.search("parameter 0 of group 1.*parameter 1 of group 1", text), text
+
+
+def the_line_was_added(engine: Engine) -> Tensors:
+    modules = parts(engine)
+    engine.fully_shard(modules[1])
+    optimizer = torch.optim.SGD(params_of(modules), lr=0.1)
+    for step in range(3):
+        loss_of(engine, modules, step).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.step()
+        optimizer.zero_grad()
+    both = [engine.snapshot(module) for module in modules]
+    return {f"{i}.{name}": value for i, found in enumerate(both) for name, value in found.items()}
+
+
+def ignored() -> Parts:
+    torch.manual_seed(0)
+    head = nn.Linear(WIDTH, 2)
+    return shardgrad.fully_shard(nn.Linear(WIDTH, WIDTH), ignored_params=set(head.parameters())), head
+
+
+def ignored_inside() -> Parts:
+    """`load_state_dict(assign=True)` puts others under the names that were ignored."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    shardgrad.fully_shard(model, ignored_params=set(model[1].parameters()))
+    model[1].load_state_dict(
+        {name: value.clone() for name, value in model[1].state_dict().items()}, assign=True
+    )
+    return model, nn.Identity()
+
+
+def frozen() -> Parts:
+    model, head = parts()
+    return model, head.requires_grad_(False)
+
+
+def in_ddp() -> Parts:
+    model, head = parts()
+    return model, DistributedDataParallel(head)
+
+
+def replicated() -> Parts:
+    model, head = parts()
+    return model, replicate(head)
+
+
+LOOKED_AFTER = [ignored, ignored_inside, frozen, in_ddp, replicated]
+
+
+def is_silent(build: Callable[[], Parts]) -> None:
+    modules = build()
+    assert steps(modules, torch.optim.SGD(params_of(modules), lr=0.1)) == []
+
+
+def of_separate_optimizers() -> None:
+    """A program that gives a module an optimizer may look after it there."""
+    model, head = parts()
+    for module in (model, head):
+        assert steps((model, head), torch.optim.SGD(module.parameters(), lr=0.1)) == []
+
+
+def later_steps_look_at_nothing() -> None:
+    modules = parts()
+    optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
+    steps(modules, optimizer, 1)
+    with mock.patch.object(unowned_params, "_may_drift", side_effect=AssertionError("in a later step")):
+        steps(modules, optimizer)
+
+
+def test_a_head_next_to_the_model_is_named_once_with_the_line_to_add(two_ranks: Ranks) -> None:
+    two_ranks.run(a_head_is_named_once)
+
+
+def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows(two_ranks: Ranks) -> None:
+    two_ranks.run(names_are_told)
+
+
+def test_parameters_that_are_added_to_the_optimizer_later_are_named(two_ranks: Ranks) -> None:
+    two_ranks.run(one_that_was_added_later)
+
+
+def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(two_ranks: Ranks) -> None:
+    two_ranks.run(close_to_unsharded, the_line_was_added)
+
+
+@pytest.mark.parametrize("build", LOOKED_AFTER)
+def test_parameters_that_the_program_looks_after_are_not_warned_of(
+    two_ranks: Ranks, build: Callable[[], Parts]
+) -> None:
+    two_ranks.run(is_silent, build)
+
+
+def test_an_optimizer_without_sharded_parameters_is_not_warned_of(two_ranks: Ranks) -> None:
+    two_ranks.run(of_separate_optimizers)
+
+
+def test_later_steps_do_not_look_for_unowned_parameters(two_ranks: Ranks) -> None:
+    two_ranks.run(later_steps_look_at_nothing)

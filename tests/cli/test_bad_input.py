@@ -1,0 +1,81 @@
+"""Input that makes no sense: a sentence and exit status 2 within a second, before PyTorch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from tests.support.processes import run
+
+ROOT = Path(__file__).parents[2]
+# In a folder with what `in_folder` puts there.
+LINES = [
+    *("nothing", "--nothing", "train --nothing", "checkpoint nothing", "doctor --nothing"),
+    *("train --steps x", "train --steps 0", "train --lr nan", "train --lr 1e400", "train --batch-size 1.5"),
+    *("train --ranks 0", "train --ranks 100000", "train --mesh 2x", "train --mesh 3 --ranks 2"),
+    *("train --preset huge", "train --engine ddp", "train --precision fp8", "train --stage 7"),
+    *("train --data missing", "train --data empty", "train --data text --seq-len 1000000"),
+    *("train --override layers", "train --override layers=x", "train --override nothing=3"),
+    *("train --config missing.toml", "train --config run.toml", "train --config broken.json"),
+    *(
+        "train --resume",
+        "train --resume missing",
+        "train --resume started",
+        "train --ranks 2 --run-dir text/run",
+    ),
+    *("train --hf broken.json", "train --hf kind.json", "train --hf nothing"),
+    *("plan --preset nothing", "plan --ranks 0", "plan --mesh 0x4", "plan --device a10000", "plan --tp 2"),
+    *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
+    *("plan --search 17", "plan --picture plan.txt", "plan --picture text/plan.png", "plan --trace text/x"),
+    *("plan --model nothing:f", "plan --model json", "plan --hf kind.json", "plan --override width=7"),
+    *("explain missing", "explain started", "explain broken.json", "explain empty.json", "explain text"),
+    *("generate missing", "generate started --bytes 0", "generate started --prompt ''"),
+    *(
+        "checkpoint verify started",
+        "completion tcsh",
+        "checkpoint verify missing",
+        "checkpoint inspect text",
+        "checkpoint convert missing out --to nothing",
+    ),
+]
+CALL = """
+import json, shlex, sys, time
+from click.testing import CliRunner
+from shardgrad.cli import main
+for line in json.loads(sys.argv[1]):
+    began_s = time.process_time()
+    done = CliRunner().invoke(main, shlex.split(line), prog_name="shardgrad")
+    took_s = time.process_time() - began_s
+    print(json.dumps([line, done.exit_code, done.output, took_s, "torch" in sys.modules]))
+"""
+
+
+def in_folder(folder: Path) -> None:
+    (folder / "text").write_text("words " * 2000)
+    (folder / "empty").touch()
+    (folder / "run.toml").write_text("steps = 'many'\n")
+    (folder / "broken.json").write_text("{")
+    (folder / "empty.json").write_text('{"traceEvents": []}')
+    (folder / "kind.json").write_text('{"model_type": "no-such-type"}')
+    (folder / "started").mkdir()
+    (folder / "started" / "config.json").write_text("{}")
+
+
+def test_bad_input_is_refused_in_a_sentence_within_a_second(tmp_path: Path) -> None:
+    assert len(LINES) > 40
+    in_folder(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = run([sys.executable, "-c", CALL, json.dumps(LINES)], cwd=tmp_path, env=environment, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows] == LINES
+    for line, status, output, took_s, has_torch in rows:
+        said = output.strip().splitlines()
+        assert status == 2, (line, status, output)
+        assert 1 <= len(said) <= 4, (line, output)  # click says how to use the command, too
+        assert "Traceback" not in output, (line, output)
+        assert "was not expected" not in output, (line, output)
+        assert took_s < 1, (line, took_s)
+        assert not has_torch, line

@@ -1,0 +1,59 @@
+"""In an eager step the host waits for nothing, but once a backward is launched, for flags it has to know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgrad
+from tests.cuda_runtime import inspection
+
+UNITS = 3
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
+
+
+class Partly(nn.Linear):
+    """A layer with a parameter that no rank ever uses."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+def waits_during(call: Callable[[], object]) -> dict[str, int]:
+    """What the host waits for in a call, by the function that waits."""
+    before = inspection.calls()
+    call()
+    after = inspection.calls()
+    counts = {name: after.get(name, 0) - before.get(name, 0) for name in WAITS}
+    return {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("layer", "in_backward"),
+    [(Partly, {"cudaEventSynchronize": UNITS}), (lambda: nn.Linear(8, 8), {})],
+    ids=["missed", "all"],
+)
+def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
+    layer: Callable[[], nn.Module], in_backward: dict[str, int]
+) -> None:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    model = nn.Sequential(*(layer() for _ in range(UNITS))).cuda()
+    for child in model:
+        shardgrad.fully_shard(child)
+    shardgrad.fully_shard(model)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    inputs = torch.randn(4, 8, device="cuda")
+    for number in range(4):
+        loss = model(inputs).square().mean()
+        backward = waits_during(loss.backward)
+        assert all((param.grad is None) == name.endswith("spare") for name, param in model.named_parameters())
+        rest = waits_during(lambda: (optimizer.step(), optimizer.zero_grad(), model(inputs)))
+        if number == 3:
+            assert backward == in_backward
+            assert not rest
+    dist.destroy_process_group()

@@ -1,0 +1,46 @@
+"""Where a rank computes."""
+
+from __future__ import annotations
+
+import platform
+
+import pytest
+import torch
+
+from shardgrad.train.failure import UsageError
+from shardgrad.train.heap import keep_freed_memory
+from shardgrad.train.parallel import _choose_device
+
+
+@pytest.fixture
+def accelerators(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many of them."""
+    count = request.param
+    found = torch.device("cuda") if count else None
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: count)
+
+
+@pytest.mark.parametrize("accelerators", [2], indirect=True)
+@pytest.mark.usefixtures("accelerators")
+def test_each_rank_of_a_machine_has_an_accelerator_and_none_too_many_is_started() -> None:
+    assert [_choose_device("auto", rank) for rank in (0, 1)] == [
+        torch.device("cuda", 0),
+        torch.device("cuda", 1),
+    ]
+    assert _choose_device("cpu", 1) == torch.device("cpu")
+    with pytest.raises(UsageError, match="has 2 accelerators but more ranks: use --ranks 2"):
+        _choose_device("auto", 2)
+
+
+@pytest.mark.parametrize("accelerators", [0], indirect=True)
+@pytest.mark.usefixtures("accelerators")
+def test_a_machine_without_an_accelerator_computes_on_its_cpu_unless_told_otherwise() -> None:
+    assert _choose_device("auto", 0) == torch.device("cpu")
+    with pytest.raises(UsageError, match="PyTorch sees no accelerator here"):
+        _choose_device("accelerator", 0)
+
+
+def test_freed_memory_is_kept_where_the_c_library_can() -> None:
+    assert keep_freed_memory() == (platform.libc_ver()[0] == "glibc")

@@ -1,0 +1,69 @@
+"""What a rank reports when it cannot go on, and leaves in the run folder."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+from shardgrad.diagnosis.flight_recorder import FlightRecorder
+from shardgrad.diagnosis.hang_watchdog import HangWatchdog
+from shardgrad.diagnosis.rank_status import Diagnosis, RankStatus, rank_status
+from shardgrad.train import rank
+from shardgrad.train.failure import TrainingError
+
+GONE = RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4711")
+
+
+class Answers:
+    """A watchdog that has been told what happened."""
+
+    location = "step 5, forward of layers.1"
+
+    def __init__(self, *culprits: int, witnesses: tuple[int, ...]) -> None:
+        found = f"Rank {culprits[0]} does not answer."
+        self.finding = Diagnosis(culprits, found, f"Ranks {witnesses} were waiting for it.")
+        self.answers = {witness: status_of(witness) for witness in witnesses}
+        self.told: list[BaseException] = []
+
+    def query_ranks(self, *, timeout_s: float) -> tuple[Diagnosis, dict[int, RankStatus]]:
+        return self.finding, self.answers
+
+    def report_error(self, error: BaseException) -> None:
+        self.told.append(error)
+
+
+def status_of(number: int) -> RankStatus:
+    return rank_status(FlightRecorder(), number, thread=threading.get_ident(), error=None)
+
+
+def failed(error: BaseException, number: int, folder: Path, watchdog: Any) -> rank.Report:
+    return rank._failed(error, number, folder, cast(HangWatchdog, watchdog))
+
+
+def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(tmp_path: Path) -> None:
+    watchdog = Answers(1, witnesses=(0, 2))
+    second = failed(GONE, 2, tmp_path, watchdog)
+    assert not second.speaks
+    assert not list(tmp_path.iterdir())
+    first = failed(GONE, 0, tmp_path, watchdog)
+    assert first.speaks
+    assert first.sentence.startswith("Rank 1 does not answer. Ranks (0, 2) were waiting for it.")
+    kept = json.loads((tmp_path / rank.RANK_STATUS).read_text())
+    assert kept["finding"]["culprits"] == [1]
+    assert [status["rank"] for status in kept["ranks"]] == [0, 2]
+
+
+def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(tmp_path: Path) -> None:
+    watchdog, error = Answers(1, witnesses=(0,)), ValueError("a mistake")
+    report = failed(error, 0, tmp_path, watchdog)
+    assert report.what.startswith("Rank 0 failed at step 5, forward of layers.1: ValueError: a mistake")
+    assert report.cause is rank.Cause.OWN
+    assert watchdog.told == [error]
+
+
+def test_what_all_ranks_find_together_is_said_by_rank_0(tmp_path: Path) -> None:
+    for number in (0, 1):
+        report = failed(TrainingError("not finite"), number, tmp_path, Answers(1, witnesses=(0,)))
+        assert (report.what, report.speaks) == ("not finite", number == 0)

@@ -1,0 +1,43 @@
+"""Requests to stop: which signals are one, which are its echo, and what a second one does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from shardgrad.train.failure import Interrupted
+from shardgrad.train.stop import ECHO_S, StopRequest
+
+
+class EndedError(Exception):
+    """The process would have ended."""
+
+
+@pytest.mark.parametrize(("apart_s", "ends"), [(0.0, False), (0.9 * ECHO_S, False), (1.1 * ECHO_S, True)])
+def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
+    apart_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end(status: int) -> None:
+        assert status == Interrupted.exit_status
+        raise EndedError
+
+    moments = iter([5000.0, 5000.0 + apart_s])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(os, "_exit", end)
+    stop = StopRequest()
+    assert not stop.requested
+    stop._on_signal(signal.SIGTERM, None)
+    assert stop.requested
+    if ends:
+        with pytest.raises(EndedError):
+            stop._on_signal(signal.SIGTERM, None)
+    else:
+        stop._on_signal(signal.SIGTERM, None)
+
+
+def test_the_end_of_the_launcher_is_a_request() -> None:
+    assert not StopRequest(os.getppid()).requested
+    assert StopRequest(os.getppid() + 1).requested
