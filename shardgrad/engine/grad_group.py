@@ -158,7 +158,7 @@ class GradGroup:
 
     # -- what trains ------------------------------------------------------------------------------------
 
-    def refresh_trainable(self) -> None:
+    def refresh_trainable(self, *, anyway: bool = False) -> None:
         """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
 
         What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
@@ -167,13 +167,13 @@ class GradGroup:
         Streams: what waits is moved, if it has to be, on the stream that reductions end on.
         """
         params = self.group.params
-        is_same = self._generation == self.group.generation
+        is_same = self._generation == self.group.generation and not anyway
         if is_same and not (self._holds_places and self._is_open):
             with DisableTorchFunctionSubclass():  # parameters answer three times as fast
                 now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
-        known = self._trainable if is_same else ()
+        known = self._trainable if self._generation == self.group.generation else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)

@@ -13,7 +13,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 
-__all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
+__all__ = ["Gradients", "Selection", "gradients_of", "place_written", "plain_gradient", "select"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,15 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
     return grads.require_shard()
 
 
+def place_written(group: ParamGroup, params: Iterable[torch.Tensor], shard: GradShard) -> GradShard:
+    """Returns a group's gradient shard, with places for frozen parameters that were given a gradient."""
+    attribute = group.gradient_policy.attribute
+    if not any(shard.place_of(p) is None and getattr(p, attribute, None) is not None for p in params):
+        return shard
+    grads_of(group).refresh_trainable(anyway=True)
+    return grads_of(group).require_shard()
+
+
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
     """Returns the gradient of a parameter that no unit shards: `.grad`, else `.decoupled_grad`."""
     return param.grad if param.grad is not None else getattr(param, "decoupled_grad", None)
@@ -96,6 +105,8 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         shard = gradients_of(group, [managed.sharded for managed in members])
         if shard is None:
             continue
+        if shard.count < len(group.params):
+            shard = place_written(group, [managed.sharded for managed in members], shard)
         live = shard.settle(range(shard.count))
         places = [shard.place_of(managed.sharded) for managed in members]
         chosen = tuple(place for place in places if place is not None)
