@@ -198,7 +198,7 @@ class GradShard:
 
     # -- for those who read the shard -------------------------------------------------------------------
 
-    def place_of(self, param: nn.Parameter) -> int | None:
+    def place_of(self, param: torch.Tensor) -> int | None:
         """Returns a parameter's place, or None if it did not require grad when the last forward began."""
         return self._index.get(id(param))
 

@@ -18,14 +18,11 @@ import shardgrad.engine.root
 import shardgrad.engine.scheduler
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
-from shardgrad.engine import grad_group
 from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
-
-Hook = Callable[[torch.Tensor], None]  # of a parameter
 
 
 @pytest.fixture
@@ -77,28 +74,18 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
+    arrive = GradGroup.collect
 
-    def around(arrive: Hook, owner: weakref.ref[GradGroup]) -> Hook:
-        def on_chosen_stream(unsharded: torch.Tensor) -> None:
-            computed = streams.event()
-            computed.record(streams.current())
-            with streams.on(choose(unsharded)):
-                computed.wait(streams.current())
-                if unsharded.grad is not None:
-                    streams.access("backward writes gradient", unsharded.grad, writes=True)
-                arrive(unsharded)
+    def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
+        computed = streams.event()
+        computed.record(streams.current())
+        with streams.on(choose(unsharded)):
+            computed.wait(streams.current())
+            if unsharded.grad is not None:
+                streams.access("backward writes gradient", unsharded.grad, writes=True)
+            arrive(self, unsharded)
 
-        return on_chosen_stream
-
-    changed_hooks(monkeypatch, around)
-
-
-def changed_hooks(
-    monkeypatch: pytest.MonkeyPatch, around: Callable[[Hook, weakref.ref[GradGroup]], Hook]
-) -> None:
-    """Puts what `around` returns in the place of the engine's hook of gradients."""
-    made = grad_group._collector_of
-    monkeypatch.setattr(grad_group, "_collector_of", lambda owner: around(made(owner), owner))
+    monkeypatch.setattr(GradGroup, "collect", on_chosen_stream)
 
 
 def two_layers() -> nn.Module:
@@ -155,15 +142,13 @@ def test_a_missing_wait_is_found(
     """The recorder can fail: each wait, taken out, is a hazard."""
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
+        arrive = GradGroup.collect
 
-        def around(arrive: Hook, owner: weakref.ref[GradGroup]) -> Hook:
-            def forget(unsharded: torch.Tensor) -> None:
-                arrive(unsharded)
-                owner().collector._foreign.clear()  # type: ignore[union-attr]
+        def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
+            arrive(self, unsharded)
+            self.collector._foreign.clear()
 
-            return forget
-
-        changed_hooks(monkeypatch, around)
+        monkeypatch.setattr(GradGroup, "collect", forget)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:

@@ -107,8 +107,8 @@ def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() ->
     units = rehearsal_of().units
     assert counts["2"]["all-gather"] == units
     assert counts["2"]["reduce-scatter"] == counts["3"]["reduce-scatter"] == units
-    # The root and the unit that backward begins with stay whole.
-    assert counts["3"]["all-gather"] == 2 * units - 2
+    # The root stays whole.
+    assert counts["3"]["all-gather"] == 2 * units - 1
 
 
 def reductions(**changes: object) -> int:
@@ -433,7 +433,7 @@ def test_experts_leave_no_rank_without_rows() -> None:
 
 
 def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
-    request = TINY.but(batch_size=8, override={"layers": 1})
+    request = TINY.but(batch_size=64, override={"layers": 1})
     plan = make_plan(request, H100)
     outside = plan.needed_nbytes - plan.reserved_nbytes - H100.device.margin_nbytes
     room = (outside + plan.reserved_nbytes * 0.8) / 0.95
@@ -595,7 +595,7 @@ def test_a_number_that_makes_no_sense_is_refused_by_name(arguments: list[str], w
 def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "plan.png"
-    result = run("--mesh", "2x8", "--no-advice", "--picture", str(picture))
+    result = run("--mesh", "2x8", "--batch-size", "1024", "--no-advice", "--picture", str(picture))
     assert result.exit_code == 0, result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
     for words in (
