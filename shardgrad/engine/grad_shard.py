@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from operator import gt
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.param import FSDPParam
