@@ -54,6 +54,7 @@ class PostForwardInput(AllGatherInput):
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
+        self._trained = [False] * len(params)  # when modules began to register the parameters over this chunk
         for p in params:
             p.post_forward = None
 
@@ -77,7 +78,15 @@ class PostForwardInput(AllGatherInput):
                 local = sharding.sharded_dtensor(view)
                 p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
                 mark_post_forward(p)
+            p.post_forward.requires_grad_(p.sharded.requires_grad)
             p.register(p.post_forward)
+        self._trained = [p.sharded.requires_grad for p in self._params]
+
+    def follow(self) -> None:
+        """Has the sharded parameters require grad as the program has set it on those over this chunk."""
+        for p, was in zip(self._params, self._trained, strict=True):
+            if p.post_forward is not None and p.post_forward.requires_grad != was:
+                p.sharded.requires_grad_(not was)
 
     def free(self) -> None:
         """Gives the memory back, after the last use on the current stream."""
@@ -152,6 +161,7 @@ class PostForwardGroup(ParamGroup):
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
         if self.state is ParamState.SHARDED_POST_FORWARD and self._smaller is not None:
+            self._smaller.follow()
             return AllGather(self._smaller, self.name, self.wait_for_unshard)
         return super()._launch(comm_ctx, version)
 
@@ -165,4 +175,6 @@ class PostForwardGroup(ParamGroup):
     def _free(self) -> None:
         super()._free()
         if self._smaller is not None:
+            if self.state is ParamState.SHARDED_POST_FORWARD:
+                self._smaller.follow()
             self._smaller.free()
