@@ -155,9 +155,16 @@ def test_the_command_line_names_its_extra_in_one_sentence(
     ids=["matplotlib", "transformers, plan", "transformers, run", "tensorboard", "wandb", "safetensors"],
 )
 def test_a_missing_package_is_named_before_any_work(
-    package: str, arguments: list[str], work: str, sentence: str, monkeypatch: pytest.MonkeyPatch
+    package: str,
+    arguments: list[str],
+    work: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "complete").touch()  # as in a checkpoint
     with mock.patch(work, side_effect=AssertionError("work was begun")):
         done = CliRunner().invoke(main, arguments)
     assert done.exit_code == 2

@@ -39,6 +39,7 @@ DOORS = {
     "checkpoint/torch_format.py TorchSource._read": "archive of torch",
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
     "explain/traces.py _events": "trace",
+    "cli/plan.py _check_file": "",  # writes
     "plan/measuring.py _check_memory": "",  # the system's
     "plan/request.py function_named": "plan",
     "testing/audit.py load": "doctor",
@@ -71,7 +72,6 @@ PARSERS = {
     "checkpoint/index.py Index.from_json": "index as text",
     "checkpoint/lock.py _holder": "lock",
     "train/config.py read_settings": "file of settings",
-    "train/model_types.py require_model_type": "",  # tables of transformers
     "train/model_types.py settings_in": "configuration of transformers",
     "train/record.py _event": "metrics",
     "diagnosis/all_gather_object.py all_gather_object": "",  # ranks trust each other

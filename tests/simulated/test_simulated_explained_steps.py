@@ -63,7 +63,9 @@ CASES = {
     "hidden": Case(Clock(product_s=60e-6), (KERNELS,)),
     "exposed": Case(Clock(product_s=15e-6, bytes_per_s=5e7), (BF16, LINKS)),
     "launches are slow": Case(Clock(product_s=8e-6, launch_s=20e-6), (GRAPH,)),
-    "replicas": Case(Clock(product_s=30e-6, bytes_per_s=2e8), (BF16, LINKS, KERNELS), ranks=4, replicas=2),
+    "replicas": Case(
+        Clock(product_s=30e-6, bytes_per_s=2e8), (BF16, PREFETCH, LINKS, KERNELS), ranks=4, replicas=2
+    ),
     "recomputed": Case(SLOW, (BF16, LINKS), recomputes=True),
     "accumulated": Case(SLOW, (BF16, LINKS), micro_batches=2),
     "uneven": Case(
