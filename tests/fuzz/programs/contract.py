@@ -45,6 +45,7 @@ class State:
         self._is_last = True
         self._saved = False
         self._edited = False
+        self._froze = False
         self._groups = 1 + (program.optimizer.groups == 2 and not program.optimizer.partial)
         self._left_out = program.optimizer.partial
         self._removed = False  # a group; no optimizer can save its state
@@ -76,7 +77,10 @@ class State:
                 return False
             # What it shares with others belongs to the root.
             is_shared = any(op.n in tie for tie in model.ties)
-            return model.blocks[op.n].unit and op.n not in model.several and not is_shared
+            if is_shared or op.n in model.several or not model.blocks[op.n].unit:
+                return False
+            # A rank whose expert is frozen would have no backward, in which the others gather.
+            return not (self._froze and model.blocks[op.n].kind == "experts")
         if do in ("input_grad", "hand"):
             if do == "hand" and not self._keeps_root:
                 return False
@@ -151,6 +155,8 @@ class State:
             self._is_last = bool(op.n)
         elif do == "save":
             self._saved = True
+        elif do == "freeze":
+            self._froze = True
         elif do == "edit":
             self._edited |= op.how in ("add", "remove")
             self._removed = op.how == "remove" or (self._removed and op.how != "add")
