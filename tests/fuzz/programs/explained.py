@@ -48,6 +48,8 @@ def why_not_fsdp2(program: Program) -> str:
         return "it hangs where Shard(1) and resharding to fewer ranks meet"
     if does_partial and any(op.do == "resume" for op in program.ops):
         return "a unit that runs before the root makes itself a root"
+    if does_partial and program.sharding.mesh == "hsdp" and any(op.do == "all_reduce" for op in program.ops):
+        return "a sum that waits for its all-reduce has the sizes of one backward's gradients"
     if program.sharding.divide:
         return "its divide factor needs a sum that gloo does not have"
     if program.sharding.stage == "hfsdp":
