@@ -73,12 +73,13 @@ class PostForwardInput(AllGatherInput):
     def register(self) -> None:
         """Makes the parameters over this chunk what their modules register."""
         for p, view in zip(self._params, self._views, strict=True):
-            if p.post_forward is None:
-                sharding = sharding_of(p.require_unsharded(), p.name, self._mesh, p.sharding.dim)
-                local = sharding.sharded_dtensor(view)
-                p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
-                mark_post_forward(p)
-            p.post_forward.requires_grad_(p.sharded.requires_grad)
+            with torch.inference_mode(mode=False):  # for training, even if an evaluation comes first
+                if p.post_forward is None:
+                    sharding = sharding_of(p.require_unsharded(), p.name, self._mesh, p.sharding.dim)
+                    local = sharding.sharded_dtensor(view)
+                    p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
+                    mark_post_forward(p)
+                p.post_forward.requires_grad_(p.sharded.requires_grad)
             p.register(p.post_forward)
         self._trained = [p.sharded.requires_grad for p in self._params]
 
