@@ -97,7 +97,9 @@ def _files_in(folder: Path) -> list[str]:
         raise _unusable(folder / INDEX_FILE, f"{type(error).__name__}: {error}") from error
     for name in names:
         if Path(name).name != name:
-            raise _unusable(folder / INDEX_FILE, f"the name {name!r:.100}, which is not of a file beside it")
+            raise _unusable(
+                folder / INDEX_FILE, f"the name {name!r:.100}, which is not of a file in the same folder"
+            )
     return names
 
 

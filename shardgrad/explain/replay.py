@@ -86,7 +86,7 @@ class Replay:
         return max(sums, key=lambda lane: sums[lane], default="")
 
     def exposed(self) -> tuple[float, float]:
-        """Returns the seconds of all collectives, and those in which no compute runs beside them."""
+        """Returns the seconds of all collectives, and those in which no compute runs."""
         compute = _union([(self.begins[n], self.ends[n]) for n in self._of("compute")])
         moved = _union([(self.begins[n], self.ends[n]) for n in self._of(*COLLECTIVES)])
         total = sum(end - begin for begin, end in moved)

@@ -19,7 +19,7 @@ _Scalars = Sequence[torch.Tensor | None]
 
 
 class CarriedScalars:
-    """Memory for scalars that cross the border of a graph, at the same addresses for good.
+    """Memory for scalars that cross the border of a graph, at addresses that never change.
 
     Attributes:
         pattern: which of the latest scalars are one tensor, and which are None. A graph that was captured

@@ -27,7 +27,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, is_replaced
 from shardgrad.engine.param_group import ParamGroup, group_of
 from shardgrad.errors import GradientError, OptimizerParameterError
-from shardgrad.optim.selection import gradients_of, place_written, plain_gradient
+from shardgrad.optim.selection import gradients_of, plain_gradient
 from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
 
 __all__ = ["Launch", "PlainSegment", "Segment", "ShardedSegment"]
@@ -285,8 +285,6 @@ class ShardedSegment(Segment):
         shard = gradients_of(self._group, self.params)
         if shard is None:
             return None
-        if shard.count < len(self._group.params):
-            shard = place_written(self._group, self.params, shard)
         table = self._table
         if table is None or table.shard is not shard:
             table = self._table = self._table_for(shard)

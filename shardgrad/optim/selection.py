@@ -13,7 +13,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
 
-__all__ = ["Gradients", "Selection", "gradients_of", "place_written", "plain_gradient", "select"]
+__all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
 
 @dataclass(frozen=True)
@@ -63,22 +63,19 @@ class Gradients:
 
 
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
-    """Returns a group's gradient shard; None if there has been no backward and nothing was assigned."""
-    grads = grads_of(group)
-    if grads.shard is None:
-        attribute = group.gradient_policy.attribute
-        if all(getattr(param, attribute, None) is None for param in params):
-            return None
-    return grads.require_shard()
+    """Returns a group's gradient shard; None if there has been no backward and nothing was assigned.
 
-
-def place_written(group: ParamGroup, params: Iterable[torch.Tensor], shard: GradShard) -> GradShard:
-    """Returns a group's gradient shard, with places for frozen parameters that were given a gradient."""
-    attribute = group.gradient_policy.attribute
-    if not any(shard.place_of(p) is None and getattr(p, attribute, None) is not None for p in params):
-        return shard
-    grads_of(group).refresh_trainable(anyway=True)
-    return grads_of(group).require_shard()
+    A frozen parameter that was given a gradient gets a place in it.
+    """
+    grads, attribute = grads_of(group), group.gradient_policy.attribute
+    written = [param for param in params if getattr(param, attribute, None) is not None]
+    if grads.shard is None and not written:
+        return None
+    shard = grads.require_shard()
+    if shard.count < len(group.params) and any(shard.place_of(param) is None for param in written):
+        grads.refresh_trainable(anyway=True)
+        return grads.require_shard()
+    return shard
 
 
 def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
@@ -105,8 +102,6 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         shard = gradients_of(group, [managed.sharded for managed in members])
         if shard is None:
             continue
-        if shard.count < len(group.params):
-            shard = place_written(group, [managed.sharded for managed in members], shard)
         live = shard.settle(range(shard.count))
         places = [shard.place_of(managed.sharded) for managed in members]
         chosen = tuple(place for place in places if place is not None)

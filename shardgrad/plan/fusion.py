@@ -15,7 +15,7 @@ from shardgrad.plan.recording import Change, Event, Kernel
 
 __all__ = ["fused"]
 
-# Kernels of libraries, beside products: Inductor calls them as they are.
+# Kernels of libraries, other than products: Inductor calls them as they are.
 _LIBRARY = ("_scaled_dot_product", "sort", "topk", "index_add", "convolution")
 
 

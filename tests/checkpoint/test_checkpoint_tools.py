@@ -154,7 +154,7 @@ def test_an_index_of_safetensors_names_files_beside_it_only(name: str, tmp_path:
     pytest.importorskip("safetensors")
     index = {"weight_map": {"weight": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match="not of a file beside it"):
+    with pytest.raises(CheckpointError, match="not of a file in the same folder"):
         checkpoint.load(state()["model"], tmp_path)
 
 

@@ -35,6 +35,7 @@ class State:
         self.program = program
         blocks = blocks_of(program)
         self._reenters = any(block.recompute == "reentrant" for block in blocks)
+        self._recomputes = any(block.recompute for block in blocks)
         self._graphs = 0
         self._ran = False
         self._failed = False
@@ -107,9 +108,10 @@ class State:
         if do == "nan":
             return self._is_reduced and self.program.optimizer.library == "shardgrad" and not self._reenters
         if do == "participate":
-            # What reentrant checkpointing runs again more than once is reduced more than once.
-            runs_twice = len(set(model.order)) < len(model.order)
-            return self._is_reduced and not model.guess and not (self._reenters and runs_twice)
+            return self._is_reduced and not model.guess
+        if do == "freeze" and self._graphs:
+            # A checkpoint that runs again would save other tensors than it did, which torch refuses.
+            return not self._recomputes
         if do == "graphed":
             sharding, optimizer = self.program.sharding, self.program.optimizer
             is_capturable = optimizer.library == "shardgrad" and not self._left_out and not sharding.offload
