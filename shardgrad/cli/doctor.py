@@ -78,6 +78,9 @@ def doctor(preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) ->
 
 def _audit(target: str, ranks: int, steps: int) -> NoReturn:
     """Prints where a program on several ranks departs from one rank; exits with 1 if it does."""
+    from shardgrad.function_named import function_named
+
+    function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
     from shardgrad.testing.audit import audit
 
     found = audit(target, ranks=ranks, steps=steps)
