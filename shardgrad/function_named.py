@@ -26,12 +26,10 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
             function has arguments that have to be given.
     """
     module_name, _, name = target.partition(":")
-    expected = "module:function, such as train:build, with the module in this directory or installed"
     if not module_name or not name:
         raise OptionError(
             f"{flag} {target} is not module:function",
-            expected=expected,
-            got=repr(target),
+            expected="a module in this directory or installed, and a function of it",
             fix=f"{flag} train:build",
         )
     if os.getcwd() not in sys.path:
@@ -41,7 +39,6 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
     except (Exception, SystemExit) as error:  # a program without `if __name__ == "__main__"` may exit
         raise OptionError(
             f"importing {module_name} failed",
-            expected=expected,
             got=f"{type(error).__name__}: {error}",
             where=f"{flag} {target}",
             fix=f"python -c 'import {module_name}' in this directory",
@@ -52,7 +49,6 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
         known = [each for each in functions if not each.startswith("_")]
         raise OptionError(
             f"module {module_name} has no function {name}",
-            expected=expected,
             got="nothing of that name" if function is None else f"a {type(function).__name__}",
             where=str(getattr(module, "__file__", module_name)),
             fix=f"one of {', '.join(known[:8])}" if known else "define it",
@@ -63,10 +59,9 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
             signature.bind()
         except TypeError as error:
             raise OptionError(
-                f"{target} is called without arguments",
-                expected=f"{name}()",
+                f"{flag} {target}: the function is called without arguments",
                 got=f"{name}{signature}",
-                where=f"{flag} {target}",
+                where=str(getattr(module, "__file__", module_name)),
                 fix="a function without arguments that calls it",
             ) from error
     return function  # type: ignore[no-any-return]

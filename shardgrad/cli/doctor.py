@@ -103,7 +103,10 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "shardgrad", version.described()
     yield "python", platform.python_version()
     yield "torch", torch.__version__
-    yield "CUDA", torch.version.cuda or "not in this build of torch"
+    cuda = torch.version.cuda or "not in this build of torch"
+    if torch.version.cuda and not torch.cuda.is_available():
+        cuda += ", and no GPU was found"
+    yield "CUDA", cuda
     if device.type == "cuda":
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
     yield "shardgrad ops", ops.backend()

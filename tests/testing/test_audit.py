@@ -57,11 +57,14 @@ def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> N
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nothing", ["--audit nothing is not module:function", "got:      'nothing'"]),
+        ("nothing", ["--audit nothing is not module:function", "try:      --audit train:build"]),
         ("no.such.module:build", ["importing no.such.module failed", "ModuleNotFoundError"]),
         (f"{PROGRAMS}:absent", ["has no function absent", "got:      nothing of that name"]),
         (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      a int"]),
-        (f"{PROGRAMS}:batch", ["batch is called without arguments", "got:      batch(index: 'int'"]),
+        (
+            f"{PROGRAMS}:batch",
+            ["batch: the function is called without arguments", "got:      batch(index: 'int'"],
+        ),
         (f"{PROGRAMS}:without_a_step", ["returned (Sequential, SGD)", "return model, optimizer, step"]),
         (f"{PROGRAMS}:broken", ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"]),
     ],
