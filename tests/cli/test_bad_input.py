@@ -36,6 +36,7 @@ LINES = [
     *("doctor --audit exits:f", "doctor --audit broken:f"),
     *("explain missing", "explain started", "explain broken.json", "explain empty.json", "explain text"),
     *("generate missing", "generate started --bytes 0", "generate started --prompt ''"),
+    *("generate started", "generate wrong"),
     *(
         "checkpoint verify started",
         "completion tcsh",
@@ -69,6 +70,8 @@ def in_folder(folder: Path) -> None:
     (folder / "broken.py").write_text("def build(:\n")
     (folder / "started").mkdir()
     (folder / "started" / "config.json").write_text("{}")
+    (folder / "wrong").mkdir()
+    (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 
 
 def test_bad_input_is_refused_in_a_sentence_within_a_second(tmp_path: Path) -> None:
