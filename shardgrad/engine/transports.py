@@ -1,6 +1,7 @@
 """Moving chunks between ranks: one interface, two ways.
 
-`StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams.
+`StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams;
+`NcclTransport` launches the messages of a group together.
 `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: it
 uses an all-to-all, and the engine adds up the chunks as it writes gradients (docs/design/collectives.md).
 
@@ -16,22 +17,26 @@ holds exactly.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.spans import NO_SPAN
 from shardgrad.errors import CollectiveError, DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
 
 __all__ = [
     "ExchangeTransport",
     "MessageTag",
+    "NcclTransport",
     "StreamTransport",
     "Transport",
     "Work",
@@ -119,6 +124,10 @@ class Transport(ABC):
         `receive_chunks` more. Where none is needed it may have one, which gets the sum, and `send` is only
         read. The work may end with one chunk, already summed, inside `send` or in `receive`.
         """
+
+    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
+        """Returns the context in which to start these messages of a group, of one kind."""
+        return NO_SPAN
 
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
@@ -241,6 +250,14 @@ class StreamTransport(Transport):
         return _Completed([own])
 
 
+class NcclTransport(StreamTransport):
+    """NCCL's collectives, which it can group: several messages are one launch."""
+
+    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
+        """See `Transport.together`. Capture: as safe as one message."""
+        return _coalescing_manager(self.group) if len(messages) > 1 else NO_SPAN
+
+
 class ExchangeTransport(Transport):
     """Sends chunks straight to the ranks that need them; also the transport of a group of one.
 
@@ -333,7 +350,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
     if group.size() == 1:
         return ExchangeTransport(group)
-    gloo = _backend_for(group, device) == "gloo"
-    if gloo and device.type != "cpu":
+    backend = _backend_for(group, device)
+    if backend == "gloo" and device.type != "cpu":
         raise unsupported(f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl")
-    return ExchangeTransport(group) if gloo else StreamTransport(group)
+    return {"gloo": ExchangeTransport, "nccl": NcclTransport}.get(backend or "", StreamTransport)(group)
