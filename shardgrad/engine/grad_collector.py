@@ -66,7 +66,7 @@ class GradCollector:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Per trainable parameter, whether a gradient is here."""
+        """Whether a gradient is here, per trainable parameter."""
         return tuple(map(is_not, self.gradients, repeat(None)))
 
     def take(
@@ -270,10 +270,7 @@ class GradPacker:
         ops.pack(rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
-        """Returns what is packed behind the parameters, once for each rank's chunk.
-
-        In the dtype that gradients usually have, since those of one dtype are one launch.
-        """
+        """Returns what is packed behind the parameters, for each rank; one launch with usual gradients."""
         tail = self.tails.get(flags)
         if tail is None:
             dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32

@@ -429,14 +429,10 @@ class GradGroup:
     def _is_local(self, transport: Transport) -> bool:
         """True if one rank reduces alone, and its gradients are the same bits without a message's dtype."""
         group, dtype = self.group, self.group.reduce_dtype
-        return (
-            transport.size == 1
-            and self._second is group.collectives.hook is None
-            and group.collectives.reduces_plainly
-            and not group.shard_memory.is_offloaded
-            and dtype in (group.gather_dtype, group.gradient_dtype)
-            and dtype == torch.promote_types(dtype, group.gather_dtype)
-        )
+        exactly = dtype in (group.gather_dtype, group.gradient_dtype)
+        exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
+        plainly = self._second is group.collectives.hook is None and group.collectives.reduces_plainly
+        return transport.size == 1 and exactly and plainly and not group.shard_memory.is_offloaded
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -568,9 +564,8 @@ class GradGroup:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         slot = route.ring.acquire(0)
         self._touched = list(map(or_, self._touched, self.collector.flags))
-        return _Packed(
-            [], [slot], _NOTHING, _NO_ROOM, None, partial(self._pack, slot, streams=comm_ctx.streams)
-        )
+        write = partial(self._pack, slot, streams=comm_ctx.streams)
+        return _Packed([], [slot], _NOTHING, _NO_ROOM, None, write)
 
     def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""

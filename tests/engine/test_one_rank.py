@@ -101,7 +101,9 @@ class Moved(TorchDispatchMode):
         if func.namespace == "shardgrad":
             # Updates, and sums that are added to, read what they write.
             tensors = [each for arg in args[:4] for each in (arg if isinstance(arg, list) else [arg])]
-            sizes = [each.nbytes for each in tensors if isinstance(each, Tensor) and each.dtype != torch.int64]
+            sizes = [
+                each.nbytes for each in tensors if isinstance(each, Tensor) and each.dtype != torch.int64
+            ]
             param, grad, *states = sizes if name == "adam_" else (0, 0)
             self.nbytes[name] += 2 * (param + sum(states)) + grad if name == "adam_" else sum(sizes)
             if name in ("pack", "sum_chunks") and args[-1]:
