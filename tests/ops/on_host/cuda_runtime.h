@@ -1,13 +1,13 @@
-// What csrc/cuda needs of CUDA, on the host: the threads of a block are run one after the other, or, in kernels that
-// synchronise, as threads of the host; blocks always follow each other. tests/ops/on_host/__init__.py has the rest.
+// What csrc/cuda needs of CUDA, on the host. Everything runs in one thread: blocks follow each other, and so do the
+// threads of a block, between two barriers. tests/ops/on_host/__init__.py has the rest.
 #pragma once
 
-#include <pthread.h>
+#include <ucontext.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <thread>
+#include <functional>
 #include <vector>
 
 #define __global__
@@ -43,16 +43,44 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
 
 namespace on_host {
 
-inline thread_local dim3 thread, block;
-inline dim3 grid;
-inline pthread_barrier_t barrier;
+inline dim3 thread, block, grid;
 
-template <class Kernel>
-void run_blocks(bool synchronises, const Kernel& kernel) {
-  for (block.y = 0; block.y < grid.y; ++block.y) {
-    for (block.x = 0; block.x < grid.x; ++block.x) {
-      kernel();
-      if (synchronises) pthread_barrier_wait(&barrier);  // the next block has the same shared memory
+// A thread of a block that synchronises is a fiber: it runs up to the next barrier, then the one after it does.
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack = std::vector<char>(1 << 16);
+  bool is_done = true;
+};
+
+inline std::vector<Fiber> fibers;
+inline ucontext_t scheduler;
+inline std::function<void()> body;
+
+inline void run_fiber() {
+  body();
+  fibers[thread.x].is_done = true;
+}
+
+inline void run_block(unsigned threads, bool synchronises) {
+  if (!synchronises) {
+    for (thread.x = 0; thread.x < threads; ++thread.x) body();
+    return;
+  }
+  if (fibers.empty()) fibers = std::vector<Fiber>(threads);
+  for (Fiber& each : fibers) {
+    getcontext(&each.context);
+    each.context.uc_stack.ss_sp = each.stack.data();
+    each.context.uc_stack.ss_size = each.stack.size();
+    each.context.uc_link = &scheduler;
+    each.is_done = false;
+    makecontext(&each.context, run_fiber, 0);
+  }
+  for (bool is_done = false; !is_done;) {
+    is_done = true;
+    for (thread.x = 0; thread.x < threads; ++thread.x) {
+      Fiber& next = fibers[thread.x];
+      if (!next.is_done) swapcontext(&scheduler, &next.context);
+      is_done = is_done && next.is_done;
     }
   }
 }
@@ -60,20 +88,10 @@ void run_blocks(bool synchronises, const Kernel& kernel) {
 template <class Kernel>
 void launch(dim3 of_grid, unsigned threads, bool synchronises, const Kernel& kernel) {
   grid = of_grid;
-  if (!synchronises) {
-    for (unsigned x = 0; x < threads; ++x) thread.x = x, run_blocks(false, kernel);
-    return;
+  body = kernel;
+  for (block.y = 0; block.y < grid.y; ++block.y) {
+    for (block.x = 0; block.x < grid.x; ++block.x) run_block(threads, synchronises);
   }
-  pthread_barrier_init(&barrier, nullptr, threads);
-  std::vector<std::thread> all;
-  for (unsigned x = 0; x < threads; ++x) {
-    all.emplace_back([=, &kernel] {
-      thread.x = x;
-      run_blocks(true, kernel);
-    });
-  }
-  for (std::thread& each : all) each.join();
-  pthread_barrier_destroy(&barrier);
 }
 
 }  // namespace on_host
@@ -82,10 +100,15 @@ void launch(dim3 of_grid, unsigned threads, bool synchronises, const Kernel& ker
 #define blockIdx on_host::block
 #define gridDim on_host::grid
 
-inline void __syncthreads() { pthread_barrier_wait(&on_host::barrier); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __syncthreads() {
+  on_host::Fiber& own = on_host::fibers[on_host::thread.x];
+  swapcontext(&own.context, &on_host::scheduler);
+}
+inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* value, unsigned more) {
-  return __atomic_fetch_add(value, more, __ATOMIC_SEQ_CST);
+  const unsigned before = *value;
+  *value += more;
+  return before;
 }
 template <class T>
 T __ldcg(const T* value) {
