@@ -49,8 +49,7 @@ class CommContext:
             self._special_rings: dict[Hashable, SlotRing] = {}
             self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()
-        if isinstance(self.streams, AcceleratorStreams):
-            # A model may be deleted with collectives in flight; what gets its memory comes after them.
+        if isinstance(self.streams, AcceleratorStreams):  # a model may be deleted with collectives in flight
             weakref.finalize(self, self.streams.join).atexit = False
 
     def transport(self, group: dist.ProcessGroup) -> Transport:

@@ -139,6 +139,7 @@ class GradGroup:
         self.divide_factor: float | None = None  # of the sum over ranks; None for their number
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
         self.state = GradState.IDLE  # changed by the scheduler alone
+        self.waits_for_unit = False  # its post-backward says when no more gradients come
         self.waiting = Waiting.NOTHING
         self.collector = GradCollector()
         self.scheduler: Scheduler | None = None  # of the root; None before that is known
