@@ -86,6 +86,7 @@ class Reduction:
     own: torch.Tensor  # this rank's chunk of the first step, and room for its sum
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     staging: torch.Tensor | None  # room for the average, if the shard is not on the mesh's device
+    write: Callable[..., object] | None  # writes the shard in place of a sum, as `PendingSum.write`
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
     divisor: float  # of the sum, at the end
     partial: PartialSum
@@ -137,7 +138,7 @@ class Reduction:
         pending, divisor = self._pending or self._received(), self.divisor
         if self.hook is not None:
             pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(pending.write, divisor, self.staging, streams)
+        shard.reduce_into(self.write or pending.write, divisor, self.staging, streams)
         shard.bind(self.touched, streams)
 
     def _through_hook(

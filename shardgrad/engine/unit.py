@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup, GradState
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
@@ -51,9 +51,7 @@ _R = TypeVar("_R")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ATTRIBUTE = "_shardgrad_unit"
-
 _CALL = nn.Module._call_impl.__code__
-
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -125,10 +123,10 @@ class Guest:
 
 @dataclass(slots=True)
 class _Call:
-    """One forward of a unit: its place in the order, and whether its backward has begun."""
+    """One forward of a unit: its place in the order, and the graph task that its backward has begun in."""
 
     place: int
-    begun: bool = False
+    begun_in: int = -1
 
 
 class Unit:
@@ -350,6 +348,8 @@ class Unit:
             return leaves
         if counted:
             self._outstanding += 1
+            for grads in self.grad_groups:
+                grads.waits_for_unit = True
         aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in found])  # type: ignore[no-untyped-call]
         replaced = list(leaves)
         for i, alias in zip(found, aliases, strict=True):
@@ -406,16 +406,18 @@ class Unit:
         scheduler = context.scheduler
         if not scheduler.backward_running:
             scheduler.begin_backward(in_autograd=True)
-        for grads in self.grad_groups:
-            if grads.params and grads.state is GradState.IDLE:
-                scheduler.expect(grads)
+        task = _graph_task()
+        if begins := call.begun_in != task:  # a graph that was retained has several backwards
+            call.begun_in = task
+            self._open += 1
+            for grads in self.grad_groups:
+                if grads.params:
+                    scheduler.expect(grads)
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             self.unshard(context)
-            if not call.begun:
-                call.begun = True
-                self._open += 1
+            if begins:
                 self._prefetch_backward(context, call.place)
             self.wait_for_unshard(context)
 
@@ -442,7 +444,7 @@ class Unit:
                 for grads in self.grad_groups:
                     grads.collector.order_before(streams.current(), streams)
                 self.reshard()
-            if self._outstanding == 0 and context.scheduler.backward_running:
+            if self._outstanding == self._open == 0 and context.scheduler.backward_running:
                 for grads in self.grad_groups:
                     context.scheduler.close(grads)
 
@@ -450,6 +452,8 @@ class Unit:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
         self._outstanding = self._open = 0
         self._next_backward = None
+        for grads in self.grad_groups:
+            grads.waits_for_unit = False
         is_read_again = self.context is not None and self.context.scheduler.reads_again
         if self.reshard_after_backward and not is_read_again:
             self.reshard()
