@@ -24,6 +24,8 @@ from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
 
+_IS_LOCAL = GradGroup._is_local
+
 
 @pytest.fixture(params=[False, True], ids=["message", "alone"])
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
@@ -66,6 +68,8 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return scatter(self, send, receive, tag)
 
     monkeypatch.setattr(ExchangeTransport, "reduce_scatter", reduce_scatter)
+    # As on several ranks, gradients go through slots.
+    monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield recorded
     dist.destroy_process_group()
@@ -111,6 +115,25 @@ def train(model: nn.Module, steps: int = 3) -> None:
 def test_a_plain_step_has_no_hazard(streams: RecordedStreams) -> None:
     train(two_layers())
     assert streams.hazards == []
+
+
+def test_gradients_that_one_rank_packs_straight_into_its_shard_have_no_hazard(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GradGroup, "_is_local", _IS_LOCAL)
+    arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
+    train(two_layers())
+    assert streams.hazards == []
+
+
+def test_a_missing_wait_before_they_are_packed_is_found(
+    streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GradGroup, "_is_local", _IS_LOCAL)
+    arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
+    monkeypatch.setattr(GradCollector, "wait_for_producers", lambda self: None)
+    train(two_layers())
+    assert streams.hazards
 
 
 def test_a_hook_born_on_a_side_stream_is_waited_for(

@@ -155,21 +155,18 @@ def _updates_that_do_not_wait_for_a_reduction(step: Step) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before(ranks: int) -> None:
-    assert not _writers_that_wait_for_the_last_reduction(_last_step(ranks))
+def test_the_writer_of_a_slot_does_not_wait_for_the_reduction_of_the_slot_before() -> None:
+    assert not _writers_that_wait_for_the_last_reduction(_last_step(2))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_writer_of_a_slot_waits_for_the_reduction_that_used_it_last(ranks: int) -> None:
-    step = _last_step(ranks)
+def test_the_writer_of_a_slot_waits_for_the_reduction_that_used_it_last() -> None:
+    step = _last_step(2)
     for k in range(UNITS - 2):  # two slots take turns
         assert all(step.packs[k + 2].comes_after(launch) for launch in step.reductions[k])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before(ranks: int) -> None:
-    assert not _computations_that_wait_for_the_last_reduction(_last_step(ranks))
+def test_backward_of_a_unit_overlaps_the_reduction_of_the_unit_before() -> None:
+    assert not _computations_that_wait_for_the_last_reduction(_last_step(2))
 
 
 def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() -> None:
@@ -185,9 +182,8 @@ def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_
     assert not _updates_that_do_not_wait_for_a_reduction(step)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_optimizer_comes_after_every_reduction(ranks: int) -> None:
-    assert not _updates_that_do_not_wait_for_a_reduction(_last_step(ranks))
+def test_the_optimizer_comes_after_every_reduction() -> None:
+    assert not _updates_that_do_not_wait_for_a_reduction(_last_step(2))
 
 
 # -- the facts can be wrong ---------------------------------------------------------------------------------
