@@ -52,9 +52,8 @@ class AllGatherInput:
         self.comm_ctx = comm_ctx
         self.process_group = process_group or mesh.gather_group
         self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
-        self.staging_nbytes = (
-            self.transport.gather_chunks * chunk.numel() * dtype.itemsize + self._extra_nbytes()
-        )
+        gathered_nbytes = self.transport.gather_chunks * chunk.numel() * dtype.itemsize
+        self.staging_nbytes = gathered_nbytes + self._extra_nbytes()
         self.ready: StreamEvent | None = None
 
     def _extra_nbytes(self) -> int:
@@ -131,9 +130,7 @@ class AllGather:
             slot.start_writing(stream)
             staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
             self._work = transport.all_gather(source.stage(slot, staging), staging, source.tag)
-            self._zero_copy_work = (
-                [_gather_in_place(each, transport) for each in zero_copy] if zero_copy else ()
-            )
+            self._zero_copy_work = [_gather_in_place(each, transport) for each in zero_copy]
             slot.finish_writing(stream)
 
     def complete(self) -> None:
