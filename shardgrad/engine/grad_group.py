@@ -515,7 +515,7 @@ class GradGroup:
         nbytes += (has_own * numel + prod(route.room)) * group.reduce_dtype.itemsize
         nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
         slot = route.ring.acquire(nbytes)
-        slots = [slot]
+        slots = [slot] if summed is None else [slot, summed]
         if summed is None:
             send = slot.take(dtype, ranks, numel)
             self._pack(slot, send.whole, streams, route.before)
@@ -524,13 +524,11 @@ class GradGroup:
             slot.start_writing(stream)
             summed.start_reading(stream)
             ops.sum_chunks([self._chunks_of(summed).whole], send.whole)
-            summed.release(stream)
             slot.finish_writing(stream)
         else:  # sent from where it is
             slot.start_writing(streams.reduce)
             summed.reserve(0)
             send = summed.take(dtype, ranks, numel)
-            slots.append(summed)
         receive = slot.take(dtype, transport.receive_chunks, numel)
         own = slot.take(group.reduce_dtype, 1, numel).whole if has_own else send.parts[transport.rank]
         room = slot.take(group.reduce_dtype, *route.room)
