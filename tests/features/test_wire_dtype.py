@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
@@ -80,8 +78,12 @@ def grads_of_every_rank(micro: int, dtype: torch.dtype) -> list[Tensors]:
     for batch in zip(tokens.chunk(ranks), targets.chunk(ranks), strict=True):
         model = tower().to(dtype)
         token_loss(model, batch).backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
+        found.append(grads_of(model))
     return found
+
+
+def grads_of(model: nn.Module) -> Tensors:
+    return {name: p.grad for name, p in model.named_parameters()}
 
 
 # -- what is built ------------------------------------------------------------------------------------------
@@ -96,7 +98,6 @@ class Case:
         micro_batches: backwards before the gradients are looked at.
         waits: what waits for the last of them: "", "reduce" or "all-reduce".
         computes: `param_dtype`.
-        direct: parameters travel by themselves, however small they are.
         options: of `fully_shard`.
     """
 
@@ -104,16 +105,24 @@ class Case:
     micro_batches: int = 1
     waits: str = ""
     computes: torch.dtype = torch.float32
-    direct: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
-    def shard(self, model: Tower, **options: Any) -> Tower:
-        options = {"gradient_policy": WIRE, **self.options, **options}
+    def all_options(self) -> dict[str, Any]:
+        options = {"gradient_policy": WIRE, **self.options}
         if self.replicas > 1:
             options["mesh"] = hsdp_mesh(self.replicas, dist.get_world_size() // self.replicas)
         if self.computes != torch.float32:
             options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.computes)
-        return SHARDGRAD.shard_tower(model, **options)
+        return options
+
+    def shard(self, model: Tower) -> Tower:
+        return SHARDGRAD.shard_tower(model, **self.all_options())
+
+    def shard_stack(self, model: nn.Sequential) -> nn.Sequential:
+        for layer in (*model, model):
+            if isinstance(layer, nn.Linear | nn.Sequential):
+                SHARDGRAD.fully_shard(layer, **self.all_options())
+        return model
 
     def run(self, model: Tower) -> None:
         for micro in range(self.micro_batches):
@@ -148,24 +157,16 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
     return total
 
 
-@contextmanager
-def everything_direct() -> Iterator[None]:
-    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 1):
-        yield
-
-
 def whole_gradients(model: nn.Module) -> Tensors:
     return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def gradients_are_right(case: Case) -> None:
-    with everything_direct() if case.direct else nullcontext():
-        model = case.shard(tower())
-        for _ in range(2):  # in the second, all memory is there already
-            case.run(model)
-            found = whole_gradients(model)
-            assert_same_bits(found, case.expected())
-            model.zero_grad()
+    model = case.shard(tower())
+    for _ in range(2):  # in the second, all memory is there already
+        case.run(model)
+        assert_same_bits(whole_gradients(model), case.expected())
+        model.zero_grad()
 
 
 # -- gradients ----------------------------------------------------------------------------------------------
@@ -179,8 +180,6 @@ ON_TWO = {
     "parameters whole from step to step": Case(micro_batches=2, options={"zero_stage": 2}),
     "gradients whole until the last backward": Case(micro_batches=3, options={"zero_stage": 1}),
     "offloaded": Case(micro_batches=2, options={"offload_policy": CPUOffloadPolicy()}),
-    "direct, cast": Case(direct=True),
-    "direct, as they are": Case(direct=True, computes=BF16, micro_batches=2),
     "replicas only": Case(replicas=2, micro_batches=2),
 }
 ON_FOUR = {
@@ -189,7 +188,6 @@ ON_FOUR = {
     "replicas": Case(replicas=2, micro_batches=2),
     "replicas, micro-batches summed first": Case(replicas=2, micro_batches=2, waits="reduce"),
     "replicas that wait for the last micro-batch": Case(replicas=2, micro_batches=2, waits="all-reduce"),
-    "replicas, direct, as they are": Case(replicas=2, direct=True, computes=BF16, micro_batches=2),
     "four replicas": Case(replicas=4, micro_batches=2),
     "both axes": Case(replicas=2, micro_batches=2, options={"zero_stage": "hfsdp"}),
 }
@@ -203,6 +201,41 @@ def test_two_ranks_sum_in_float32_what_was_rounded_once(two_ranks: Ranks, name: 
 @pytest.mark.parametrize("name", ON_FOUR)
 def test_four_ranks_sum_in_rank_order_what_was_rounded_once(four_ranks: Ranks, name: str) -> None:
     four_ranks.run(gradients_are_right, ON_FOUR[name])
+
+
+def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
+    """Weights are zero-copy and biases are not."""
+    ranks, sizes = dist.get_world_size(), (64, 128, 64)
+    case, sent = Case(replicas=replicas, computes=dtype), Counter[str]()
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**8):
+        model = case.shard_stack(stack(*sizes))
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(SHARDGRAD.inputs(0, sizes[0])).float().square().mean()
+            sent.clear()
+            with watching_collectives(lambda name, tensor: sent.update([name, f"{name} of {tensor.dtype}"])):
+                loss.backward()
+    by_rank = []
+    for x in UNSHARDED.inputs(0, sizes[0]).chunk(ranks):
+        whole = stack(*sizes).to(dtype)
+        whole(x.to(dtype)).float().square().mean().backward()
+        by_rank.append(grads_of(whole))
+    right = {
+        name: reduced_over_replicas(reduced_over_shards([grads[name] for grads in by_rank], replicas), ranks)
+        for name in by_rank[0]
+    }
+    assert_same_bits(whole_gradients(model), right)
+    # A message for each unit, a weight by itself where nothing is cast, and one between replicas.
+    messages = (4 if dtype == BF16 else 2) + (2 if replicas > 1 else 0)
+    assert sent["all_to_all_single"] == sent["all_to_all_single of torch.bfloat16"] == messages
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_zero_copy_parameters_are_sent_from_where_they_are_unless_they_are_cast(
+    two_ranks: Ranks, four_ranks: Ranks, dtype: torch.dtype, replicas: int
+) -> None:
+    (two_ranks if replicas == 1 else four_ranks).run(zero_copy_gradients_are_right, dtype, replicas)
 
 
 def trains_to(policy: GradientPolicy) -> Tensors:
@@ -298,13 +331,9 @@ def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
 SIZES = (256, 512, 256)
 
 
-def bytes_of_a_backward(policy: GradientPolicy, replicas: int, **options: Any) -> Counter[str]:
-    if replicas > 1:
-        options["mesh"] = hsdp_mesh(replicas, dist.get_world_size() // replicas)
-    model = stack(*SIZES)
-    for layer in (*model, model):
-        if isinstance(layer, nn.Linear | nn.Sequential):
-            SHARDGRAD.fully_shard(layer, gradient_policy=policy, reshard_after_forward=False, **options)
+def bytes_of_a_backward(policy: GradientPolicy, replicas: int) -> Counter[str]:
+    options = {"gradient_policy": policy, "reshard_after_forward": False}
+    model = Case(replicas=replicas, options=options).shard_stack(stack(*SIZES))
     sent: Counter[str] = Counter()
     for _ in range(2):
         loss = model(SHARDGRAD.inputs(0, SIZES[0])).square().mean()
