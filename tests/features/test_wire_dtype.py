@@ -206,7 +206,8 @@ def test_four_ranks_sum_in_rank_order_what_was_rounded_once(four_ranks: Ranks, n
 def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
     """Weights are zero-copy and biases are not."""
     ranks, sizes = dist.get_world_size(), (64, 128, 64)
-    case, sent = Case(replicas=replicas, computes=dtype), Counter[str]()
+    case = Case(replicas=replicas, computes=dtype, options={"reshard_after_forward": False})
+    sent: Counter[str] = Counter()
     with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**8):
         model = case.shard_stack(stack(*sizes))
         for _ in range(2):
