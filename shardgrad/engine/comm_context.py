@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
-from shardgrad.engine.streams import Stream, Streams, streams_for
+from shardgrad.engine.streams import AcceleratorStreams, Stream, Streams, streams_for
 from shardgrad.engine.transports import MessageTag, Transport, Work, transport_for
 
 __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
@@ -48,6 +49,9 @@ class CommContext:
             self._special_rings: dict[Hashable, SlotRing] = {}
             self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()
+        if isinstance(self.streams, AcceleratorStreams):
+            # A model may be deleted with collectives in flight; what gets its memory comes after them.
+            weakref.finalize(self, self.streams.join).atexit = False
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
         """Returns the transport of `group`, the same object each time."""

@@ -64,8 +64,8 @@ TRANSITIONS = {
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
     GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
     GradState.READY: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.SUMMED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.REDUCED: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.SUMMED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.REDUCED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
 }
 
 

@@ -80,11 +80,14 @@ class ReductionScheduler:
             self._entered.append(grads)
 
     def expect(self, grads: GradGroup) -> None:
-        """Makes a group that was not queued, but backward has come to, the next to finish.
+        """Makes a group that is not queued, but backward has come to, the next to finish.
 
-        Reentrant checkpointing runs forward inside backward; a second backward of a kept graph runs none.
+        Reentrant checkpointing runs forward inside backward; a second backward of a kept graph runs none, nor
+        that of a forward before others. A unit's second call may so follow the reduction after its first: all
+        ranks then reduce it again, whichever have gradients.
         """
-        if grads.state is GradState.IDLE:
+        is_done = grads.state in (GradState.SUMMED, GradState.REDUCED) and self.enrolment is None
+        if is_done or grads.state is GradState.IDLE:
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 

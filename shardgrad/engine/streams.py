@@ -105,13 +105,11 @@ class NoStreams:
     on: Callable[[Stream], AbstractContextManager[None]] = _ONLY_CONTEXT.__getitem__
 
     event: Callable[[], StreamEvent] = repeat(_NO_EVENT).__next__
+    forget_events: Callable[[], None] = type(None)
 
     def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns an event that costs nothing."""
         return _NO_EVENT
-
-    def forget_events(self) -> None:
-        """Does nothing: there are none."""
 
 
 class _DeviceEvent:
@@ -149,20 +147,31 @@ def _require(stream: Stream) -> torch.Stream:
     return stream
 
 
-class _ProgramEvent:
-    """An event that the program has recorded."""
+class EagerEvent:
+    """An event around a graph, never inside: no capture lies between its `record` and its `wait`."""
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, *, is_recorded: bool = False) -> None:
         self._event = event
+        self._is_recorded = is_recorded
 
     def record(self, stream: Stream) -> None:
-        raise TypeError("an event of the program is recorded by the program")
+        """Moves the event to the end of what `stream` has been given so far."""
+        self._event.record(stream)
+        self._is_recorded = True
 
     def wait(self, stream: Stream) -> None:
-        self._event.wait(stream)
+        """Makes later work of `stream` start after the event; nothing if it was never recorded."""
+        if self._is_recorded:
+            self._event.wait(stream)
 
     def wait_on_host(self) -> None:
-        self._event.synchronize()
+        """Blocks the host until the device has reached the event; nothing if it was never recorded."""
+        if self._is_recorded:
+            self._event.synchronize()
+
+    def is_done(self) -> bool:
+        """Returns whether the device has reached the event, without waiting."""
+        return not self._is_recorded or bool(self._event.query())
 
 
 class AcceleratorStreams:
@@ -185,7 +194,7 @@ class AcceleratorStreams:
 
     def event_of(self, event: torch.Event) -> StreamEvent:
         """Returns the program's event."""
-        return _ProgramEvent(event)
+        return EagerEvent(event, is_recorded=True)
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Returns a context that makes `stream` current (a `torch.Stream` is one)."""
@@ -194,6 +203,15 @@ class AcceleratorStreams:
     def forget_events(self) -> None:
         """See `Streams.forget_events`."""
         self.era += 1
+
+    def join(self) -> None:
+        """Orders all work of the current stream and of these after each other; nothing in a capture."""
+        if not is_capturing(self._device):
+            current, *own = map(_require, (self.current(), self.gather, self.reduce, self.second))
+            for stream in own:
+                current.wait_stream(stream)
+            for stream in own:
+                stream.wait_stream(current)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -208,33 +226,6 @@ def streams_for(device: torch.device) -> Streams:
     if device.type in ("cpu", "meta"):
         return NoStreams()
     return AcceleratorStreams(device)
-
-
-class EagerEvent:
-    """An event around a graph, never inside: no capture lies between its `record` and its `wait`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.Event(device)
-        self._is_recorded = False
-
-    def record(self, stream: torch.Stream) -> None:
-        """Moves the event to the end of what `stream` has been given so far."""
-        self._event.record(stream)
-        self._is_recorded = True
-
-    def wait(self, stream: torch.Stream) -> None:
-        """Makes later work of `stream` start after the event; nothing if it was never recorded."""
-        if self._is_recorded:
-            self._event.wait(stream)
-
-    def wait_on_host(self) -> None:
-        """Blocks the host until the device has reached the event; nothing if it was never recorded."""
-        if self._is_recorded:
-            self._event.synchronize()
-
-    def is_done(self) -> bool:
-        """Returns whether the device has reached the event, without waiting."""
-        return not self._is_recorded or bool(self._event.query())
 
 
 def wait_for_stream(stream: torch.Stream, other: torch.Stream) -> None:

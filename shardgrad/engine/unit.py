@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup, GradState
+from shardgrad.engine.grad_group import GradGroup
 from shardgrad.engine.param import Owner
 from shardgrad.engine.param_group import ParamGroup, ParamState
 from shardgrad.engine.replaced_params import adopt, require_data
@@ -125,10 +125,10 @@ class Guest:
 
 @dataclass(slots=True)
 class _Call:
-    """One forward of a unit: its place in the order, and whether its backward has begun."""
+    """One forward of a unit: its place in the order, and the graph task that its backward has begun in."""
 
     place: int
-    begun: bool = False
+    begun_in: int = -1
 
 
 class Unit:
@@ -406,16 +406,18 @@ class Unit:
         scheduler = context.scheduler
         if not scheduler.backward_running:
             scheduler.begin_backward(in_autograd=True)
-        for grads in self.grad_groups:
-            if grads.params and grads.state is GradState.IDLE:
-                scheduler.expect(grads)
+        begins = call.begun_in != _graph_task()  # a graph that was retained has several backwards
+        if begins:
+            call.begun_in = _graph_task()
+            self._open += 1
+            for grads in self.grad_groups:
+                if grads.params:
+                    scheduler.expect(grads)
         if not self.unshard_in_backward:
             return
         with span("pre_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             self.unshard(context)
-            if not call.begun:
-                call.begun = True
-                self._open += 1
+            if begins:
                 self._prefetch_backward(context, call.place)
             self.wait_for_unshard(context)
 
@@ -442,7 +444,7 @@ class Unit:
                 for grads in self.grad_groups:
                     grads.collector.order_before(streams.current(), streams)
                 self.reshard()
-            if self._outstanding == 0 and context.scheduler.backward_running:
+            if self._outstanding == self._open == 0 and context.scheduler.backward_running:
                 for grads in self.grad_groups:
                     context.scheduler.close(grads)
 

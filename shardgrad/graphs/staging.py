@@ -28,8 +28,8 @@ class _StagingBuffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.device = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        self.sent = EagerEvent(device)
-        self.unpacked = EagerEvent(device)
+        self.sent = EagerEvent(torch.Event(device))
+        self.unpacked = EagerEvent(torch.Event(device))
 
 
 class HostStaging:

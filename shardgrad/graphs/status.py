@@ -105,6 +105,6 @@ class StatusReader:
             pin_memory = self._pool.device.type == "cuda"
             host = torch.empty(len(named), dtype=torch.float64, pin_memory=pin_memory)
             host.copy_(values, non_blocking=True)
-            arrived = EagerEvent(self._pool.device)
+            arrived = EagerEvent(torch.Event(self._pool.device))
             arrived.record(self._pool.stream)
         return _Pending(step, list(named), count, host, arrived)

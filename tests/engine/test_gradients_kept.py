@@ -175,6 +175,47 @@ def uses_parameters_before_it_calls_itself(shard: Shard) -> nn.Module:
     return model
 
 
+def retains_the_graph_of_what_calls_itself(shard: Shard) -> nn.Module:
+    model = mlp()
+    model.insert(2, UsesThenCallsItself())
+    shard(model[2])
+    shard(model)
+    loss = model(batch()).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return model
+
+
+class ChoosesByRank(nn.Module):
+    """Uses another expert on each rank, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(SIZE, SIZE).double() for _ in range(2))
+        self.uses_both = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for expert in self.experts if self.uses_both else [self.experts[dist.get_rank()]]:
+            x = x + torch.tanh(expert(x))
+        return x
+
+
+def calls_experts_twice_in_an_older_graph(shard: Shard) -> nn.Module:
+    model = mlp()
+    chooses = ChoosesByRank()
+    chooses.experts[0].requires_grad_(False)
+    model.insert(2, chooses)
+    model.insert(4, chooses)
+    shard(chooses)
+    shard(model)
+    model(batch()).square().mean().backward()
+    chooses.uses_both = False
+    older = model(batch(1)).square().mean()
+    model(batch(2)).square().mean().backward()
+    older.backward()
+    return model
+
+
 def calls_itself(shard: Shard, depth: int, with_gradients: bool) -> nn.Module:
     model = SelfConditioned(depth, with_gradients)
     shard(model.a)
@@ -382,6 +423,8 @@ PROGRAMS = [
     self_conditioned,
     recursive_with_gradients,
     uses_parameters_before_it_calls_itself,
+    retains_the_graph_of_what_calls_itself,
+    calls_experts_twice_in_an_older_graph,
     fails_inside_itself_and_goes_on,
     freezes_between_micro_batches,
     unfreezes_between_micro_batches,

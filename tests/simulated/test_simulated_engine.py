@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 import warnings
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardgrad
 from shardgrad.engine.buffers import Slot
 from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.streams import AcceleratorStreams
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import transformer_config
 from tests.simulated.accelerator.device import NAME, checked
@@ -132,6 +134,21 @@ def test_gradients_on_a_foreign_stream_are_waited_for() -> None:
     with checked(raises=False) as found, _without(GradCollector, "wait_for_producers"):
         VirtualRanks(2).run(_parameters_born_on_a_side_stream)
     assert "shardgrad::pack" in {hazard.later.op for hazard in found}
+
+
+def _deletes_a_model_with_an_all_gather_in_flight() -> None:
+    model = _sharded_tower(1)
+    model.layers[0].unshard(async_op=True)
+    del model
+    gc.collect()  # what gets the memory is work of the current stream
+
+
+def test_a_model_is_deleted_with_an_all_gather_in_flight() -> None:
+    with checked():
+        VirtualRanks(2).run(_deletes_a_model_with_an_all_gather_in_flight)
+    with checked(raises=False) as found, _without(AcceleratorStreams, "join"):
+        VirtualRanks(2).run(_deletes_a_model_with_an_all_gather_in_flight)
+    assert "simulated::all_gather" in {hazard.earlier.op for hazard in found}
 
 
 def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:

@@ -39,6 +39,7 @@ class State:
         self._graphs = 0
         self._ran = False
         self._failed = False
+        self._failed_forward = False
         self._in_flight = False  # a backward that is not the last has left reductions in flight
         self._waiting = False  # gradients wait on each rank
         self._all_sync = True
@@ -69,6 +70,8 @@ class State:
             return False
         if self._failed and op.how == "zeros" and self.program.is_simulated:
             return False  # a hazard that harms no one: the next forward drops what is zeroed
+        if do == "poke" and self._failed_forward and self.program.is_simulated:
+            return False  # another one: the next forward drops what is being gathered
         if do == "forward":
             return self._graphs < MOST_GRAPHS and not self._failed
         if do == "backward":
@@ -141,13 +144,15 @@ class State:
         if do in (*_FORWARDS, "fail_backward", "fail_forward", "input_grad", "hand", "nan", "participate"):
             self._ran = True
         if do in _FORWARDS:
-            self._failed = False
+            self._failed = self._failed_forward = False
         if do == "forward":
             self._graphs += 1
         elif do == "backward" and op.how != "retain":
             self._graphs -= 1
         elif do == "fail_backward":
             self._failed = True
+        elif do == "fail_forward":
+            self._failed_forward = True
         elif do in ("sync", "sync_unit"):
             self._all_sync = bool(op.n % 2) if do == "sync" else self._all_sync and bool(op.n % 2)
             self._all_reduce = self._all_sync
