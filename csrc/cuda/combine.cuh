@@ -10,14 +10,23 @@
 namespace shardgrad::cuda {
 
 constexpr int kThreads = 256;
-// Elements a block handles at a time: eight per thread, enough 128-bit loads in flight to cover latency.
-constexpr int64_t kTile = 8 * kThreads;
+// 128-bit accesses to the narrower of two types that a thread starts before it needs the first one's data.
+constexpr int kInFlight = 4;
+// Elements a block handles at a time: of two-byte types, all that a thread loads is in flight at once.
+constexpr int64_t kTile = kInFlight * 8 * kThreads;
 // More blocks than any current device holds at once; the kernels stride over the rest.
 constexpr int64_t kMaxBlocks = 2048;
 // Parameters (and, in unpack, ranks) per launch, so that their descriptions fit in 4 KiB of kernel parameters.
 constexpr int kBatch = 64;
 
 inline unsigned blocks_for(int64_t tiles) { return static_cast<unsigned>(std::min(tiles, kMaxBlocks)); }
+
+// A row of blocks for each rank, which stride over the tiles of its chunk: no block has to divide to find out
+// whose tile it has.
+inline dim3 blocks_for(int64_t tiles_of_rank, int64_t ranks) {
+  const int64_t most = std::max(kMaxBlocks / ranks, int64_t{1});
+  return {static_cast<unsigned>(std::min(tiles_of_rank, most)), static_cast<unsigned>(ranks), 1};
+}
 
 SHARDGRAD_INLINE int64_t tiles_in(int64_t numel) { return (numel + kTile - 1) / kTile; }
 
@@ -44,7 +53,7 @@ __device__ Out finish(Compute sum, Compute divisor, Out old, bool accumulate) {
 }
 
 // One block converts source[begin, end) into out[begin, end), scaled and perhaps accumulated. `begin` is a
-// multiple of kTile, so the alignment of the two base addresses decides for the whole range.
+// multiple of kTile and the range no longer, so the alignment of the two base addresses decides for all of it.
 template <class Source, class Out>
 __device__ void convert(
     const Source* source, Out* out, int64_t begin, int64_t end, double divisor, bool accumulate) {
@@ -53,19 +62,28 @@ __device__ void convert(
   int64_t scalar_begin = begin;
   if (is_aligned(source, out)) {
     constexpr int N = kVector<Source, Out>;
-    const int64_t vectors = (end - begin) / N;
-    for (int64_t v = threadIdx.x; v < vectors; v += kThreads) {
-      const int64_t at = begin + v * N;
-      const auto in = *reinterpret_cast<const Vector<Source, N>*>(source + at);
-      auto* to = reinterpret_cast<Vector<Out, N>*>(out + at);
-      Vector<Out, N> result = {};
-      if (accumulate) result = *to;
+    const int vectors = static_cast<int>(end - begin) / N;
+    const auto* from = reinterpret_cast<const Vector<Source, N>*>(source + begin);
+    auto* to = reinterpret_cast<Vector<Out, N>*>(out + begin);
+    for (int first = threadIdx.x; first < vectors; first += kInFlight * kThreads) {
+      Vector<Source, N> in[kInFlight];
 #pragma unroll
-      for (int lane = 0; lane < N; ++lane) {
-        result.lanes[lane] =
-            finish(static_cast<Compute>(to_float(in.lanes[lane])), by, result.lanes[lane], accumulate);
+      for (int k = 0; k < kInFlight; ++k) {
+        if (first + k * kThreads < vectors) in[k] = from[first + k * kThreads];
       }
-      *to = result;
+#pragma unroll
+      for (int k = 0; k < kInFlight; ++k) {
+        const int v = first + k * kThreads;
+        if (v >= vectors) break;
+        Vector<Out, N> result = {};
+        if (accumulate) result = to[v];
+#pragma unroll
+        for (int lane = 0; lane < N; ++lane) {
+          result.lanes[lane] =
+              finish(static_cast<Compute>(to_float(in[k].lanes[lane])), by, result.lanes[lane], accumulate);
+        }
+        to[v] = result;
+      }
     }
     scalar_begin += vectors * N;
   }

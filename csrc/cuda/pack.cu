@@ -14,28 +14,27 @@ struct PackBatch {
   PackEntry entries[kBatch];
   void* slot;
   int64_t chunk_numel;
-  int64_t world_size;
-  int64_t tiles;
+  int64_t tiles;  // of one rank
   double divisor;
   int count;
   bool accumulate;
 
   void append(const Row& row, const void* gradient) {
     entries[count++] = {row, gradient, tiles};
-    tiles += world_size * tiles_in(row.span);
+    tiles += tiles_in(row.span);
   }
 };
 static_assert(sizeof(PackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
 
-// A tile is a range of one parameter's reservation in one rank's chunk: gradient first, zeros behind it.
+// A tile is a range of one parameter's reservation in the chunk of the rank whose row of blocks this is: gradient
+// first, zeros behind it.
 template <class Gradient, class Slot>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackBatch batch) {
+  const int64_t rank = blockIdx.y;
   for (int64_t tile = blockIdx.x; tile < batch.tiles; tile += gridDim.x) {
     const PackEntry& entry = find_entry(batch.entries, batch.count, tile);
     const Row& row = entry.row;
-    const int64_t tiles_per_rank = tiles_in(row.span);
-    const int64_t rank = (tile - entry.first_tile) / tiles_per_rank;
-    const int64_t begin = (tile - entry.first_tile - rank * tiles_per_rank) * kTile;
+    const int64_t begin = (tile - entry.first_tile) * kTile;
     const int64_t end = min(begin + kTile, row.span);
     const int64_t valid = entry.gradient == nullptr ? 0 : row.valid(rank);
     const int64_t filled = max(begin, min(end, valid));
@@ -49,40 +48,40 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ 
   }
 }
 
-cudaError_t launch(const PackBatch& batch, DType gradient_dtype, DType slot_dtype, cudaStream_t stream) {
+cudaError_t launch(const PackBatch& batch, const PackArguments& arguments, DType dtype, cudaStream_t stream) {
   if (batch.tiles == 0) return cudaSuccess;
-  visit(gradient_dtype, [&](auto gradient) {
-    visit(slot_dtype, [&](auto slot) {
+  visit(dtype, [&](auto gradient) {
+    visit(arguments.slot_dtype, [&](auto slot) {
       pack_kernel<typename decltype(gradient)::type, typename decltype(slot)::type>
-          <<<blocks_for(batch.tiles), kThreads, 0, stream>>>(batch);
+          <<<blocks_for(batch.tiles, arguments.world_size), kThreads, 0, stream>>>(batch);
     });
   });
   return cudaGetLastError();
 }
 
-// Launches for the gradients of one dtype; a missing gradient has no dtype of its own and counts as the slot's.
-cudaError_t pack_dtype(const PackArguments& arguments, DType dtype, cudaStream_t stream) {
+// Launches for the gradients of one dtype. A missing one has none, and goes along with the first that is there.
+cudaError_t pack_dtype(
+    const PackArguments& arguments, DType dtype, DType dtype_of_missing, cudaStream_t stream) {
   PackBatch batch{};
   batch.slot = arguments.slot;
   batch.chunk_numel = arguments.chunk_numel;
-  batch.world_size = arguments.world_size;
   batch.divisor = arguments.divisor;
   batch.accumulate = arguments.accumulate;
   for (size_t i = 0; i < arguments.gradients.size(); ++i) {
     const Gradient& gradient = arguments.gradients[i];
     const bool missing = gradient.data == nullptr;
-    if ((missing ? arguments.slot_dtype : gradient.dtype) != dtype) continue;
+    if ((missing ? dtype_of_missing : gradient.dtype) != dtype) continue;
     if (missing && arguments.accumulate) continue;
     if (arguments.rows[i].span == 0) continue;
     batch.append(arguments.rows[i], gradient.data);
     if (batch.count == kBatch) {
-      const cudaError_t status = launch(batch, dtype, arguments.slot_dtype, stream);
+      const cudaError_t status = launch(batch, arguments, dtype, stream);
       if (status != cudaSuccess) return status;
       batch.count = 0;
       batch.tiles = 0;
     }
   }
-  return launch(batch, dtype, arguments.slot_dtype, stream);
+  return launch(batch, arguments, dtype, stream);
 }
 
 }  // namespace
@@ -90,9 +89,13 @@ cudaError_t pack_dtype(const PackArguments& arguments, DType dtype, cudaStream_t
 
 extern "C" int shardgrad_cuda_pack(const shardgrad::PackArguments* arguments, void* stream) {
   using shardgrad::DType;
+  const auto& gradients = arguments->gradients;
+  const auto there = std::find_if(
+      gradients.begin(), gradients.end(), [](const auto& gradient) { return gradient.data != nullptr; });
+  const DType dtype_of_missing = there == gradients.end() ? arguments->slot_dtype : there->dtype;
   for (DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
     const cudaError_t status =
-        shardgrad::cuda::pack_dtype(*arguments, dtype, static_cast<cudaStream_t>(stream));
+        shardgrad::cuda::pack_dtype(*arguments, dtype, dtype_of_missing, static_cast<cudaStream_t>(stream));
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

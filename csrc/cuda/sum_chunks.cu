@@ -16,30 +16,41 @@ struct SumBatch {
   bool aligned;  // every chunk and `out`, to 16 bytes
 };
 
+// Adds up the vectors `first`, `first + stride` and so on, as many as are in flight at once.
 template <class Chunk, class Out, int N>
-__device__ void sum_vector(const SumBatch& batch, int64_t at) {
+__device__ void sum_vectors(const SumBatch& batch, int64_t first, int64_t stride, int64_t vectors) {
   using Compute = ComputeType<Chunk, Out>;
-  using Chunks = Vector<Chunk, N>;
-  using Outs = Vector<Out, N>;
-  Compute sums[N];
-  const Chunks first = *reinterpret_cast<const Chunks*>(static_cast<const Chunk*>(batch.chunks[0]) + at);
+  Compute sums[kInFlight][N];
+  for (int k = 0; k < batch.count; ++k) {
+    const auto* from = static_cast<const Vector<Chunk, N>*>(batch.chunks[k]);
+    Vector<Chunk, N> next[kInFlight];
 #pragma unroll
-  for (int lane = 0; lane < N; ++lane) sums[lane] = static_cast<Compute>(to_float(first.lanes[lane]));
-#pragma unroll 4
-  for (int k = 1; k < batch.count; ++k) {
-    const Chunks next = *reinterpret_cast<const Chunks*>(static_cast<const Chunk*>(batch.chunks[k]) + at);
+    for (int i = 0; i < kInFlight; ++i) {
+      if (first + i * stride < vectors) next[i] = from[first + i * stride];
+    }
 #pragma unroll
-    for (int lane = 0; lane < N; ++lane) sums[lane] += static_cast<Compute>(to_float(next.lanes[lane]));
+    for (int i = 0; i < kInFlight; ++i) {
+#pragma unroll
+      for (int lane = 0; lane < N; ++lane) {
+        const Compute value = static_cast<Compute>(to_float(next[i].lanes[lane]));
+        sums[i][lane] = k == 0 ? value : sums[i][lane] + value;
+      }
+    }
   }
-  auto* to = reinterpret_cast<Outs*>(static_cast<Out*>(batch.out) + at);
-  Outs result = {};
-  if (batch.accumulate) result = *to;
   const Compute by = static_cast<Compute>(batch.divisor);
+  auto* to = static_cast<Vector<Out, N>*>(batch.out);
 #pragma unroll
-  for (int lane = 0; lane < N; ++lane) {
-    result.lanes[lane] = finish(sums[lane], by, result.lanes[lane], batch.accumulate);
+  for (int i = 0; i < kInFlight; ++i) {
+    const int64_t v = first + i * stride;
+    if (v >= vectors) break;
+    Vector<Out, N> result = {};
+    if (batch.accumulate) result = to[v];
+#pragma unroll
+    for (int lane = 0; lane < N; ++lane) {
+      result.lanes[lane] = finish(sums[i][lane], by, result.lanes[lane], batch.accumulate);
+    }
+    to[v] = result;
   }
-  *to = result;
 }
 
 template <class Chunk, class Out>
@@ -60,7 +71,9 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads;
   const int64_t vectors = batch.aligned ? batch.numel / N : 0;
-  for (int64_t v = thread; v < vectors; v += stride) sum_vector<Chunk, Out, N>(batch, v * N);
+  for (int64_t v = thread; v < vectors; v += kInFlight * stride) {
+    sum_vectors<Chunk, Out, N>(batch, v, stride, vectors);
+  }
   for (int64_t j = vectors * N + thread; j < batch.numel; j += stride) sum_one<Chunk, Out>(batch, j);
 }
 

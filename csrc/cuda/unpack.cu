@@ -18,30 +18,30 @@ struct UnpackBatch {
   const void* chunks[kBatch];
   void* unsharded;
   int64_t first_rank;
-  int64_t tiles;
+  int64_t tiles;  // of one rank
   int ranks;
   int count;
 
   void append(const Row& row) {
     entries[count++] = {row.numel, row.shard_numel, row.shard_offset, row.unsharded_offset, tiles};
-    tiles += ranks * tiles_in(row.shard_numel);
+    tiles += tiles_in(row.shard_numel);
   }
 };
 static_assert(sizeof(UnpackBatch) <= 4096, "must fit the kernel parameters of every supported toolkit");
 
-// A tile is a range of one parameter's piece in one rank's chunk.
+// A tile is a range of one parameter's piece in the chunk of the rank whose row of blocks this is.
 template <class Chunk, class Unsharded>
 __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant__ UnpackBatch batch) {
+  const void* chunk = batch.chunks[blockIdx.y];
+  const int64_t rank = batch.first_rank + blockIdx.y;
   for (int64_t tile = blockIdx.x; tile < batch.tiles; tile += gridDim.x) {
     const UnpackEntry& entry = find_entry(batch.entries, batch.count, tile);
-    const int64_t tiles_per_rank = tiles_in(entry.shard_numel);
-    const int64_t slot = (tile - entry.first_tile) / tiles_per_rank;
-    const int64_t begin = (tile - entry.first_tile - slot * tiles_per_rank) * kTile;
-    const int64_t first = (batch.first_rank + slot) * entry.shard_numel;
+    const int64_t begin = (tile - entry.first_tile) * kTile;
+    const int64_t first = rank * entry.shard_numel;
     const int64_t end = min(min(begin + kTile, entry.shard_numel), entry.numel - first);
     if (begin >= end) continue;
 
-    const Chunk* source = static_cast<const Chunk*>(batch.chunks[slot]) + entry.shard_offset;
+    const Chunk* source = static_cast<const Chunk*>(chunk) + entry.shard_offset;
     Unsharded* out = static_cast<Unsharded*>(batch.unsharded) + entry.unsharded_offset + first;
     convert(source, out, begin, end, /*divisor=*/1, /*accumulate=*/false);
   }
@@ -52,7 +52,7 @@ cudaError_t launch(const UnpackBatch& batch, const UnpackArguments& arguments, c
   visit(arguments.chunk_dtype, [&](auto chunk) {
     visit(arguments.unsharded_dtype, [&](auto unsharded) {
       unpack_kernel<typename decltype(chunk)::type, typename decltype(unsharded)::type>
-          <<<blocks_for(batch.tiles), kThreads, 0, stream>>>(batch);
+          <<<blocks_for(batch.tiles, batch.ranks), kThreads, 0, stream>>>(batch);
     });
   });
   return cudaGetLastError();

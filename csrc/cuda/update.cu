@@ -1,3 +1,5 @@
+#include <atomic>
+
 #include "../update_math.h"
 #include "launch.h"
 #include "segment.cuh"
@@ -5,8 +7,7 @@
 namespace shardgrad::cuda {
 namespace {
 
-// More blocks than any current device holds at once; the kernels stride over the rest.
-constexpr int64_t kMaxBlocks = 2048;
+constexpr int kDevices = 64;  // whose number of resident blocks is remembered
 
 template <class C>
 __device__ __forceinline__ void apply(
@@ -119,10 +120,11 @@ __device__ bool is_row_aligned(const UpdateArguments& args, const SegmentRow& ro
   return aligned;
 }
 
-// Blocks stride over the tiles. Every branch up to the quads goes the same way in a whole block. All tiles read
+// Blocks stride over the tiles, and a device holds all of them at once, so that each makes its rule, which takes
+// powers in double, once. Every branch up to the quads goes the same way in a whole block. All tiles read
 // the number of a row's last step, so the block that is done last advances the steps.
 template <class Rule, class C>
-__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ UpdateArguments args) {
+__global__ void __launch_bounds__(kThreads, sizeof(C) == sizeof(float) ? 4 : 2) update_kernel(const __grid_constant__ UpdateArguments args) {
   if (args.found_inf != nullptr && *args.found_inf != 0) return;
   const Segment& segment = args.segment;
   __shared__ Rule rule;
@@ -162,17 +164,35 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
   }
 }
 
+// Blocks of a kernel that the current device holds at once; 0 if the runtime cannot say.
+template <class Rule, class C>
+int resident_blocks() {
+  static std::atomic<int> known[kDevices];
+  int device = 0, processors = 0, blocks = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  if (device < kDevices && known[device] != 0) return known[device];
+  const bool said =
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess &&
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, update_kernel<Rule, C>, kThreads, 0) == cudaSuccess;
+  if (said && device < kDevices) known[device] = processors * blocks;
+  return said ? processors * blocks : 0;
+}
+
 // A segment without elements still counts steps.
-template <template <class> class Rule>
-int launch(const UpdateArguments& args, cudaStream_t stream) {
+template <class Rule, class C>
+cudaError_t launch(const UpdateArguments& args, cudaStream_t stream) {
   if (args.segment.row_count == 0) return cudaSuccess;
-  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(args.segment.tiles, 1, kMaxBlocks));
-  if (args.param.dtype == DType::kFloat64) {
-    update_kernel<Rule<double>, double><<<blocks, kThreads, 0, stream>>>(args);
-  } else {
-    update_kernel<Rule<float>, float><<<blocks, kThreads, 0, stream>>>(args);
-  }
+  const int64_t most = resident_blocks<Rule, C>();
+  if (most == 0) return cudaGetLastError();
+  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(args.segment.tiles, 1, most));
+  update_kernel<Rule, C><<<blocks, kThreads, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+template <template <class> class Rule>
+cudaError_t launch(const UpdateArguments& args, cudaStream_t stream) {
+  return args.param.dtype == DType::kFloat64 ? launch<Rule<double>, double>(args, stream)
+                                             : launch<Rule<float>, float>(args, stream);
 }
 
 }  // namespace

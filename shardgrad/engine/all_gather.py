@@ -6,7 +6,7 @@ subclasses under `features/`, chosen in `fully_shard.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from shardgrad.engine.buffers import Chunks, Slot
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent
-from shardgrad.engine.transports import MessageTag, Transport, Work
+from shardgrad.engine.transports import MessageTag
 from shardgrad.engine.unsharded import ZeroCopyGather
 from shardgrad.sharding.mesh import DataParallelMesh
 
@@ -63,14 +63,19 @@ class AllGatherInput:
     @property
     def _is_staged_apart(self) -> bool:
         """True if what is sent is a copy that must not lie in the transport's staging."""
-        return self.chunk.dtype != self.dtype and not self.transport.gathers_in_place
+        return self._is_cast and not self.transport.gathers_in_place
+
+    @property
+    def _is_cast(self) -> bool:
+        """True if what is sent is a cast copy; a group of one sends nothing, and casts in its copy-out."""
+        return self.chunk.dtype != self.dtype and self.transport.size > 1
 
     def refresh(self, name: str, version: object) -> None:
         """Brings the chunk of the unit `name` up to date with a version of the parameters."""
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
         """Returns the chunk, or a copy of it in `dtype`. Streams: the copy is made on the current one."""
-        if self.chunk.dtype == self.dtype:
+        if not self._is_cast:
             return self.chunk
         return self._room(slot, staging).copy_(self.chunk, non_blocking=True)
 
@@ -99,7 +104,7 @@ class AllGather:
     """An all-gather, launched when it is made; holds its slot until the chunks have been read.
 
     `finish` is called when another all-gather needs the slot; it has to `wait` and to `release`. Parameters
-    in `zero_copy` are not in the chunks: each is gathered into memory that the gather stream may write.
+    in `zero_copy` are not in the chunks: they are gathered into memory that the gather stream may write.
 
     Streams: copies and collective go to the gather stream, after the parameters were last written.
     Capture: safe once slots have grown.
@@ -110,12 +115,12 @@ class AllGather:
         source: AllGatherInput,
         name: str,
         finish: Callable[[], None],
-        zero_copy: Sequence[ZeroCopyGather] = (),
+        zero_copy: ZeroCopyGather | None = None,
     ) -> None:
         self._source = source
         self._finish = finish
         self.streams = source.comm_ctx.streams
-        self.is_zero_copy = bool(zero_copy)
+        self.is_zero_copy = zero_copy is not None
         comm_ctx, transport = source.comm_ctx, source.transport
         stream = comm_ctx.streams.gather
         with (
@@ -129,8 +134,11 @@ class AllGather:
             slot.holder = self
             slot.start_writing(stream)
             staging = slot.take(source.dtype, transport.gather_chunks, source.chunk.numel())
-            self._work = transport.all_gather(source.stage(slot, staging), staging, source.tag)
-            self._zero_copy_work = [_gather_in_place(each, transport) for each in zero_copy]
+            messages = [(source.stage(slot, staging), staging, source.tag)]
+            if zero_copy is not None:
+                messages += zero_copy.messages(transport)
+            with transport.together(messages):
+                self._works = [transport.all_gather(*each) for each in messages]
             slot.finish_writing(stream)
 
     def complete(self) -> None:
@@ -143,9 +151,7 @@ class AllGather:
         Raises:
             CollectiveError: it failed.
         """
-        chunks = self._work.wait()
-        for work in self._zero_copy_work:
-            work.wait()
+        chunks, *_ = [work.wait() for work in self._works]
         self._slot.start_reading(stream)
         return self._source.in_rank_order(chunks)
 
@@ -154,12 +160,3 @@ class AllGather:
         self._slot.release(stream)
         if not self._source.ring.keeps:
             self._slot.give_back()
-
-
-def _gather_in_place(each: ZeroCopyGather, transport: Transport) -> Work:
-    """Starts the all-gather of a zero-copy parameter, on the current stream."""
-    piece, places = each.piece, each.places
-    own = places.parts[transport.rank]
-    if piece.dtype != own.dtype or transport.gather_chunks < transport.size:
-        piece = own.copy_(piece)
-    return transport.all_gather(piece, transport.missing(places), each.tag)

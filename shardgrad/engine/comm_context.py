@@ -49,8 +49,7 @@ class CommContext:
             self._special_rings: dict[Hashable, SlotRing] = {}
             self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()
-        if isinstance(self.streams, AcceleratorStreams):
-            # A model may be deleted with collectives in flight; what gets its memory comes after them.
+        if isinstance(self.streams, AcceleratorStreams):  # a model may be deleted with collectives in flight
             weakref.finalize(self, self.streams.join).atexit = False
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
@@ -73,8 +72,7 @@ class CommContext:
         self, key: Hashable, allocate: Allocate, *, depth: int, elastic: bool = False
     ) -> SlotRing:
         """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
-        ring = self._special_rings.get(key)
-        if ring is None:
+        if (ring := self._special_rings.get(key)) is None:
             ring = SlotRing(self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate)
             self._special_rings[key] = ring
             self.rings.append(ring)

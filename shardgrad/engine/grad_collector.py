@@ -49,7 +49,7 @@ class GradCollector:
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         # Where gradients arrived or were packed on the pack stream of the time: they have left no event.
-        self._pack_streams: dict[Stream, None] = {}
+        self.pack_streams: dict[Stream, None] = {}
         self._summed: list[torch.Tensor] = []
 
     def expect(self, params: Sequence[FSDPParam]) -> None:
@@ -63,6 +63,11 @@ class GradCollector:
     def streams(self) -> tuple[Stream, ...]:
         """All that gradients have arrived on since the last pack, the pack stream first."""
         return (self.pack_stream, *self._foreign)
+
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        """Whether a gradient is here, per trainable parameter."""
+        return tuple(map(is_not, self.gradients, repeat(None)))
 
     def take(
         self, unsharded: torch.Tensor, grad: torch.Tensor, streams: Streams, *, is_written: bool = False
@@ -96,7 +101,7 @@ class GradCollector:
         else:
             self.gradients[index] = self._add(earlier, grad, stream, streams)
         if stream == self.pack_stream:
-            self._pack_streams[stream] = None
+            self.pack_streams[stream] = None
         else:  # [Note: Producer streams]
             event = self._foreign.get(stream)
             if event is None:
@@ -128,16 +133,16 @@ class GradCollector:
         """
         for event in self._foreign.values():
             event.wait(stream)
-        for packed_on in self._pack_streams:
+        for packed_on in self.pack_streams:
             if packed_on != stream:
                 event = streams.event()
                 event.record(packed_on)
                 event.wait(stream)
-        self._pack_streams.clear()
+        self.pack_streams.clear()
 
     def let_go(self, streams: Streams) -> None:
         """Drops the gradients, once their streams are ordered after what the pack stream did with them."""
-        self._pack_streams[self.pack_stream] = None
+        self.pack_streams[self.pack_stream] = None
         if self._foreign:
             packed = streams.event()
             packed.record(self.pack_stream)
@@ -181,7 +186,8 @@ class GradPacker:
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
         """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
 
-        `target` is 1-D, in `slot`. With `zero_copy`, `divisor` is 1 and zero-copy parameters are left out.
+        `target` is 1-D, in `slot` or the gradient shard. With `zero_copy`, `divisor` is 1 and zero-copy
+        parameters are left out.
 
         Returns:
             Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
@@ -190,7 +196,7 @@ class GradPacker:
         Streams: the pack stream, after the slot is free and after every producer.
         """
         stream, layout = collector.pack_stream, self.layout
-        flags = tuple(map(is_not, collector.gradients, repeat(None)))
+        flags = collector.flags
         slot.start_writing(stream)
         collector.wait_for_producers()
         with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
@@ -264,11 +270,12 @@ class GradPacker:
         ops.pack(rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
-        """Returns what is packed behind the parameters, once for each rank's chunk, in float32."""
+        """Returns what is packed behind the parameters, for each rank; one launch with usual gradients."""
         tail = self.tails.get(flags)
         if tail is None:
-            chunk = torch.zeros(self.layout.tail_numel, dtype=torch.float32)
-            chunk[: len(flags)] = torch.tensor(flags, dtype=torch.float32)
+            dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32
+            chunk = torch.zeros(self.layout.tail_numel, dtype=dtype)
+            chunk[: len(flags)] = torch.tensor(flags, dtype=dtype)
             tail = chunk.repeat(self._mesh.shard_size).to(self._mesh.device)
             self.tails[flags] = tail
         return tail

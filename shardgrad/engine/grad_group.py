@@ -114,8 +114,11 @@ class _Route(NamedTuple):
     room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
+    is_local: bool  # gradients are packed straight into the gradient shard
 
 
+_NOTHING = torch.empty(0)
+_NO_ROOM = Chunks(_NOTHING, ())
 # What `GradGroup.switches` reads, at every replay of a graph.
 _SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -132,6 +135,7 @@ class GradGroup:
         self.divide_factor: float | None = None  # of the sum over ranks; None for their number
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
         self.state = GradState.IDLE  # changed by the scheduler alone
+        self.waits_for_unit = False  # its post-backward says when no more gradients come
         self.waiting = Waiting.NOTHING
         self.collector = GradCollector()
         self.scheduler: Scheduler | None = None  # of the root; None before that is known
@@ -410,8 +414,17 @@ class GradGroup:
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, self.packer.layout.chunk_numel)
-            self._route = _Route(made_for, transport, ring, *self._divisors(), room, end, streams.event())
+            divisors, is_local = self._divisors(), self._is_local(transport)
+            self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), is_local)
         return self._route
+
+    def _is_local(self, transport: Transport) -> bool:
+        """True if one rank reduces alone, and its gradients are the same bits without a message's dtype."""
+        group, dtype = self.group, self.group.reduce_dtype
+        exactly = dtype in (group.gather_dtype, group.gradient_dtype)
+        exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
+        plainly = self._second is group.collectives.hook is None and group.collectives.reduces_plainly
+        return transport.size == 1 and exactly and plainly and not group.shard_memory.is_offloaded
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -432,12 +445,17 @@ class GradGroup:
 
         Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
         the collective runs on the reduce stream, after every writer of the slot; a second step, and what
-        writes the gradient shard or a partial sum, on the stream of second steps if there is one.
+        writes the gradient shard or a partial sum, on the stream of second steps if there is one. Without
+        anything to send, the pack stream alone is used.
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, before, end = route.transport, route.before, route.end
+        is_local = route.is_local and before == 1 and self.waiting is Waiting.NOTHING
+        if is_local:
+            end = self.collector.pack_stream
+            route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(end):  # which writes it, after the zeros of a new one
@@ -450,6 +468,7 @@ class GradGroup:
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
+        pack = self._pack_later if is_local else pack
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
             messages, memory = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
@@ -459,10 +478,11 @@ class GradGroup:
         ):
             for slot in memory.slots:
                 slot.start_reading(stream)
-            works = []
-            for begin, send, receive, tag in messages:
-                work = transport.reduce_scatter(send, receive, tag)
-                works.append((begin, send.parts[0].numel(), work))
+            with transport.together(messages):
+                works = [
+                    (begin, send.parts[0].numel(), transport.reduce_scatter(send, receive, tag))
+                    for begin, send, receive, tag in messages
+                ]
             reduction = Reduction(
                 works=works,
                 memory=memory,
@@ -534,6 +554,13 @@ class GradGroup:
         room = slot.take(group.reduce_dtype, *route.room)
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
         return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
+
+    def _pack_later(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
+        """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
+        slot = route.ring.acquire(0)
+        self._touched = list(map(or_, self._touched, self.collector.flags))
+        write = partial(self._pack, slot, streams=comm_ctx.streams)
+        return [], ReductionMemory([slot], _NOTHING, _NO_ROOM, None, write)
 
     def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""

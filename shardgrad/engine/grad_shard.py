@@ -109,7 +109,7 @@ class GradShard:
         self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
-        self, write: Callable[..., None], divisor: float, staging: torch.Tensor | None, streams: Streams
+        self, write: Callable[..., object], divisor: float, staging: torch.Tensor | None, streams: Streams
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
 

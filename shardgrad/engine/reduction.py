@@ -74,6 +74,7 @@ class ReductionMemory(NamedTuple):
     own: torch.Tensor  # room for the first step's sum; it may be among what is summed
     room: Chunks  # of the second step
     staging: torch.Tensor | None  # of the gradient shard
+    write: Callable[..., object] | None = None  # what writes the gradient shard, if nothing is sent
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ class Reduction:
         pending, divisor = self._pending or self._received(), self.divisor
         if self.hook is not None:
             pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(pending.write, divisor, self.memory.staging, streams)
+        shard.reduce_into(self.memory.write or pending.write, divisor, self.memory.staging, streams)
         shard.bind(self.touched, streams)
 
     def _through_hook(

@@ -4,7 +4,8 @@
 The sequence of collectives must not depend on the data, or ranks that use different parameters would pair
 up the wrong ones. Groups are therefore reduced in the reverse of the order in which their units entered
 forward, each exactly once: a group that is complete early waits for its predecessors, one that got no
-gradients sends zeros. Sizes are fixed by the layout.
+gradients sends zeros. A group is complete when its unit's backward is over; if no input of the unit needs a
+gradient, when all are there.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ __all__ = ["ReductionScheduler"]
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _GRAD = attrgetter("grad")
+_OVER = (GradState.SUMMED, GradState.REDUCED)
 
 
 def _move(grads: GradGroup, state: GradState) -> None:
     """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
-        name = grads.group.name or "root"
-        raise RuntimeError(f"gradients of unit {name!r} cannot go from {grads.state.name} to {state.name}")
+        raise RuntimeError(f"gradients of {grads.group.name!r} cannot go from {grads.state} to {state}")
+    if state is GradState.IDLE:  # autograd has joined its streams
+        grads.collector.pack_streams.clear()
+        grads.waits_for_unit = False
     grads.state = state
 
 
@@ -82,12 +86,11 @@ class ReductionScheduler:
     def expect(self, grads: GradGroup) -> None:
         """Makes a group that is not queued, but backward has come to, the next to finish.
 
-        Reentrant checkpointing runs forward inside backward; a second backward of a kept graph runs none, nor
-        that of a forward before others. A unit's second call may so follow the reduction after its first: all
-        ranks then reduce it again, whichever have gradients.
+        Reentrant checkpointing runs forward inside backward; a backward of an older graph runs none. There,
+        another call of a unit may follow its reduction: all ranks reduce it again, whichever have gradients.
         """
-        is_done = grads.state in (GradState.SUMMED, GradState.REDUCED) and self.enrolment is None
-        if is_done or grads.state is GradState.IDLE:
+        if grads.state is GradState.IDLE or (grads.state in _OVER and self.enrolment is None):
+            grads.waits_for_unit = True
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
 
@@ -120,7 +123,7 @@ class ReductionScheduler:
             self.begin_backward(in_autograd=True)
         if self.enrolment is not None:
             self.enrolment.note(grads)
-        if grads.collector.count == len(grads.params):
+        if grads.collector.count == len(grads.params) and not grads.waits_for_unit:
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:

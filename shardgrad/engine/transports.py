@@ -1,75 +1,49 @@
 """Moving chunks between ranks: one interface, two ways.
 
-`StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams.
+`StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams;
+`NcclTransport` launches the messages of a group together.
 `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: it
 uses an all-to-all, and the engine adds up the chunks as it writes gradients (docs/design/collectives.md).
-
-[Note: Message tags]
-A transport that matches messages by order alone would, if one rank skipped a unit, deliver the bytes of
-another unit of the same size, and only the numbers would be wrong. Where the host can read what has arrived,
-every chunk therefore ends in the tag of its message, and is refused if the tag is not the expected one. A
-layout reserves the room (`sharding/layout.py`); the message of a zero-copy parameter has none, but follows
-one that has. A tag is three digits to the base 128, which every floating-point dtype in use, and a byte,
-holds exactly.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
 
+from shardgrad.diagnosis.collective_errors import FIX, checked
 from shardgrad.diagnosis.flight_recorder import Entry, GroupLog, recorder
 from shardgrad.engine.buffers import Chunks
-from shardgrad.errors import CollectiveError, DesyncError, unsupported
+from shardgrad.engine.spans import NO_SPAN
+from shardgrad.errors import DesyncError, unsupported
 from shardgrad.sharding.layout import TAG_NUMEL
+from shardgrad.sharding.message_tags import MessageTag, meaning
 
 __all__ = [
+    "CompletedWork",
     "ExchangeTransport",
     "MessageTag",
+    "NcclTransport",
+    "PendingWork",
     "StreamTransport",
     "Transport",
     "Work",
-    "checked",
     "reaches",
     "transport_for",
 ]
 
-_T = TypeVar("_T")
-_BASE = 128
-_known_tags: dict[int, str] = {}
 
 # torch 2.13 gave these two new names; the old ones warn from then on.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-
-@dataclass(frozen=True, eq=False)
-class MessageTag:
-    """A message's name ("all-gather of layers.3") and its tag. See [Note: Message tags].
-
-    The digits are the same on every rank, least significant first; none if there is no room for a tag.
-    """
-
-    what: str
-    digits: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, what: str, code: int) -> MessageTag:
-        """Makes the tag with a number, and remembers what it stands for."""
-        _known_tags[code] = what
-        return cls(what, tuple(code // _BASE**i % _BASE for i in range(TAG_NUMEL)))
-
-
-def _meaning(digits: list[float]) -> str:
-    """Returns what a received tag stands for on this rank."""
-    code = sum(int(digit) * _BASE**i for i, digit in enumerate(digits) if digit == digit and digit >= 0)
-    return _known_tags.get(code, "something this rank does not know")
 
 
 class Work(Protocol):
@@ -120,24 +94,20 @@ class Transport(ABC):
         read. The work may end with one chunk, already summed, inside `send` or in `receive`.
         """
 
+    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
+        """Returns the context in which to start these messages of a group, of one kind."""
+        return NO_SPAN
+
     def all_reduce(self, chunk: torch.Tensor, *, what: str) -> Work:
         """Sums `chunk` over the ranks, in place."""
         if self.size == 1:
-            return _Completed([chunk])
+            return CompletedWork([chunk])
         entry = self._log.record(what, chunk)
         work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
-        return _Pending(work, [chunk], entry, self._log, self.group)
-
-    def started(
-        self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
-    ) -> Work:
-        """Calls a program's own collective, which sends `sent`."""
-        entry = self._log.record(what, sent)
-        work = checked(what, self.group, call)
-        return _Completed(chunks) if work is None else _Pending(work, chunks, entry, self._log, self.group)
+        return PendingWork(work, [chunk], entry, self._log, self.group)
 
 
-class _Completed:
+class CompletedWork:
     """Work with nothing to wait for."""
 
     __slots__ = ("_chunks",)
@@ -146,11 +116,12 @@ class _Completed:
         self._chunks = chunks
 
     def wait(self) -> list[torch.Tensor]:
+        """See `Work`."""
         return self._chunks
 
 
 @dataclass(eq=False)
-class _Pending:
+class PendingWork:
     """Work that a backend's own work ends."""
 
     _work: dist.Work | None
@@ -160,13 +131,14 @@ class _Pending:
     _group: dist.ProcessGroup
 
     def wait(self) -> list[torch.Tensor]:
+        """See `Work`."""
         if self._work is not None:
             checked(self._entry.name, self._group, partial(self._log.wait_for, self._work, self._entry))
         return self._chunks
 
 
 @dataclass(eq=False)
-class _PendingExchange(_Pending):
+class _PendingExchange(PendingWork):
     """Work that brings `received`, whose chunks end in tags that the host can read."""
 
     _received: Chunks
@@ -182,35 +154,13 @@ class _PendingExchange(_Pending):
                 recorder.waits_in = self._log, self._entry
                 members = dist.get_process_group_ranks(self._group)
                 raise DesyncError(
-                    f"rank {members[source]} is somewhere else: it sent the {_meaning(digits)}",
+                    f"rank {members[source]} is somewhere else: it sent the {meaning(digits)}",
                     expected=f"the {self._tag.what} from every rank of {members}",
-                    got=f"the {_meaning(digits)}",
+                    got=f"the {meaning(digits)}",
                     where=f"rank {dist.get_rank()}",
-                    fix=_FIX,
+                    fix=FIX,
                 )
         return chunks
-
-
-_FIX = (
-    "if ranks legitimately run different units or have no batch, wrap the step in "
-    "`with shardgrad.participate(model):`; else look for the first error among the ranks"
-)
-
-
-def checked(what: str, group: dist.ProcessGroup, call: Callable[[], _T]) -> _T:
-    """Calls the backend, turning its errors into ours."""
-    try:
-        return call()
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"the {what} failed: another rank is late, gone, or running something else",
-            expected=f"every rank of {dist.get_process_group_ranks(group)} to join it",
-            got=str(error).splitlines()[0],
-            where=f"rank {dist.get_rank()}",
-            fix=_FIX,
-        ) from error
 
 
 class StreamTransport(Transport):
@@ -231,14 +181,22 @@ class StreamTransport(Transport):
         """See `Transport.all_gather`. Capture: safe once the communicator exists."""
         self._log.record(tag.what, chunk)
         checked(tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group))
-        return _Completed(list(staging.parts))
+        return CompletedWork(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
         self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
-        return _Completed([own])
+        return CompletedWork([own])
+
+
+class NcclTransport(StreamTransport):
+    """NCCL's collectives, which it can group: several messages are one launch."""
+
+    def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
+        """See `Transport.together`. Capture: as safe as one message."""
+        return _coalescing_manager(self.group) if len(messages) > 1 else NO_SPAN
 
 
 class ExchangeTransport(Transport):
@@ -265,7 +223,7 @@ class ExchangeTransport(Transport):
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
         """See `Transport.all_gather`."""
         if self.size == 1:
-            return _Completed([chunk])
+            return CompletedWork([chunk])
         entry = self._log.record(tag.what, chunk)
         if tag.digits:
             self._write(tag, chunk[-TAG_NUMEL:], staging)
@@ -279,7 +237,7 @@ class ExchangeTransport(Transport):
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
         if self.size == 1:
-            return _Completed([send.parts[0]])
+            return CompletedWork([send.parts[0]])
         entry = self._log.record(tag.what, send.parts[0])
         if tag.digits:
             self._write(tag, send.ends, receive)
@@ -333,7 +291,7 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Chooses the transport of a group for tensors on `device`."""
     if group.size() == 1:
         return ExchangeTransport(group)
-    gloo = _backend_for(group, device) == "gloo"
-    if gloo and device.type != "cpu":
+    backend = _backend_for(group, device)
+    if backend == "gloo" and device.type != "cpu":
         raise unsupported(f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl")
-    return ExchangeTransport(group) if gloo else StreamTransport(group)
+    return {"gloo": ExchangeTransport, "nccl": NcclTransport}.get(backend or "", StreamTransport)(group)

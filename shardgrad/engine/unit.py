@@ -51,9 +51,7 @@ _R = TypeVar("_R")
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _ATTRIBUTE = "_shardgrad_unit"
-
 _CALL = nn.Module._call_impl.__code__
-
 # -1 unless autograd runs a backward on this thread: a forward is then a recomputation, or a hook's.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -350,6 +348,8 @@ class Unit:
             return leaves
         if counted:
             self._outstanding += 1
+            for grads in self.grad_groups:
+                grads.waits_for_unit = True
         aliases = _InputsWatch.apply(self, counted, *[leaves[i] for i in found])  # type: ignore[no-untyped-call]
         replaced = list(leaves)
         for i, alias in zip(found, aliases, strict=True):
@@ -406,9 +406,9 @@ class Unit:
         scheduler = context.scheduler
         if not scheduler.backward_running:
             scheduler.begin_backward(in_autograd=True)
-        begins = call.begun_in != _graph_task()  # a graph that was retained has several backwards
-        if begins:
-            call.begun_in = _graph_task()
+        task = _graph_task()
+        if begins := call.begun_in != task:  # a graph that was retained has several backwards
+            call.begun_in = task
             self._open += 1
             for grads in self.grad_groups:
                 if grads.params:

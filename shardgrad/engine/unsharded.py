@@ -7,7 +7,6 @@ in backward. They are detached from the buffer's version counter: autograd sees 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -16,21 +15,43 @@ from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, RecurringBuffer
 from shardgrad.engine.param import FSDPParam, mark_unsharded
 from shardgrad.engine.streams import Stream, Streams
-from shardgrad.engine.transports import MessageTag
+from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes, unpack_bytes
-from shardgrad.sharding.layout import Piece, ShardLayout
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.strided_pack import unpack_strided
+from shardgrad.sharding.zero_copy import own_places
 
 __all__ = ["UnshardedMemory", "UnshardedParams", "ZeroCopyGather"]
 
 
-@dataclass(frozen=True)
 class ZeroCopyGather:
-    """One parameter's all-gather, `piece` to `places` (1-D, in rank order); see `sharding/zero_copy.py`."""
+    """The all-gathers from a shard straight into the unsharded parameters; see `sharding/zero_copy.py`."""
 
-    piece: torch.Tensor
-    places: Chunks
-    tag: MessageTag
+    def __init__(
+        self, names: Sequence[str], layout: ShardLayout, shard: torch.Tensor, unsharded: torch.Tensor
+    ) -> None:
+        self._layout, self._shard, self._unsharded = layout, shard, unsharded
+        self._own_places: torch.Tensor | None = None
+        self._tags = [MessageTag(f"all-gather of {name}") for name in names]
+        pieces = [layout.pieces[i] for i in layout.zero_copy]
+        self._sent = [shard.narrow(0, p.shard_offset, p.shard_numel) for p in pieces]
+        whole = (unsharded.narrow(0, p.unsharded_offset, p.numel) for p in pieces)
+        self._places = [
+            Chunks(flat, flat.split(p.shard_numel)) for p, flat in zip(pieces, whole, strict=True)
+        ]
+
+    def messages(self, transport: Transport) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
+        """Returns what to send, where it is received (1-D, in rank order), and the tag of each parameter.
+
+        Streams: on the current one, this rank's own pieces are first cast, or copied, to their places.
+        """
+        sent, rank = self._sent, transport.rank
+        if self._shard.dtype != self._unsharded.dtype or transport.gather_chunks < transport.size:
+            if self._own_places is None:
+                self._own_places = own_places(self._layout, rank)
+            ops.unpack([self._shard], self._unsharded, self._own_places)
+            sent = [places.parts[rank] for places in self._places]
+        return list(zip(sent, map(transport.missing, self._places), self._tags, strict=True))
 
 
 class UnshardedMemory:
@@ -71,7 +92,7 @@ class UnshardedParams(UnshardedMemory):
     """One flat buffer, and the unsharded tensor of each parameter over it, which this makes.
 
     The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the parameters' dtype.
-    `zero_copy` has the all-gathers of zero-copy parameters, from this rank's shard into the buffer.
+    `zero_copy` has the all-gathers of zero-copy parameters; None if there are none.
     """
 
     def __init__(
@@ -94,17 +115,8 @@ class UnshardedParams(UnshardedMemory):
                 unsharded = p.sharding.unsharded_tensor(from_bytes(view, p.sharded.dtype).data)
                 p.unsharded = nn.Parameter(unsharded, requires_grad=p.sharded.requires_grad)
                 mark_unsharded(p.unsharded, p)
-            self.zero_copy = tuple(
-                self._gather_of(params[i].name, layout.pieces[i], shard) for i in layout.zero_copy
-            )
-
-    def _gather_of(self, name: str, piece: Piece, shard: torch.Tensor) -> ZeroCopyGather:
-        unsharded = self._flat.narrow(0, piece.unsharded_offset, piece.numel)
-        return ZeroCopyGather(
-            shard.narrow(0, piece.shard_offset, piece.shard_numel),
-            Chunks(unsharded, unsharded.split(piece.shard_numel)),
-            MessageTag(f"all-gather of {name}"),
-        )
+            names = [params[i].name for i in layout.zero_copy]
+            self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
 
     def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         """Copies the parameters out of all ranks' chunks, in rank order.

@@ -7,7 +7,7 @@ separate process group.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
@@ -16,10 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
+from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import MessageTag, StreamTransport, Work
+from shardgrad.engine.transports import (
+    CompletedWork,
+    MessageTag,
+    PendingWork,
+    StreamTransport,
+    Work,
+)
 from shardgrad.features.wire_dtype import exchange_over
 
 __all__ = [
@@ -185,7 +192,7 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, own, list(staging.parts), tag.what)
+        return self._started(call, own, list(staging.parts), tag.what)
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: always a sum."""
@@ -201,4 +208,13 @@ class _CommTransport(StreamTransport):
             )
             return work
 
-        return self.started(call, out, [out], tag.what)
+        return self._started(call, out, [out], tag.what)
+
+    def _started(
+        self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
+    ) -> Work:
+        entry = self._log.record(what, sent)
+        work = checked(what, self.group, call)
+        return (
+            CompletedWork(chunks) if work is None else PendingWork(work, chunks, entry, self._log, self.group)
+        )

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from shardgrad import ops
+from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.transports import MessageTag, StreamTransport, Transport, Work
+from shardgrad.engine.transports import CompletedWork, MessageTag, StreamTransport, Transport, Work
 from shardgrad.errors import CustomCommError, OptionError, unsupported
 from shardgrad.features.hfsdp import OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
@@ -109,11 +110,13 @@ class StreamExchange(StreamTransport):
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
         """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
-
-        def call() -> None:
-            dist.all_to_all_single(receive.whole, send.whole, group=self.group)
-
-        return self.started(call, send.parts[0], list(receive.parts), tag.what)
+        self._log.record(tag.what, send.parts[0])
+        checked(
+            tag.what,
+            self.group,
+            lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group),
+        )
+        return CompletedWork(list(receive.parts))
 
 
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:

@@ -121,7 +121,8 @@ class OptimGroup(dict[str, Any]):
     def on(self, device: torch.device) -> torch.Tensor:
         """Returns the mirror on a device: float64, one number per slot.
 
-        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call.
+        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call; the host
+            waits for nothing.
         Capture: safe after the first call.
 
         Raises:
@@ -143,7 +144,11 @@ class OptimGroup(dict[str, Any]):
                         got="a value the graph would read once, when it is captured",
                         fix=f"group[{hyper.name!r}] = float(group[{hyper.name!r}])",
                     )
-                mirror[self._slots[hyper.name]].copy_(value.detach().reshape(()))
+                place = mirror[self._slots[hyper.name]]
+                if value.device.type == "cpu":
+                    place.fill_(value.item())  # goes along with the launch; a copy would be waited for
+                else:
+                    place.copy_(value.detach().reshape(()))
         return mirror
 
     def __setitem__(self, key: str, value: Any) -> None:

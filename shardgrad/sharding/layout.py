@@ -14,7 +14,7 @@ is aligned (NCCL falls off its fast path otherwise, nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
 `engine/grad_collector.py`), and ends in room for the message's tag ([Note: Message tags] in
-`engine/transports.py`).
+`message_tags.py`).
 
 Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,
 so that what is left to be packed into one message is the end of it, and has a layout itself.
@@ -35,7 +35,7 @@ __all__ = ["ALIGNMENT_NBYTES", "TAG_NUMEL", "Piece", "ShardLayout", "alignment_n
 
 ALIGNMENT_NBYTES = 128
 
-# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `engine/transports.py`).
+# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `message_tags.py`).
 TAG_NUMEL = 3
 
 

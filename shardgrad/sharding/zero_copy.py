@@ -22,7 +22,9 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy"]
+from shardgrad.sharding.layout import ShardLayout
+
+__all__ = ["ZERO_COPY_NBYTES", "is_zero_copy", "own_places"]
 
 # Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies that it
 # saves. Measured: docs/design/zero_copy_parameters.md.
@@ -45,3 +47,16 @@ def is_zero_copy(
         return False
     piece_numel = math.prod(shape) // world_size
     return piece_numel % alignment == 0 and piece_numel * dtype.itemsize >= ZERO_COPY_NBYTES
+
+
+def own_places(layout: ShardLayout, rank: int) -> torch.Tensor:
+    """Returns the table with which `ops.unpack` writes a rank's zero-copy pieces, and nothing else.
+
+    From its shard alone, to their places in the flat unsharded buffer.
+    """
+    pieces = (layout.pieces[i] for i in layout.zero_copy)
+    rows = [
+        [p.shard_numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset + rank * p.shard_numel]
+        for p in pieces
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)

@@ -33,20 +33,25 @@ def waits_during(call: Callable[[], object]) -> dict[str, int]:
     return {name: count for name, count in counts.items() if count}
 
 
+def the_learning_rate(device: str) -> float | torch.Tensor:
+    return 1e-2 if device == "number" else torch.tensor(1e-2, device=device)
+
+
+@pytest.mark.parametrize("lr", ["number", "cpu", "cuda"])
 @pytest.mark.parametrize(
     ("layer", "in_backward"),
     [(Partly, {"cudaEventSynchronize": UNITS}), (lambda: nn.Linear(8, 8), {})],
     ids=["missed", "all"],
 )
 def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
-    layer: Callable[[], nn.Module], in_backward: dict[str, int]
+    layer: Callable[[], nn.Module], in_backward: dict[str, int], lr: str
 ) -> None:
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     model = nn.Sequential(*(layer() for _ in range(UNITS))).cuda()
     for child in model:
         shardgrad.fully_shard(child)
     shardgrad.fully_shard(model)
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=the_learning_rate(lr))
     inputs = torch.randn(4, 8, device="cuda")
     for number in range(4):
         loss = model(inputs).square().mean()

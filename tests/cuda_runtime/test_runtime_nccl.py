@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.transports import MessageTag, NcclTransport
 from tests.cuda_runtime import inspection
 from tests.support.ranks import Ranks
 
@@ -84,7 +86,36 @@ def the_host_of_a_peer_is_elsewhere() -> None:
     assert value.tolist() == [float(dist.get_world_size())] * 4
 
 
-PROGRAMS = (collectives, messages_both_ways, groups_of_ranks, captured, the_host_of_a_peer_is_elsewhere)
+def messages_of_a_group_together() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    transport, tag = NcclTransport(dist.group.WORLD), MessageTag("a message")
+    sent = [torch.full((count,), 10.0 * rank + count, device="cuda") for count in (2, 3)]
+    places = [torch.empty(size, each.numel(), device="cuda") for each in sent]
+    messages = [
+        (each, Chunks(place.view(-1), place.unbind()), tag) for each, place in zip(sent, places, strict=True)
+    ]
+    before = inspection.calls().get("nccl", 0)
+    with transport.together(messages):
+        works = [transport.all_gather(*each) for each in messages]
+    for work, place, count in zip(works, places, (2, 3), strict=True):
+        assert [chunk.tolist() for chunk in work.wait()] == [[10.0 * r + count] * count for r in range(size)]
+        assert torch.equal(torch.stack(work.wait()), place)
+    packed = [(chunks, Chunks(each[:0], ()), tag) for each, chunks, _ in messages]
+    with transport.together(packed):
+        works = [transport.reduce_scatter(*each) for each in packed]
+    for work, count in zip(works, (2, 3), strict=True):
+        assert work.wait()[0].tolist() == [size * (10.0 * rank + count)] * count
+    assert inspection.calls().get("nccl", 0) - before == 2
+
+
+PROGRAMS = (
+    collectives,
+    messages_both_ways,
+    messages_of_a_group_together,
+    groups_of_ranks,
+    captured,
+    the_host_of_a_peer_is_elsewhere,
+)
 
 
 def all_programs(orders: list[str]) -> None:

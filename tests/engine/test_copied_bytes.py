@@ -34,12 +34,14 @@ class Copies(TorchDispatchMode):
         kwargs = kwargs or {}
         name = func.name().removesuffix(".default")
         if name == "shardgrad::unpack":
-            self.written[GATHER_OUT] += int(args[2][:, 0].sum()) * args[1].itemsize
+            # From one chunk alone: direct parameters' own pieces, into their places.
+            kind = GATHER_OUT if len(args[0]) > 1 else GATHER_IN
+            self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
             self.written[REDUCE_IN] += nbytes(args[1])
         elif name == "aten::copy_" and args[0].shape[-1:] == (TAG_NUMEL,):
             self.written[TAGS] += nbytes(args[0])
-        elif name == "aten::copy_":  # a direct parameter's own piece, into its place
+        elif name == "aten::copy_":
             self.written[GATHER_IN] += nbytes(args[0])
         elif name == "fsdp::all_gather_copy_in":
             self.written[GATHER_IN] += sum(map(nbytes, args[0]))

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import shardgrad
 from tests.support.ranks import Ranks
@@ -213,6 +214,36 @@ def calls_experts_twice_in_an_older_graph(shard: Shard) -> nn.Module:
     older = model(batch(1)).square().mean()
     model(batch(2)).square().mean().backward()
     older.backward()
+    return model
+
+
+class GatedOnOneRank(nn.Module):
+    """Recomputes what is inside; of its own parameters, one rank may not use all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(nn.Linear(SIZE, SIZE) for _ in range(2))
+        self.last, self.gate = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+        self.ranks = [0, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.inner:
+            x = x + torch.tanh(checkpoint(layer, x, use_reentrant=True))
+        x = self.last(x)
+        return x + self.gate(x) if dist.get_rank() in self.ranks else x
+
+
+def recomputes_inside_a_unit_of_which_one_rank_uses_all(shard: Shard) -> nn.Module:
+    model = mlp()
+    gated = GatedOnOneRank().double()
+    model.insert(2, gated)
+    for layer in gated.inner:
+        shard(layer)
+    shard(gated)
+    shard(model)
+    model(batch()).square().mean().backward()
+    gated.ranks = [1]
+    model(batch(1)).square().mean().backward()
     return model
 
 
@@ -425,6 +456,7 @@ PROGRAMS = [
     uses_parameters_before_it_calls_itself,
     retains_the_graph_of_what_calls_itself,
     calls_experts_twice_in_an_older_graph,
+    recomputes_inside_a_unit_of_which_one_rank_uses_all,
     fails_inside_itself_and_goes_on,
     freezes_between_micro_batches,
     unfreezes_between_micro_batches,

@@ -25,9 +25,14 @@ from shardgrad.engine.transports import ExchangeTransport
 from shardgrad.testing import RecordedStreams
 
 
-@pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
-    """One rank on recorded streams; the engine's kernels and collectives report what they touch."""
+@pytest.fixture(params=[False, True], ids=["message", "alone"])
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
+    """One rank on recorded streams; the engine's kernels and collectives report what they touch.
+
+    It packs a message, as several ranks do, or straight into the gradient shard, as one alone does.
+    """
+    if not request.param:
+        monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
 
@@ -140,6 +145,8 @@ def test_a_missing_wait_is_found(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     """The recorder can fail: each wait, taken out, is a hazard."""
+    if broken != "foreign producers":  # a slot, which one rank alone has no use for
+        monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
         arrive = GradGroup.collect

@@ -205,8 +205,29 @@ def one_rank_recomputes_and_the_other_has_no_batch(calls: str, unit: str) -> Non
         have_mean_gradients(model, whole)
 
 
+class Box:
+    """Hides a tensor from who looks for inputs that need gradients."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class Boxes(nn.Linear):
+    def forward(self, x: Tensor) -> Box:
+        return Box(super().forward(x))
+
+
+class RepeatedFromABox(Repeated):
+    def forward(self, box: Box) -> Tensor:
+        return super().forward(box.x)
+
+
 def what_cannot_be_joined_is_refused() -> None:
-    whole, model = repeated("rn", "around")
+    torch.manual_seed(0)
+    whole = nn.Sequential(Boxes(5, 5), RepeatedFromABox("rn"))
+    model = deepcopy(whole)
+    SHARDGRAD.fully_shard(model[1])
+    SHARDGRAD.fully_shard(model)
     refusal = pytest.raises(ParticipationError, match=r"(?s)unit '1'.*use_reentrant=False")
     with refusal if dist.get_rank() == 0 else nullcontext(), shardgrad.participate(model):
         if dist.get_rank() == 0:
@@ -295,7 +316,10 @@ def impatient_ranks() -> Iterator[Ranks]:
 
 @pytest.mark.parametrize(
     ("calls", "unit"),
-    [*product(("r", "rr", "rn", "rnr"), ("layer", "root")), *product(("r", "rr", "nr", "nsr"), ("around",))],
+    [
+        *product(("r", "rr", "rn", "rnr"), ("layer", "root")),
+        *product(("r", "rr", "nr", "rn", "nsr"), ("around",)),
+    ],
 )
 def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
     two_ranks: Ranks, calls: str, unit: str
