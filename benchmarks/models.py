@@ -149,6 +149,7 @@ def build_model(
     *,
     hf: str | None = None,
     wrap: Callable[[nn.Module], object] = lambda part: None,
+    seed: int = SEED,
 ) -> LanguageModel:
     """A model with its initial values on `device`.
 
@@ -158,11 +159,12 @@ def build_model(
         hf: see `on_meta`.
         wrap: called for each block, and last for the model, as soon as its values are there. A built-in
             model that is sharded in this way never exists unsharded.
+        seed: of the initial values.
     """
-    model = build_causal_lm(hf, {}, device=device, seed=SEED) if hf else on_meta(preset)
+    model = build_causal_lm(hf, {}, device=device, seed=seed) if hf else on_meta(preset)
     for part in (*model.layers, model):
         if isinstance(model, Transformer):
-            materialise(model, part, device=device, seed=SEED)
+            materialise(model, part, device=device, seed=seed)
         wrap(part)
     return model
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -28,6 +29,7 @@ from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit, units_under
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
+from shardgrad.features.custom_comms import set_collectives
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
@@ -41,6 +43,12 @@ from shardgrad.features.param_dtypes import (
 )
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
+from shardgrad.features.wire_dtype import (
+    OuterExchange,
+    ReplicaExchange,
+    refuse_unknown_wire_dtype,
+    require_float32_sums,
+)
 from shardgrad.module import swap_class
 from shardgrad.policies import GradientPolicy
 from shardgrad.sharding.byte_params import is_float8, travels_as_bytes
@@ -91,7 +99,8 @@ def fully_shard(
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
         dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
             and the parameters are DTensors on all of it.
-        gradient_policy: where reduced gradients are bound and in which dtype; not in FSDP2.
+        gradient_policy: where reduced gradients are bound, in which dtype, and in which they travel; not in
+            FSDP2.
         zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters unsharded from one
             optimizer step to the next; 1 also sums unsharded gradients until the last backward
             (`set_is_last_backward`); "hfsdp" shards everything over both axes of an HSDP mesh. Not in FSDP2.
@@ -111,6 +120,7 @@ def fully_shard(
     _refuse_unsupported(mp_policy, offload_policy)
     ignored = set(ignored_params or ())
     refuse_wrong_types(mp_policy, gradient_policy, ignored)
+    refuse_unknown_wire_dtype(gradient_policy)
     stage = Stage.of(zero_stage, reshard_after_forward)
     data_mesh = _data_mesh(mesh, dp_mesh_dims)
     if stage.over_both_axes:
@@ -142,7 +152,7 @@ def fully_shard(
             memory,
             stage,
             all_gather_input=_all_gather_input(stage, memory),
-            second_step=_second_step(group_mesh),
+            second_step=_second_step(group_mesh, gradient_policy.wire_dtype),
             regroup=_regroup,
         )
         groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
@@ -163,12 +173,18 @@ def _accept(units: Sequence[Unit]) -> None:
 # -- where strategies are chosen ----------------------------------------------------------------------------
 
 
-def _second_step(mesh: DataParallelMesh) -> Callable[[], SecondStep] | None:
+def _second_step(mesh: DataParallelMesh, wire_dtype: torch.dtype | None) -> Callable[[], SecondStep] | None:
     """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce over."""
-    if mesh.levels is not None:
-        return partial(OuterReduceScatter, mesh.levels)
-    replicas = mesh.replicate_group
-    return None if replicas is None else partial(ReplicaAllReduce, replicas)
+    levels, replicas = mesh.levels, mesh.replicate_group
+    if levels is not None:
+        if wire_dtype is not None and levels.outer.size() > 1:
+            return partial(OuterExchange, levels, wire_dtype)
+        return partial(OuterReduceScatter, levels)
+    if replicas is None:
+        return None
+    if wire_dtype is not None and replicas.size() > 1:
+        return partial(ReplicaExchange, replicas, wire_dtype)
+    return partial(ReplicaAllReduce, replicas)
 
 
 def _group(
@@ -183,6 +199,9 @@ def _group(
         group = PostForwardGroup(params, spec, mesh_after_forward)
     else:
         group = ParamGroup(params, spec)
+    if spec.gradient_policy.wire_dtype is not None:
+        require_float32_sums(group)
+        set_collectives([group], exchanges=True)
     sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
     keep_grad_dtypes(group)

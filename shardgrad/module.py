@@ -46,6 +46,7 @@ from shardgrad.features.custom_comms import (
     set_collectives,
     start_symmetric_memory,
 )
+from shardgrad.features.wire_dtype import refuse_own_reduce_scatter
 from shardgrad.policies import GradientReductionHandle
 
 __all__ = [
@@ -321,7 +322,12 @@ class FSDPModule:
 
         It is always asked for a sum; the engine divides where it writes the gradients. See
         `set_custom_all_gather` for memory and labels.
+
+        Raises:
+            CustomCommError: the unit's gradients have a `wire_dtype`.
         """
+        for group in self._unit.groups:
+            refuse_own_reduce_scatter(group, comm)
         set_collectives(self._unit.groups, reduce_scatter=comm)
 
     def set_all_reduce_hook(

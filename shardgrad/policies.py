@@ -40,16 +40,27 @@ GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", _G
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """Where reduced gradients live and in which dtype.
+    """Where reduced gradients live, in which dtype, and in which dtype they travel.
+
+    With a `wire_dtype`, a gradient is rounded to it where this rank packs it for the reduction; not at all if
+    autograd has made it in that dtype. Ranks exchange the pieces (an all-to-all), and each adds those of its
+    shard in float32, in rank order; the sum is divided and stored in `dtype`. What waits on this rank
+    (micro-batches without synchronization, ZeRO stage 1, HSDP's partial sums) is summed in float32, and
+    rounded once when it is sent. Across replicas, or the outer axis of `zero_stage="hfsdp"`, the sum over the
+    first axis is rounded and exchanged as well; among more than two replicas, their sum is rounded once more.
+    A group of one rank sends nothing and rounds nothing.
 
     Attributes:
         dtype: dtype of the persistent gradient shard; None means the dtype of the sharded parameter.
         decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for optimizers that
             read a gradient whose dtype differs from the parameter's.
+        wire_dtype: `torch.bfloat16`, or None, which changes nothing: gradients travel in the reduce dtype.
+            `MixedPrecisionPolicy.reduce_dtype` then has to be float32, which None stands for.
     """
 
     dtype: torch.dtype | None = None
     decoupled: bool = False
+    wire_dtype: torch.dtype | None = None
 
     @property
     def attribute(self) -> str:

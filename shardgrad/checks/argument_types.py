@@ -38,6 +38,15 @@ def refuse_wrong_types(
             got=repr(gradient_policy),
             fix="gradient_policy=shardgrad.GradientPolicy(dtype=torch.float32)",
         )
+    for field in ("dtype", "wire_dtype"):
+        dtype = getattr(gradient_policy, field)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OptionTypeError(
+                f"GradientPolicy.{field} must be a torch.dtype",
+                expected="a torch.dtype, or None",
+                got=repr(dtype),
+                fix=f"GradientPolicy({field}=torch.bfloat16)",
+            )
     odd = [each for each in ignored if not isinstance(each, torch.Tensor)]
     if odd:
         raise OptionTypeError(

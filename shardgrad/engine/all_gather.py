@@ -52,9 +52,8 @@ class AllGatherInput:
         self.comm_ctx = comm_ctx
         self.process_group = process_group or mesh.gather_group
         self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
-        self.staging_nbytes = (
-            self.transport.gather_chunks * chunk.numel() * dtype.itemsize + self._extra_nbytes()
-        )
+        gathered_nbytes = self.transport.gather_chunks * chunk.numel() * dtype.itemsize
+        self.staging_nbytes = gathered_nbytes + self._extra_nbytes()
         self.ready: StreamEvent | None = None
 
     def _extra_nbytes(self) -> int:

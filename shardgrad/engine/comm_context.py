@@ -121,8 +121,8 @@ class CollectiveConfig:
 class SecondStep(Protocol):
     """What follows the reduce-scatter on a mesh with another dim to reduce over."""
 
-    def room(self, comm_ctx: CommContext) -> int:
-        """Returns how many of the layout's chunks `launch` receives into."""
+    def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
+        """Returns the room of `launch`: how many pieces, and their elements in the reduce dtype."""
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int

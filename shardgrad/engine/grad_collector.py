@@ -191,7 +191,7 @@ class GradPacker:
 
         Returns:
             Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
-            reduce dtype, zeros where none has arrived, to be read until the slot is released.
+            gather dtype, zeros where none has arrived, to be read until the slot is released.
 
         Streams: the pack stream, after the slot is free and after every producer.
         """
@@ -246,8 +246,8 @@ class GradPacker:
     def _flat(self, grad: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Returns a gradient as it is sent by itself."""
         if not grad.numel():
-            return grad.new_zeros(piece.numel, dtype=self.dtype)
-        return grad.to(self.dtype).view(-1)
+            return grad.new_zeros(piece.numel, dtype=self._nothing.dtype)
+        return grad.to(self._nothing.dtype).view(-1)
 
     def _fill(
         self,

@@ -7,9 +7,10 @@ The table in docs/design/gradient_states.md: what is final, waits, or is half-wr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
+from math import prod
 from operator import attrgetter, or_
 from typing import Any, NamedTuple, Protocol
 
@@ -17,13 +18,14 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 
+from shardgrad import ops
 from shardgrad.engine.buffers import Chunks, Slot, SlotRing
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_collector import GradCollector, GradPacker
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction
+from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.spans import NO_SPAN, profiler, span
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Transport
@@ -97,15 +99,8 @@ class Scheduler(Protocol):
         """Completes every reduction in flight."""
 
 
-class _Packed(NamedTuple):
-    """What a reduction sends, and the room that it needs."""
-
-    messages: list[tuple[int, Chunks, Chunks, MessageTag]]  # first element of a chunk, send, receive, tag
-    slots: list[Slot]  # that all of it lies in, except gradients that are sent from where they are
-    own: torch.Tensor  # this rank's chunk, and room for its sum
-    room: Chunks  # of the second step
-    staging: torch.Tensor | None  # of the gradient shard
-    write: Callable[..., object] | None = None  # what writes the gradient shard, if nothing is sent
+# Messages (first element of a chunk, send, receive, tag), and where they lie.
+_Packed = tuple[list[tuple[int, Chunks, Chunks, MessageTag]], ReductionMemory]
 
 
 class _Route(NamedTuple):
@@ -116,6 +111,7 @@ class _Route(NamedTuple):
     ring: SlotRing  # of the slots that are sent
     before: float  # what gradients are divided by before the reduction
     after: float  # and after it
+    room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
     is_local: bool  # gradients are packed straight into the gradient shard
@@ -233,11 +229,8 @@ class GradGroup:
                 self._sum.reserve(ranks * new.layout.chunk_numel * dtype.itemsize)
                 self._sum.start_writing(stream)
                 before.reserve(0)
-                new.move(
-                    before.take(dtype, ranks, old.layout.chunk_numel).whole,
-                    self._sum.take(dtype, ranks, new.layout.chunk_numel).whole,
-                    old,
-                )
+                moved = before.take(dtype, ranks, old.layout.chunk_numel)
+                new.move(moved.whole, self._sum.take(dtype, ranks, new.layout.chunk_numel).whole, old)
                 self._sum.finish_writing(stream)
                 before.release(stream)
                 before.give_back()
@@ -299,13 +292,9 @@ class GradGroup:
             if self._generation != self.group.generation:
                 self.refresh_trainable()
             group = self.group
+            dtype, policy, memory = group.gradient_dtype, group.gradient_policy, group.shard_memory
             shard = self._shard = GradShard(
-                self.params,
-                self.packer.layout,
-                group.mesh,
-                group.gradient_dtype,
-                group.gradient_policy,
-                group.shard_memory,
+                self.params, self.packer.layout, group.mesh, dtype, policy, memory
             )
         return shard
 
@@ -422,9 +411,11 @@ class GradGroup:
         if self._route is None or self._route.made_for != made_for:
             transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
             streams = comm_ctx.streams
-            end = streams.reduce if self._second is None else streams.second
+            end, room = streams.reduce, (0, 0)
+            if self._second is not None:
+                end, room = streams.second, self._second.room(comm_ctx, self.packer.layout.chunk_numel)
             divisors, is_local = self._divisors(), self._is_local(transport)
-            self._route = _Route(made_for, transport, ring, *divisors, end, streams.event(), is_local)
+            self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), is_local)
         return self._route
 
     def _is_local(self, transport: Transport) -> bool:
@@ -472,45 +463,41 @@ class GradGroup:
         is_zero_copy = (
             bool(self.packer.layout.zero_copy)
             and before == 1
-            and group.reduce_dtype == group.gather_dtype
+            and group.wire_dtype == group.gather_dtype
             and self.waiting is Waiting.NOTHING
             and group.collectives.reduces_plainly
         )
         pack = self._pack_zero_copy if is_zero_copy else self._pack_message
         pack = self._pack_later if is_local else pack
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            packed = pack(route, comm_ctx, shard)
+            messages, memory = pack(route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
             streams.on(stream),
         ):
-            for slot in packed.slots:
+            for slot in memory.slots:
                 slot.start_reading(stream)
-            with transport.together(packed.messages):
+            with transport.together(messages):
                 works = [
                     (begin, send.parts[0].numel(), transport.reduce_scatter(send, receive, tag))
-                    for begin, send, receive, tag in packed.messages
+                    for begin, send, receive, tag in messages
                 ]
             reduction = Reduction(
                 works=works,
-                slots=packed.slots,
-                own=packed.own,
+                memory=memory,
                 shard=shard,
-                staging=packed.staging,
-                write=packed.write,
                 touched=tuple(self._touched),
                 divisor=route.after,
                 partial=self.partial,
                 second=self._second,
-                room=packed.room,
                 tag=group.reduce_tag,
                 hook=self._all_reduce_hook() if group.collectives.hook is not None else None,
                 comm_ctx=comm_ctx,
                 end=end,
                 done=route.done,
             )
-            for slot in packed.slots:
+            for slot in memory.slots:
                 slot.holder = reduction
             if self._second is not None:
                 route.done.record(stream)
@@ -534,49 +521,56 @@ class GradGroup:
     def _pack_message(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs everything into one message."""
         group, streams, transport = self.group, comm_ctx.streams, route.transport
-        chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.reduce_dtype, transport.size
+        chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.wire_dtype, transport.size
         # On a mesh of two dims the first step leaves what the ranks of the other dim hold together.
         numel = chunk_numel * group.mesh.shard_size // ranks
-        is_summed = self.waiting is Waiting.SUM
-        if is_summed:
+        summed = self._sum if self.waiting is Waiting.SUM else None
+        if summed is not None:
             self.accumulate(comm_ctx)  # what has arrived since
-        room_chunks = 0 if self._second is None else self._second.room(comm_ctx)
+        is_cast = dtype != group.reduce_dtype
+        has_own = is_cast and (self._second is not None or group.collectives.hook is not None)
         staging_dtype = None if shard is None or not shard.needs_staging else group.gradient_dtype
-        nbytes = ((0 if is_summed else ranks) + transport.receive_chunks) * numel * dtype.itemsize
-        nbytes += room_chunks * chunk_numel * dtype.itemsize
+        sent = ranks if summed is None or is_cast else 0
+        nbytes = (sent + transport.receive_chunks) * numel * dtype.itemsize
+        nbytes += (has_own * numel + prod(route.room)) * group.reduce_dtype.itemsize
         nbytes += 0 if staging_dtype is None else chunk_numel * staging_dtype.itemsize
         slot = route.ring.acquire(nbytes)
-        slots = [slot]
-        if is_summed and self._sum is not None:  # sent from where it is
-            slot.start_writing(streams.reduce)
-            self._sum.reserve(0)
-            send = self._sum.take(dtype, ranks, numel)
-            slots.append(self._sum)
-        else:
+        slots = [slot] if summed is None else [slot, summed]
+        if summed is None:
             send = slot.take(dtype, ranks, numel)
             self._pack(slot, send.whole, streams, route.before)
+        elif is_cast:
+            send, stream = slot.take(dtype, ranks, numel), self.collector.pack_stream
+            slot.start_writing(stream)
+            summed.start_reading(stream)
+            ops.sum_chunks([self._chunks_of(summed).whole], send.whole)
+            slot.finish_writing(stream)
+        else:  # sent from where it is
+            slot.start_writing(streams.reduce)
+            summed.reserve(0)
+            send = summed.take(dtype, ranks, numel)
         receive = slot.take(dtype, transport.receive_chunks, numel)
-        room = slot.take(dtype, room_chunks, chunk_numel) if room_chunks else _NO_ROOM
+        own = slot.take(group.reduce_dtype, 1, numel).whole if has_own else send.parts[transport.rank]
+        room = slot.take(group.reduce_dtype, *route.room)
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
-        messages = [(0, send, receive, group.reduce_tag)]
-        return _Packed(messages, slots, send.parts[transport.rank], room, staging)
+        return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
 
     def _pack_later(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         slot = route.ring.acquire(0)
         self._touched = list(map(or_, self._touched, self.collector.flags))
         write = partial(self._pack, slot, streams=comm_ctx.streams)
-        return _Packed([], [slot], _NOTHING, _NO_ROOM, None, write)
+        return [], ReductionMemory([slot], _NOTHING, _NO_ROOM, None, write)
 
     def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
-        layout, dtype, received = self.packer.layout, self.group.reduce_dtype, route.transport.receive_chunks
+        layout, dtype, received = self.packer.layout, self.group.wire_dtype, route.transport.receive_chunks
         packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
-        slot = route.ring.acquire(
-            (ranks * packed_numel + (1 + received) * layout.chunk_numel) * dtype.itemsize
-        )
+        summed_in = self.group.reduce_dtype
+        nbytes = (ranks * packed_numel + received * layout.chunk_numel) * dtype.itemsize
+        slot = route.ring.acquire(nbytes + (layout.chunk_numel + prod(route.room)) * summed_in.itemsize)
         packed = slot.take(dtype, ranks, packed_numel)
-        own = slot.take(dtype, 1, layout.chunk_numel).whole
+        own = slot.take(summed_in, 1, layout.chunk_numel).whole
         gradients = self._pack(slot, packed.whole, comm_ctx.streams, route.before, zero_copy=True)
 
         def room(begin: int, numel: int) -> Chunks:
@@ -592,7 +586,7 @@ class GradGroup:
             begin, numel = layout.pieces[i].shard_offset, layout.pieces[i].shard_numel
             send = Chunks(gradient, gradient.split(numel))
             messages.append((begin, send, room(begin, numel), self._zero_copy_tags[i]))
-        return _Packed(messages, [slot], own, _NO_ROOM, None)
+        return messages, ReductionMemory([slot], own, slot.take(summed_in, *route.room), None)
 
     def abandon_backward(self) -> bool:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes with it."""

@@ -198,10 +198,13 @@ class ParamGroup:
         else:
             self.shard_dtype, self.gather_dtype = dtype, self.mp_policy.param_dtype or dtype
             follows = dtype if REDUCES_IN_GRAD_DTYPE else self.gather_dtype
+            follows = follows if self.gradient_policy.wire_dtype is None else torch.float32
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
+        wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
+        self.wire_dtype = wire_dtype if self.mesh.gather_group.size() > 1 else self.reduce_dtype
         self.alignment = alignment_numel(
-            [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype]
+            [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype, wire_dtype]
         )
 
     def _allocate(self, *, on_meta: bool = False) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 
-__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "SecondStep"]
+__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReductionMemory", "SecondStep"]
 
 
 @dataclass(eq=False)
@@ -29,14 +29,13 @@ class PendingSum:
 
     _ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]
 
-    def plus(self, chunk: torch.Tensor) -> PendingSum:
-        """Returns this and one more chunk."""
-        return PendingSum(
-            [
-                (begin, numel, [*summands, chunk.narrow(0, begin, numel)])
-                for begin, numel, summands in self._ranges
-            ]
-        )
+    def plus(self, chunk: torch.Tensor, room: torch.Tensor) -> PendingSum:
+        """Returns this and one more chunk; if dtypes differ, this is summed first, in `room`."""
+        if self._ranges[0][2][0].dtype != chunk.dtype:
+            self.write(room)
+            return PendingSum([(0, room.numel(), [room, chunk])])
+        more = ((at, n, [*summands, chunk.narrow(0, at, n)]) for at, n, summands in self._ranges)
+        return PendingSum(list(more))
 
     def write(self, out: torch.Tensor, *, divisor: float = 1.0, accumulate: bool = False) -> None:
         """Computes the sum by `ops.sum_chunks`; `out`, a chunk, may be among the summands.
@@ -68,6 +67,16 @@ class PartialSum:
         self.is_live = True
 
 
+class ReductionMemory(NamedTuple):
+    """Where a reduction's messages lie, and its room."""
+
+    slots: list[Slot]  # that all of it lies in, except gradients that are sent from where they are
+    own: torch.Tensor  # room for the first step's sum; it may be among what is summed
+    room: Chunks  # of the second step
+    staging: torch.Tensor | None  # of the gradient shard
+    write: Callable[..., object] | None = None  # what writes the gradient shard, if nothing is sent
+
+
 @dataclass(frozen=True)
 class AllReduceHook:
     """A program's hook on reduced gradients."""
@@ -82,16 +91,12 @@ class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it."""
 
     works: Sequence[tuple[int, int, Work]]  # each behind the first element and length of what it brings
-    slots: Sequence[Slot]  # what is in flight lies in; released at the end
-    own: torch.Tensor  # this rank's chunk of the first step, and room for its sum
+    memory: ReductionMemory  # whose slots are released at the end
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
-    staging: torch.Tensor | None  # room for the average, if the shard is not on the mesh's device
-    write: Callable[..., object] | None  # writes the shard in place of a sum, as `PendingSum.write`
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
     divisor: float  # of the sum, at the end
     partial: PartialSum
     second: SecondStep | None
-    room: Chunks  # what the second step receives into
     tag: MessageTag
     hook: AllReduceHook | None
     comm_ctx: CommContext
@@ -110,15 +115,15 @@ class Reduction:
         if self.second is None:
             return
         if self.partial.live is not None:
-            pending = pending.plus(self.partial.live)
+            pending = pending.plus(self.partial.live, self.memory.own)
         if self.shard is None:
-            self.partial.keep(pending, like=self.own)
+            self.partial.keep(pending, like=self.memory.own)
             self.works = []
             return
-        pending.write(self.own)
+        pending.write(self.memory.own)
         self.partial.is_live = False
-        result = self.second.result(self.own)
-        work = self.second.launch(self.own, self.room, self.tag, self.comm_ctx)
+        result = self.second.result(self.memory.own)
+        work = self.second.launch(self.memory.own, self.memory.room, self.tag, self.comm_ctx)
         self.works, self._pending = [(0, result.numel(), work)], None
 
     def _received(self) -> PendingSum:
@@ -138,14 +143,14 @@ class Reduction:
         pending, divisor = self._pending or self._received(), self.divisor
         if self.hook is not None:
             pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(self.write or pending.write, divisor, self.staging, streams)
+        shard.reduce_into(self.memory.write or pending.write, divisor, self.memory.staging, streams)
         shard.bind(self.touched, streams)
 
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
     ) -> tuple[PendingSum, float]:
         """Shows the result to the program's hook; returns the sum to go on with, and its divisor."""
-        out = self.own if self.second is None else self.second.result(self.own)
+        out = self.memory.own if self.second is None else self.second.result(self.memory.own)
         pending.write(out, divisor=1.0 if hook.is_before_division else self.divisor)
         current = streams.current()
         place = hook.stream or current
@@ -187,6 +192,6 @@ class Reduction:
     def _finish(self) -> None:
         self.is_complete = True
         self.works, self._pending = (), None  # they may hold gradients that were sent from where they are
-        for slot in self.slots:
+        for slot in self.memory.slots:
             slot.release(self.end)
         self.done.record(self.end)

@@ -315,8 +315,7 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
     """Gives units and parameters their names as seen from the root."""
     names = {module: name for name, module in root_module.named_modules()}
     for unit in units:
-        own = [names.get(module) or type(module).__name__ for module in unit.modules]
-        unit.name = ", ".join(own)
+        unit.name = ", ".join(names.get(module) or type(module).__name__ for module in unit.modules)
         for group in unit.groups:
             for p in group.params:
                 module, attribute = p.owners[0]

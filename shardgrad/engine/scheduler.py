@@ -150,7 +150,7 @@ class ReductionScheduler:
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
             for _, earlier in self._launched[-1:]:
-                if any(slot.lent for slot in earlier.slots):
+                if any(slot.lent for slot in earlier.memory.slots):
                     earlier.complete()  # so that whole gradients are there of two groups at most
             self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)

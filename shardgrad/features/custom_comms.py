@@ -27,6 +27,7 @@ from shardgrad.engine.transports import (
     StreamTransport,
     Work,
 )
+from shardgrad.features.wire_dtype import exchange_over
 
 __all__ = [
     "CustomCollectives",
@@ -55,12 +56,15 @@ class CustomCollectives(CollectiveConfig):
         reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
         reduce_group: the same ranks in another process group, for reductions only, or None.
         staging: where messages are staged.
+        exchanges: reductions bring the chunks of all ranks, to be summed here: [Note: Wire dtype] in
+            `wire_dtype.py`.
     """
 
     all_gather: Any = None
     reduce_scatter: Any = None
     reduce_group: dist.ProcessGroup | None = None
     staging: Memory = Memory.DEFAULT
+    exchanges: bool = False
 
     @property
     def gathers_plainly(self) -> bool:
@@ -91,7 +95,7 @@ class CustomCollectives(CollectiveConfig):
         if self.staging is Memory.PROCESS_GROUP or (self.staging is Memory.SYMMETRIC and self.only_sums):
             key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
             ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
-        return Route(comm_ctx.transport(group), ring)
+        return Route(exchange_over(comm_ctx, group) if self.exchanges else comm_ctx.transport(group), ring)
 
 
 def collectives_of(group: ParamGroup) -> CustomCollectives:

@@ -119,9 +119,9 @@ class OuterReduceScatter:
         self._levels = levels
         self._places: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def room(self, context: CommContext) -> int:
-        """Returns how many chunks of room `launch` needs."""
-        return context.transport(self._levels.outer).receive_chunks
+    def room(self, context: CommContext, chunk_numel: int) -> tuple[int, int]:
+        """See `SecondStep`: what the transport receives into."""
+        return context.transport(self._levels.outer).receive_chunks, chunk_numel
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int

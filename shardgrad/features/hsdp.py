@@ -18,9 +18,9 @@ class ReplicaAllReduce:
     def __init__(self, replicas: dist.ProcessGroup) -> None:
         self._replicas = replicas
 
-    def room(self, comm_ctx: CommContext) -> int:
+    def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
         """See `SecondStep`: it works in place."""
-        return 0
+        return 0, 0
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int

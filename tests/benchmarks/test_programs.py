@@ -185,6 +185,15 @@ def test_loss_curves(tmp_path: Path) -> None:
     assert of["shardgrad, shardgrad.optim"]["largest_relative_difference"] < 1e-5
 
 
+def test_wire_dtype(tmp_path: Path) -> None:
+    record = smoke("wire_dtype", tmp_path)
+    of = record["summary"]
+    assert of["float32"]["largest_relative_difference"] == 0
+    # Three steps move the loss; a rounding of 2^-9 of a gradient does not show much, another seed does.
+    assert 0 < of["bfloat16 on the wire"]["largest_relative_difference"] < 1e-4
+    assert of["float32, second seed"]["largest_relative_difference"] > 1e-4
+
+
 def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
     """Runs the script for GPUs; returns its status, and how each part went."""
     done = processes.run(

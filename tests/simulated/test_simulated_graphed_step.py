@@ -56,6 +56,7 @@ def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
     return seen + weights(model)
 
 
+NARROW = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
 SETUPS = {
     "the default": (2, Setup()),
     "one rank": (1, Setup()),
@@ -71,6 +72,10 @@ SETUPS = {
     "recomputed, as torch does it by default": (2, Setup(recomputes=True, saves_random_state=True)),
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
+    "narrow on the wire": (2, Setup(options={"gradient_policy": NARROW})),
+    "narrow on the wire, gradients whole": (2, Setup(options={"gradient_policy": NARROW, "zero_stage": 1})),
+    "narrow on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": NARROW})),
+    "narrow on the wire, four replicas": (4, Setup(replicas=4, options={"gradient_policy": NARROW})),
     "low precision": (
         2,
         Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),

@@ -77,6 +77,7 @@ class Model:
         deferred: what waits for the last micro-batch: "", "reduce" or "all-reduce".
         overlapped: `set_is_last_backward(False)` for all micro-batches but the last.
         low_precision: bfloat16 parameters in forward, float32 reductions.
+        narrow: gradients travel in bfloat16.
         tied: the first and the last unit share a weight, which goes up to the root.
         unused: every unit has a parameter that nobody uses.
         frozen: the first branch of every unit does not train.
@@ -108,6 +109,7 @@ class Model:
     deferred: str = ""
     overlapped: bool = False
     low_precision: bool = False
+    narrow: bool = False
     tied: bool = False
     unused: bool = False
     frozen: bool = False

@@ -1,0 +1,214 @@
+"""Gradients that travel in a narrower dtype than they are summed in: `GradientPolicy(wire_dtype=...)`.
+
+[Note: Wire dtype]
+Each rank rounds its gradients to the wire dtype where it packs them. An all-to-all brings every rank the
+pieces of its shard, and `ops.sum_chunks` adds them up in float32, in rank order, in the pass that divides and
+writes the gradient shard. A backend's reduce-scatter would round after each addition. What waits on a rank,
+for a later micro-batch or for other replicas, is float32.
+
+    one axis:  round, exchange -> sum -> gradient shard
+    two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient shard
+
+In a group of one rank nothing travels, so nothing is rounded. See docs/design/wire_dtype.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from shardgrad import ops
+from shardgrad.diagnosis.collective_errors import checked
+from shardgrad.engine.buffers import Chunks
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.param_group import ParamGroup
+from shardgrad.engine.transports import CompletedWork, MessageTag, StreamTransport, Transport, Work
+from shardgrad.errors import CustomCommError, OptionError, unsupported
+from shardgrad.features.hfsdp import OuterReduceScatter
+from shardgrad.features.hsdp import ReplicaAllReduce
+from shardgrad.policies import GradientPolicy
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES
+from shardgrad.sharding.mesh import TwoLevels
+
+__all__ = [
+    "OuterExchange",
+    "ReplicaExchange",
+    "exchange_over",
+    "refuse_own_reduce_scatter",
+    "refuse_unknown_wire_dtype",
+    "require_float32_sums",
+]
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
+    """Refuses a dtype that gradients cannot travel in.
+
+    Raises:
+        UnsupportedError: one of the float8 dtypes, which need scales.
+        OptionError: any other than bfloat16.
+    """
+    if policy.wire_dtype in (None, torch.bfloat16):
+        return
+    name = f"GradientPolicy(wire_dtype={policy.wire_dtype})"
+    if "float8" in str(policy.wire_dtype):
+        raise unsupported(name, instead="GradientPolicy(wire_dtype=torch.bfloat16)")
+    raise OptionError(
+        "gradients cannot travel in this wire_dtype",
+        expected="torch.bfloat16, or None for the reduce dtype",
+        got=name,
+        fix="GradientPolicy(wire_dtype=torch.bfloat16)",
+    )
+
+
+def require_float32_sums(group: ParamGroup) -> None:
+    """Refuses a reduce dtype that is not float32 for gradients that have a wire dtype.
+
+    Raises:
+        OptionError: naming the first parameter.
+    """
+    if group.reduce_dtype != torch.float32:
+        raise OptionError(
+            f"gradients with wire_dtype={group.gradient_policy.wire_dtype} are summed in float32",
+            expected="reduce_dtype=torch.float32, or None",
+            got=f"reduce_dtype={group.reduce_dtype}",
+            where=f"parameter {group.params[0].name}",
+            fix="mp_policy=MixedPrecisionPolicy(..., reduce_dtype=torch.float32), or no wire_dtype",
+        )
+
+
+def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
+    """Refuses a program's own reduce-scatter for gradients that have a wire dtype.
+
+    Raises:
+        CustomCommError: naming the first parameter.
+    """
+    if group.gradient_policy.wire_dtype is not None:
+        raise CustomCommError(
+            f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype, which are exchanged",
+            expected="a unit without GradientPolicy.wire_dtype",
+            got=f"wire_dtype={group.gradient_policy.wire_dtype}",
+            where=f"parameter {group.params[0].name}",
+            fix="leave set_custom_reduce_scatter out, or fully_shard(..., gradient_policy=GradientPolicy())",
+        )
+
+
+# -- how gradients travel -----------------------------------------------------------------------------------
+
+
+class StreamExchange(StreamTransport):
+    """A reduce-scatter as an all-to-all on the current stream; who reads the work adds up the chunks."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(group)
+        self.receive_chunks = self.size
+
+    def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
+        """See `Transport.reduce_scatter`: a chunk of each rank, in rank order."""
+        self._log.record(tag.what, send.parts[0])
+        checked(
+            tag.what,
+            self.group,
+            lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group),
+        )
+        return CompletedWork(list(receive.parts))
+
+
+def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
+    """Returns the transport of `group` whose reduce-scatters bring chunks and not their sum."""
+    transport = comm_ctx.transport(group)
+    if transport.receive_chunks or transport.size == 1:
+        return transport  # which exchanges anyway, or has nothing to send
+    return comm_ctx.own_transport(("exchange", group), partial(StreamExchange, group))
+
+
+class ReplicaExchange(ReplicaAllReduce):
+    """HSDP's second step: this rank's sum goes to the replicas in `dtype`, and comes back from all of them.
+
+    Two replicas swap their sums. Among more, each adds up one part, and the parts are gathered, also in
+    `dtype`. Both send half the bytes of a float32 all-reduce.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup, dtype: torch.dtype) -> None:
+        super().__init__(replicas)
+        self._dtype = dtype
+        self._size = replicas.size()
+
+    def _part_numel(self, numel: int) -> int:
+        """Returns how much one of more than two replicas adds up, so that every part is aligned."""
+        aligned = ALIGNMENT_NBYTES // self._dtype.itemsize
+        return -(-numel // (self._size * aligned)) * aligned
+
+    def room(self, comm_ctx: CommContext, chunk_numel: int) -> tuple[int, int]:
+        """See `SecondStep`: what is sent, and what comes."""
+        if self._size > 2:
+            return _room(2 * self._size * self._part_numel(chunk_numel), self._dtype)
+        return _room((1 + comm_ctx.transport(self._replicas).gather_chunks) * chunk_numel, self._dtype)
+
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+        """See `SecondStep`."""
+        transport, numel = comm_ctx.transport(self._replicas), summed.numel()
+        part = numel if self._size == 2 else self._part_numel(numel)
+        places = room.whole.view(self._dtype)
+        sent = 1 if self._size == 2 else self._size
+        send, receive = _chunks(places[: sent * part], part), _chunks(places[sent * part :], part)
+        ops.sum_chunks([summed], send.whole.narrow(0, 0, numel))
+        if self._size == 2:
+            return transport.all_gather(send.whole, receive, tag)
+        # Parts have no room for tags; the reduce-scatter before this has had one.
+        own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
+        work = exchange_over(comm_ctx, self._replicas).reduce_scatter(send, receive, own_tag)
+        return _GatheredSums(work, send.parts[transport.rank], receive, numel, transport, own_tag)
+
+
+@dataclass(eq=False)
+class _GatheredSums:
+    """An exchange whose sums, of a part each, are gathered when it is waited for."""
+
+    _exchange: Work
+    _own: torch.Tensor
+    _room: Chunks
+    _numel: int
+    _transport: Transport
+    _tag: MessageTag
+
+    def wait(self) -> list[torch.Tensor]:
+        """See `Work`."""
+        ops.sum_chunks(self._exchange.wait(), self._own)
+        self._transport.all_gather(self._own, self._room, self._tag).wait()
+        return [self._room.whole.narrow(0, 0, self._numel)]
+
+
+class OuterExchange(OuterReduceScatter):
+    """The second step over two levels: an inner shard's sum goes to its outer ranks in `dtype`."""
+
+    def __init__(self, levels: TwoLevels, dtype: torch.dtype) -> None:
+        super().__init__(levels)
+        self._dtype = dtype
+
+    def room(self, context: CommContext, chunk_numel: int) -> tuple[int, int]:
+        """See `SecondStep`: what is sent, and what comes."""
+        transport = exchange_over(context, self._levels.outer)
+        return _room((transport.size + transport.receive_chunks) * chunk_numel, self._dtype)
+
+    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext) -> Work:
+        """See `OuterReduceScatter.launch`; `summed` is only read."""
+        transport = exchange_over(context, self._levels.outer)
+        places, chunk_numel = room.whole.view(self._dtype), summed.numel() // transport.size
+        send = _chunks(places[: summed.numel()], chunk_numel)
+        ops.sum_chunks([summed], send.whole)
+        return transport.reduce_scatter(send, _chunks(places[summed.numel() :], chunk_numel), tag)
+
+
+def _room(numel: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Returns the room for `numel` elements of `dtype` as one piece of float32."""
+    return 1, numel * dtype.itemsize // torch.float32.itemsize
+
+
+def _chunks(whole: torch.Tensor, numel: int) -> Chunks:
+    return Chunks(whole, whole.split(numel))

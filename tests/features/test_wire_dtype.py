@@ -1,0 +1,419 @@
+"""`GradientPolicy(wire_dtype=torch.bfloat16)`: rounded, summed in float32 in rank order, half the bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+import shardgrad
+from shardgrad import GradientPolicy
+from shardgrad.engine.grad_group import Waiting
+from shardgrad.engine.unit import units_under
+from shardgrad.errors import (
+    CustomCommError,
+    OptionError,
+    OptionTypeError,
+    RankDisagreementError,
+    UnsupportedError,
+)
+from shardgrad.sharding import zero_copy
+from tests.support.parity import (
+    SHARDGRAD,
+    UNSHARDED,
+    Tensors,
+    Tower,
+    assert_same_bits,
+    hsdp_mesh,
+    stack,
+    token_loss,
+    tower,
+    train,
+    watching_collectives,
+)
+from tests.support.ranks import Ranks
+
+BF16 = torch.bfloat16
+WIRE = GradientPolicy(wire_dtype=BF16)
+
+
+# -- the oracle: plain torch, without communication ---------------------------------------------------------
+
+
+def exchanged(parts: list[Tensor]) -> Tensor:
+    """Returns the float32 sum, in rank order, of parts that were rounded to travel; a single one does not."""
+    if len(parts) == 1:
+        return parts[0].float()
+    total = parts[0].to(BF16).float()
+    for part in parts[1:]:
+        total = total + part.to(BF16).float()
+    return total
+
+
+def reduced_over_shards(parts: list[Tensor], replicas: int) -> list[Tensor]:
+    """Returns the sum of each replica, given what each rank has."""
+    size = len(parts) // replicas
+    return [exchanged(parts[first : first + size]) for first in range(0, len(parts), size)]
+
+
+def reduced_over_replicas(sums: list[Tensor], ranks: int) -> Tensor:
+    total = exchanged(sums)
+    if len(sums) > 2:  # the parts that they have added up are gathered
+        total = total.to(BF16).float()
+    return total / ranks
+
+
+def grads_of_every_rank(micro: int, dtype: torch.dtype) -> list[Tensors]:
+    """Returns the gradients of each rank's batch, of whole towers that compute in `dtype`."""
+    ranks = dist.get_world_size()
+    tokens, targets = UNSHARDED.tokens(micro)
+    found = []
+    for batch in zip(tokens.chunk(ranks), targets.chunk(ranks), strict=True):
+        model = tower().to(dtype)
+        token_loss(model, batch).backward()
+        found.append(grads_of(model))
+    return found
+
+
+def grads_of(model: nn.Module) -> Tensors:
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+# -- what is built ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a tower is sharded and trained.
+
+    Attributes:
+        replicas: above 1 for a mesh of two axes.
+        micro_batches: backwards before the gradients are looked at.
+        waits: what waits for the last of them: "", "reduce" or "all-reduce".
+        computes: `param_dtype`.
+        options: of `fully_shard`.
+    """
+
+    replicas: int = 1
+    micro_batches: int = 1
+    waits: str = ""
+    computes: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def all_options(self) -> dict[str, Any]:
+        options = {"gradient_policy": WIRE, **self.options}
+        if self.replicas > 1:
+            options["mesh"] = hsdp_mesh(self.replicas, dist.get_world_size() // self.replicas)
+        if self.computes != torch.float32:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=self.computes)
+        return options
+
+    def shard(self, model: Tower) -> Tower:
+        return SHARDGRAD.shard_tower(model, **self.all_options())
+
+    def shard_stack(self, model: nn.Sequential) -> nn.Sequential:
+        for layer in (*model, model):
+            if isinstance(layer, nn.Linear | nn.Sequential):
+                SHARDGRAD.fully_shard(layer, **self.all_options())
+        return model
+
+    def run(self, model: Tower) -> None:
+        for micro in range(self.micro_batches):
+            last = micro == self.micro_batches - 1
+            if self.waits == "reduce":
+                model.set_requires_gradient_sync(last)
+            elif self.waits == "all-reduce":
+                model.set_requires_all_reduce(last)
+            model.set_is_last_backward(last)
+            token_loss(model, SHARDGRAD.tokens(micro)).backward()
+
+    def expected(self) -> Tensors:
+        """Returns the gradients that all ranks together have to end with."""
+        ranks = dist.get_world_size()
+        by_micro = [grads_of_every_rank(micro, self.computes) for micro in range(self.micro_batches)]
+        right = {}
+        for name in by_micro[0][0]:
+            parts = [[grads[name] for grads in micro] for micro in by_micro]
+            if self.waits == "reduce" or self.options.get("zero_stage") == 1:
+                parts = [[sum_in_order(list(of_rank)) for of_rank in zip(*parts, strict=True)]]
+            sums = [reduced_over_shards(micro, self.replicas) for micro in parts]
+            if self.waits == "all-reduce":
+                sums = [[sum_in_order(list(of_replica)) for of_replica in zip(*sums, strict=True)]]
+            right[name] = sum_in_order([reduced_over_replicas(each, ranks) for each in sums])
+        return right
+
+
+def sum_in_order(parts: list[Tensor]) -> Tensor:
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    return total
+
+
+def whole_gradients(model: nn.Module) -> Tensors:
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def gradients_are_right(case: Case) -> None:
+    model = case.shard(tower())
+    for _ in range(2):  # in the second, all memory is there already
+        case.run(model)
+        assert_same_bits(whole_gradients(model), case.expected())
+        model.zero_grad()
+
+
+# -- gradients ----------------------------------------------------------------------------------------------
+
+ON_TWO = {
+    "float32": Case(),
+    "computed in bfloat16": Case(computes=BF16),
+    "each micro-batch reduced": Case(micro_batches=3),
+    "micro-batches summed first": Case(micro_batches=3, waits="reduce"),
+    "micro-batches summed first, computed in bfloat16": Case(micro_batches=2, waits="reduce", computes=BF16),
+    "parameters whole from step to step": Case(micro_batches=2, options={"zero_stage": 2}),
+    "gradients whole until the last backward": Case(micro_batches=3, options={"zero_stage": 1}),
+    "offloaded": Case(micro_batches=2, options={"offload_policy": CPUOffloadPolicy()}),
+    "replicas only": Case(replicas=2, micro_batches=2),
+}
+ON_FOUR = {
+    "float32": Case(micro_batches=2, waits="reduce"),
+    "resharded to two of four": Case(computes=BF16, options={"reshard_after_forward": 2}),
+    "replicas": Case(replicas=2, micro_batches=2),
+    "replicas, micro-batches summed first": Case(replicas=2, micro_batches=2, waits="reduce"),
+    "replicas that wait for the last micro-batch": Case(replicas=2, micro_batches=2, waits="all-reduce"),
+    "four replicas": Case(replicas=4, micro_batches=2),
+    "both axes": Case(replicas=2, micro_batches=2, options={"zero_stage": "hfsdp"}),
+}
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_two_ranks_sum_in_float32_what_was_rounded_once(two_ranks: Ranks, name: str) -> None:
+    two_ranks.run(gradients_are_right, ON_TWO[name])
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_sum_in_rank_order_what_was_rounded_once(four_ranks: Ranks, name: str) -> None:
+    four_ranks.run(gradients_are_right, ON_FOUR[name])
+
+
+def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
+    """Weights are zero-copy and biases are not."""
+    ranks, sizes = dist.get_world_size(), (64, 128, 64)
+    case = Case(replicas=replicas, computes=dtype, options={"reshard_after_forward": False})
+    sent: Counter[str] = Counter()
+    with patch.object(zero_copy, "ZERO_COPY_NBYTES", 2**8):
+        model = case.shard_stack(stack(*sizes))
+        for _ in range(2):
+            model.zero_grad()
+            loss = model(SHARDGRAD.inputs(0, sizes[0])).float().square().mean()
+            sent.clear()
+            with watching_collectives(lambda name, tensor: sent.update([name, f"{name} of {tensor.dtype}"])):
+                loss.backward()
+    by_rank = []
+    for x in UNSHARDED.inputs(0, sizes[0]).chunk(ranks):
+        whole = stack(*sizes).to(dtype)
+        whole(x.to(dtype)).float().square().mean().backward()
+        by_rank.append(grads_of(whole))
+    right = {
+        name: reduced_over_replicas(reduced_over_shards([grads[name] for grads in by_rank], replicas), ranks)
+        for name in by_rank[0]
+    }
+    assert_same_bits(whole_gradients(model), right)
+    # A message for each unit, a weight by itself where nothing is cast, and one between replicas.
+    messages = (4 if dtype == BF16 else 2) + (2 if replicas > 1 else 0)
+    assert sent["all_to_all_single"] == sent["all_to_all_single of torch.bfloat16"] == messages
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_zero_copy_parameters_are_sent_from_where_they_are_unless_they_are_cast(
+    two_ranks: Ranks, four_ranks: Ranks, dtype: torch.dtype, replicas: int
+) -> None:
+    (two_ranks if replicas == 1 else four_ranks).run(zero_copy_gradients_are_right, dtype, replicas)
+
+
+def trains_to(policy: GradientPolicy) -> Tensors:
+    return train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), gradient_policy=policy), micro_batches=2)
+
+
+def nothing_changes_on_one_rank() -> None:
+    assert_same_bits(trains_to(WIRE), trains_to(GradientPolicy()))
+
+
+def test_one_rank_sends_nothing_and_rounds_nothing(worlds: dict[int, Ranks]) -> None:
+    worlds[1].run(nothing_changes_on_one_rank)
+
+
+def one_rank_has_no_batch() -> None:
+    model = SHARDGRAD.shard_tower(tower(), gradient_policy=WIRE)
+    with shardgrad.participate(model):
+        if dist.get_rank() == 1:
+            token_loss(model, SHARDGRAD.tokens(0)).backward()
+    right = {
+        name: grad.to(BF16).float() / 2 for name, grad in grads_of_every_rank(0, torch.float32)[1].items()
+    }
+    assert_same_bits(whole_gradients(model), right)
+
+
+def test_a_rank_without_a_batch_takes_part(two_ranks: Ranks) -> None:
+    two_ranks.run(one_rank_has_no_batch)
+
+
+def hook_sees_float32(replicas: int) -> None:
+    case = Case(replicas=replicas)
+    model = case.shard(tower())
+    seen: list[Tensor] = []
+    for module in (*model.layers, model.embedding, model):
+        module.set_all_reduce_hook(lambda chunk: seen.append(chunk.mul_(2.0)))
+    case.run(model)
+    assert {chunk.dtype for chunk in seen} == {torch.float32}
+    assert_same_bits(whole_gradients(model), {name: 2 * grad for name, grad in case.expected().items()})
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_hook_sees_the_average_in_float32(four_ranks: Ranks, replicas: int) -> None:
+    four_ranks.run(hook_sees_float32, replicas)
+
+
+def freezes_while_a_sum_waits() -> None:
+    case = Case(micro_batches=2, waits="reduce")
+    model = case.shard(tower())
+    for step in range(2):
+        model.set_requires_gradient_sync(step == 1)
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        groups = [grads for unit in units_under(model) for grads in unit.grad_groups]
+        buffers = [t for grads in groups for t in grads.buffers().values()]
+        assert {t.dtype for t in buffers} == ({torch.float32} if step == 0 else set())
+        assert {grads.waiting for grads in groups} == {(Waiting.SUM, Waiting.NOTHING)[step]}
+    assert_same_bits(whole_gradients(model), case.expected())
+
+
+def test_what_waits_on_a_rank_is_float32(two_ranks: Ranks) -> None:
+    two_ranks.run(freezes_while_a_sum_waits)
+
+
+def through_settings() -> None:
+    case = Case()
+    model = case.shard(tower())
+    model.set_separate_reduce_scatter_group()
+    for module in (*model.layers, model.embedding, model):
+        module.set_allocate_memory_from_process_group_for_comm(True)
+        module.set_gradient_divide_factor(4.0)
+    case.run(model)
+    right = {name: grad / 2 for name, grad in case.expected().items()}  # by 4 and not by 2
+    assert_same_bits(whole_gradients(model), right)
+
+
+def test_settings_of_collectives_keep_the_wire_dtype(two_ranks: Ranks) -> None:
+    two_ranks.run(through_settings)
+
+
+def changes_no_bit_without() -> None:
+    assert_same_bits(trains_to(GradientPolicy(wire_dtype=None)), trains_to(GradientPolicy()))
+    for unit in units_under(SHARDGRAD.shard_tower(tower())):
+        for group in unit.groups:
+            assert group.wire_dtype == group.reduce_dtype
+            assert type(group.collectives).__name__ == "CollectiveConfig", "it costs something"
+
+
+def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
+    two_ranks.run(changes_no_bit_without)
+
+
+# -- bytes --------------------------------------------------------------------------------------------------
+
+SIZES = (256, 512, 256)
+
+
+def bytes_of_a_backward(policy: GradientPolicy, replicas: int) -> Counter[str]:
+    options = {"gradient_policy": policy, "reshard_after_forward": False}
+    model = Case(replicas=replicas, options=options).shard_stack(stack(*SIZES))
+    sent: Counter[str] = Counter()
+    for _ in range(2):
+        loss = model(SHARDGRAD.inputs(0, SIZES[0])).square().mean()
+        sent.clear()
+        with watching_collectives(lambda name, tensor: sent.update({name: tensor.nbytes})):
+            loss.backward()
+    return sent
+
+
+def half_the_bytes(replicas: int) -> None:
+    wide, narrow = (bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE))
+    print(f"{replicas} x {dist.get_world_size() // replicas} ranks: {wide:,} and {narrow:,} bytes")
+    # The tail of a chunk, with flags and tag, has 128 bytes in either dtype.
+    assert 0.5 <= narrow / wide < 0.502
+
+
+def test_half_of_the_bytes_of_float32_are_sent(two_ranks: Ranks) -> None:
+    two_ranks.run(half_the_bytes, 1)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_half_of_the_bytes_are_sent_over_both_axes(four_ranks: Ranks, replicas: int) -> None:
+    four_ranks.run(half_the_bytes, replicas)
+
+
+# -- what is refused ----------------------------------------------------------------------------------------
+
+
+def refuses(error: type[Exception], says: list[str], policy: GradientPolicy, **options: Any) -> None:
+    model = stack(4, 4)
+    with pytest.raises(error) as caught:
+        SHARDGRAD.fully_shard(model, gradient_policy=policy, **options)
+    for text in says:
+        assert text in str(caught.value)
+    assert type(model) is nn.Sequential, "the module is no longer as it was"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "says"),
+    [
+        (
+            torch.float8_e4m3fn,
+            UnsupportedError,
+            ["wire_dtype=torch.float8_e4m3fn", "wire_dtype=torch.bfloat16"],
+        ),
+        (torch.float16, OptionError, ["wire_dtype=torch.float16", "expected:", "wire_dtype=torch.bfloat16"]),
+        (torch.float32, OptionError, ["wire_dtype=torch.float32", "None for the reduce dtype"]),
+        ("bf16", OptionTypeError, ["GradientPolicy.wire_dtype must be a torch.dtype", "'bf16'"]),
+    ],
+)
+def test_other_dtypes_are_refused_by_name(
+    worlds: dict[int, Ranks], dtype: Any, error: type[Exception], says: list[str]
+) -> None:
+    worlds[1].run(refuses, error, says, GradientPolicy(wire_dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float64])
+def test_a_reduce_dtype_that_is_not_float32_is_refused(worlds: dict[int, Ranks], dtype: torch.dtype) -> None:
+    says = ["parameter 0.weight", f"reduce_dtype={dtype}", "reduce_dtype=torch.float32"]
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=dtype)
+    worlds[1].run(refuses, OptionError, says, WIRE, mp_policy=policy)
+
+
+def own_reduce_scatter() -> None:
+    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=WIRE)
+    with pytest.raises(CustomCommError, match=r"(?s)wire_dtype.*parameter 0.weight"):
+        model.set_custom_reduce_scatter(object())
+
+
+def test_a_reduce_scatter_of_the_program_is_refused(worlds: dict[int, Ranks]) -> None:
+    worlds[1].run(own_reduce_scatter)
+
+
+def ranks_disagree() -> None:
+    policy = WIRE if dist.get_rank() else GradientPolicy()
+    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=policy)
+    with pytest.raises(RankDisagreementError, match="wire_dtype"):
+        model(torch.ones(2, 4))
+
+
+def test_ranks_with_different_wire_dtypes_are_told(two_ranks: Ranks) -> None:
+    two_ranks.run(ranks_disagree)
