@@ -85,9 +85,11 @@ class Rank0:
             self._step()
         found = {kind: round(count / _STEPS) for kind, count in (_calls() - before).items()}
         graph = inspection.graph() if found.get("graphs") else None
+        nodes = [] if graph is None else graph["nodes"]
         return {
             **{kind: found.get(kind, 0) for kind in (*dict.fromkeys(_KINDS.values()), "allocations")},
-            "nodes": 0 if graph is None else len(graph["nodes"]),
+            "nodes": len(nodes),
+            "edges": sum(len(node["before"]) for node in nodes),
             "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_nbytes": torch.cuda.max_memory_reserved(),
         }

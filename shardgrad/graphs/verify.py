@@ -77,8 +77,8 @@ def compare_runs(
                 f"{names[0]} and {names[1]} from the same state differ in {name}",
                 expected="the same bits",
                 got=f"{differing} of {tensor.numel()} elements differ in value",
-                fix="does the step use state that graphed_step was not given, or a kernel whose sums have no "
-                "fixed order? if neither, suspect the hardware",
+                fix="does the step use state that graphed_step was not given, do something else while it is "
+                "captured, or use a kernel whose sums have no fixed order? if none, suspect the hardware",
             )
     return outputs
 

@@ -143,8 +143,9 @@ def _compile_values(site_packages: Path, headers: Path) -> None:
     torch, cuda = site_packages / "torch", site_packages / "nvidia/cu13/lib"
     target = cuda / "libhostcuda_values.so"
     command = ["g++", *FLAGS, "-w", f"-I{CSRC}", f"-isystem{torch}/include", f"-isystem{headers}"]
-    command += [str(CSRC / "values.cpp"), "-o", str(target), f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
-    subprocess.run([*command, f"-L{cuda}", f"-l:{RUNTIME}", f"-Wl,-rpath,{torch}/lib:{cuda}"], check=True)
+    command += [str(CSRC / "values.cpp"), "-o", str(target), f"-L{torch}/lib", f"-L{cuda}"]
+    command += ["-ltorch_cpu", "-lc10", "-lc10_cuda", f"-l:{RUNTIME}", f"-Wl,-rpath,{torch}/lib:{cuda}"]
+    subprocess.run(command, check=True)
 
 
 def _imported(folder: Path) -> dict[str, str]:

@@ -15,6 +15,7 @@ from functools import cache
 from typing import Any
 
 __all__ = [
+    "DEVICE_MEMORY",
     "calls",
     "captures",
     "conflicts",
@@ -27,9 +28,11 @@ __all__ = [
     "questions",
     "short_name",
     "trace",
+    "words",
 ]
 
 Work = dict[str, Any]
+DEVICE_MEMORY = range(0x200000000000, 0x210000000000)  # addresses, of all devices
 
 
 @cache
@@ -95,12 +98,14 @@ def log() -> list[Work]:
 
 
 @contextlib.contextmanager
-def order(how: str, questions: int | None = None) -> Iterator[None]:
+def order(how: str, questions: int | None = None, *, lends_at_once: bool = False) -> Iterator[None]:
     """Runs work in another legal order inside the block.
 
     Args:
         how: "host", "late", or the seed of a random order, as in HOSTCUDA_ORDER.
         questions: how often an event is asked about until it may look complete.
+        lends_at_once: memory is another's as soon as it is freed, as if another thread allocated all the
+            time; else from the next allocation for its stream on.
     """
     import torch
 
@@ -108,9 +113,11 @@ def order(how: str, questions: int | None = None) -> Iterator[None]:
     _runtime().hostcuda_order(how.encode())
     if questions is not None:
         _runtime().hostcuda_questions(questions)
+    _runtime().hostcuda_lends_at_once(int(lends_at_once))
     try:
         yield
     finally:
+        _runtime().hostcuda_lends_at_once(0)
         _runtime().hostcuda_order(b"host")
 
 
@@ -154,7 +161,7 @@ def conflicts(work: list[Work], limit: int = 20) -> list[str]:
                     if earlier == later or is_ordered or (earlier, later) in found:
                         continue
                     shared = f"{bounds[piece + 1] - bounds[piece]} bytes at {bounds[piece]:#x}"
-                    a, b = _words(work[earlier]), _words(each)
+                    a, b = words(work[earlier]), words(each)
                     found[earlier, later] = f"{a} and {b} share {shared} without an order"
                     if len(found) == limit:
                         return list(found.values())
@@ -189,6 +196,7 @@ def _clocks(work: list[Work]) -> tuple[list[dict[int, int]], list[int], list[int
     return clocks, chains, positions
 
 
-def _words(work: Work) -> str:
+def words(work: Work) -> str:
+    """Returns what a piece of work is, and its stream."""
     name = work.get("operator") or f"{work['kind']} {short_name(work['name'])}"
     return f"{name} on stream {work['stream']}"

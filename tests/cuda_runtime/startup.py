@@ -70,6 +70,7 @@ def _values(torch: Any) -> Any:
     values.hostcuda_values.argtypes = [ctypes.c_char_p]
     _add_cpu_kernels(torch)
     values.hostcuda_values(b"aten")
+    torch.cuda._lazy_call(values.hostcuda_watch_allocator)
     return values.hostcuda_values
 
 

@@ -20,4 +20,4 @@ def test_a_step_needs_no_more_memory_than_fsdp2_and_the_gradients_that_stay(tmp_
     assert case["shardgrad"]["allocations"] < case["fsdp2"]["allocations"]
     graphed = case["shardgrad-graphed"]
     assert (graphed["graphs"], graphed["allocations"]) == (1, 0)
-    assert graphed["nodes"] > 100
+    assert graphed["edges"] > graphed["nodes"] > 100

@@ -108,6 +108,26 @@ def test_memory_that_is_written_before_a_reader_is_done_is_seen(deferred: str) -
 
 
 @pytest.mark.parametrize("waits", [True, False])
+def test_memory_that_the_allocator_may_lend_again_has_no_values(deferred: str, waits: bool) -> None:
+    x = torch.ones(1000, device="cuda")
+    here, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    inspection.trace(True)
+    with torch.cuda.stream(side):
+        copy = x * 1
+    if waits:
+        here.wait_stream(side)
+    del x  # allocated for this stream, and still read on the other
+    torch.empty(1, device="cuda")
+    here.synchronize()
+    side.synchronize()
+    found = inspection.conflicts(inspection.log())
+    inspection.trace(False)
+    assert bool(copy.isnan().all()) is not waits
+    assert ["4000 bytes" in each for each in found] == [True] * (not waits)
+
+
+@pytest.mark.parametrize("waits", [True, False])
 def test_pinned_memory_that_the_host_reads_too_early_is_stale(deferred: str, waits: bool) -> None:
     pinned = torch.zeros(4, pin_memory=True)
     pinned.copy_(torch.ones(4, device="cuda"), non_blocking=True)

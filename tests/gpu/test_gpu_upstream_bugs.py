@@ -90,9 +90,7 @@ def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug], device
         assert torch.equal(sharded, whole)
 
 
-# A hook that runs on the producer's stream takes the slot there, and the wait for the slot then orders the
-# same two streams, so both waits go.
-PRODUCERS = [(GradCollector, "wait_for_producers"), (Slot, "start_writing")]
+PRODUCERS = [(GradCollector, "wait_for_producers")]
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,12 @@ void begin_operator(uint64_t label) {
 Launched launched() { return self().launched; }
 
 void finish_launched() {
-  if (self().last_item) wait_for({self().last_item});
+  Point point;
+  {
+    std::lock_guard<std::recursive_mutex> lock(state().mutex);
+    if (self().last_stream) point = self().last_stream->tail;
+  }
+  wait_for(point);
 }
 
 bool wants_ranges() { return state().tracing; }
@@ -227,7 +232,9 @@ void end_operator(const char* name, std::vector<Range> ranges, std::function<Bod
   Thread& me = self();
   if (name && (state().tracing || me.launched.captured)) state().operators[me.label] = {name, std::move(ranges)};
   if (start && me.last_node) me.last_node->work.start = start;
-  else if (start && me.last_item && !me.last_item->done) me.last_item->body = start();
+  else if (start && me.last_item && !me.last_item->done) {
+    me.last_item->body = [first = std::move(me.last_item->body), body = start()] { return (!first || first()) && body(); };
+  }
   for (const ItemPtr& item : me.open) item->open = false;
   me.open.clear();
   me.last_item = nullptr;

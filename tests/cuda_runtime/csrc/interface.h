@@ -50,6 +50,13 @@ HOSTCUDA void advance(const void* line);
 HOSTCUDA void* on_host(const void* pointer);
 HOSTCUDA bool is_pinned(const void* pointer);
 
+// Of torch's caching allocator, which calls no function of CUDA's: memory was freed, memory was lent, memory went back to
+// CUDA. What is lent was another's before, as far as its stream has come, and so is what was freed for the same stream:
+// where the stream is then, neither holds values any more. Other streams that use it need an order with this one.
+HOSTCUDA void freed(const void* pointer, size_t size, cudaStream_t stream);
+HOSTCUDA void allocated(const void* pointer, size_t size, cudaStream_t stream);
+HOSTCUDA void returned(const void* pointer, size_t size);
+
 // An API that does nothing was called: counted, and logged.
 HOSTCUDA void unsupported(const char* api);
 HOSTCUDA void finding(const std::string& text);
@@ -65,7 +72,7 @@ HOSTCUDA void begin_operator(uint64_t label);
 HOSTCUDA Launched launched();
 HOSTCUDA void end_operator(const char* name, std::vector<Range> ranges, std::function<Body()> start);
 HOSTCUDA bool wants_ranges();
-// Blocks until the last thing that this operator's thread has launched is done.
+// Blocks until the stream is done that this thread's last operator has given work.
 HOSTCUDA void finish_launched();
 
 }  // namespace hostcuda

@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
@@ -65,6 +66,13 @@ cudaError_t release(const char* api, void* pointer) {
   return cudaSuccess;
 }
 
+// The stream that torch's allocator names, whichever device the thread is on.
+Stream* stream_of(const void* pointer, cudaStream_t stream) {
+  auto found = allocation_of(pointer);
+  const bool is_legacy = stream == nullptr && found != state().allocations.end();
+  return is_legacy ? state().devices[found->second.second].legacy : find(stream);
+}
+
 cudaError_t fill(const char* api, void* dst, int value, size_t size, Stream* stream) {
   if (size == 0) return cudaSuccess;
   if (is_device_address(dst) && !is_allocated(dst)) return fail(api, cudaErrorInvalidValue, "not allocated");
@@ -104,6 +112,50 @@ cudaError_t allocate(const char* api, void** out, size_t size, int device) {
     return *out = (void*)start, cudaSuccess;
   }
   return fail(api, cudaErrorMemoryAllocation);
+}
+
+// Called with the allocator's lock held: nothing may run here.
+static void overwrite(Stream* s) {
+  if (s->capture || s->freed.empty()) return;
+  Work work{"lend", "torch's allocator", "", std::move(s->freed)};
+  s->freed.clear();
+  work.start = doing([ranges = work.ranges] {
+    for (const Range& each : ranges) memset(on_host(each.ptr), 0xff, each.size);  // NaN
+  });
+  Thread& me = self();
+  const bool launches = me.launches;
+  ItemPtr item = submit(s, std::move(work), before_next(s));
+  s->tail = {item};
+  me.launches = launches;
+  if (!me.last_item || me.last_stream != s) return;
+  item->open = true;  // an operator has launched already: its values come after this
+  me.open.push_back(item);
+  me.last_item = item;
+}
+
+void freed(const void* pointer, size_t size, cudaStream_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  Stream* s = stream_of(pointer, stream);
+  if (!s) return;
+  s->freed.push_back({pointer, size, true});
+  if (state().lends_at_once) overwrite(s);
+}
+
+void allocated(const void* pointer, size_t size, cudaStream_t stream) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  Stream* s = stream_of(pointer, stream);
+  if (!s) return;
+  s->freed.push_back({pointer, size, true});
+  overwrite(s);
+}
+
+void returned(const void* pointer, size_t size) {
+  std::lock_guard<std::recursive_mutex> lock(state().mutex);
+  const uintptr_t start = uintptr_t(pointer);
+  for (Stream* each : state().streams) {
+    auto gone = [&](const Range& r) { return uintptr_t(r.ptr) >= start && uintptr_t(r.ptr) < start + size; };
+    each->freed.erase(std::remove_if(each->freed.begin(), each->freed.end(), gone), each->freed.end());
+  }
 }
 
 cudaError_t copy(const char* api, void* dst, const void* src, size_t size, Stream* stream) {

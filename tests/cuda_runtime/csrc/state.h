@@ -78,6 +78,7 @@ struct Stream {
   Capture* capture = nullptr;
   std::vector<Node*> nodes;         // the same, while it is captured
   int asked = 0;
+  std::vector<Range> freed;         // by torch's allocator, since it last allocated for this stream
 
   bool blocking() const { return !legacy && !(flags & cudaStreamNonBlocking); }
 };
@@ -138,6 +139,7 @@ struct State {
   std::map<uint64_t, ItemPtr> pending;
   std::unordered_map<const void*, ItemPtr> lines;  // the last item of each `Work::in_line`
   bool running = false;                            // some thread is in a body
+  bool lends_at_once = false;                      // what is freed, not only at the next allocation
   Point host;                                      // what the host has waited for
 
   std::vector<Logged> log;
@@ -166,6 +168,7 @@ struct Thread {
   Launched launched;
   ItemPtr last_item;
   Node* last_node = nullptr;
+  Stream* last_stream = nullptr;  // that an operator has given work
   std::vector<ItemPtr> open;
   std::vector<LaunchConfig> pushed;
   int depth = 0;

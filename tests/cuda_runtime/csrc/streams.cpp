@@ -61,6 +61,7 @@ cudaError_t give(const char* api, Stream* stream, Work work) {
   stream->tail = {item};
   ++me.launched.eager;
   if (me.label) {
+    me.last_stream = stream;
     item->open = true;
     me.open.push_back(item);
     me.last_item = item;

@@ -6,6 +6,7 @@
 #include <ATen/ops/empty_like.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -214,6 +215,7 @@ void correct(Stack* stack, size_t returns, const Stack& results) {
       ++depth;
       at::Tensor from = results[i].toTensor();
       at::Tensor made = at::empty_like(from, from.options().device(out.toTensor().device()));
+      hostcuda::finish_launched();  // what lay there before is gone
       on_cpu(made).copy_(from);
       out = made;
       --depth;
@@ -338,4 +340,17 @@ extern "C" HOSTCUDA int hostcuda_values(const char* name_space) {
     ++count;
   }
   return count;
+}
+
+// Tells the runtime what torch's allocator does with memory of no graph. Not before CUDA is initialized.
+extern "C" HOSTCUDA void hostcuda_watch_allocator() {
+  using c10::cuda::CUDACachingAllocator::TraceEntry;
+  c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const TraceEntry& entry) {
+    if (entry.mempool_ != c10::MempoolId_t{0, 0}) return;
+    const void* pointer = reinterpret_cast<const void*>(entry.addr_);
+    const auto stream = static_cast<cudaStream_t>(entry.stream_);
+    if (entry.action_ == TraceEntry::FREE_COMPLETED) hostcuda::freed(pointer, entry.size_, stream);
+    if (entry.action_ == TraceEntry::ALLOC) hostcuda::allocated(pointer, entry.size_, stream);
+    if (entry.action_ == TraceEntry::SEGMENT_FREE) hostcuda::returned(pointer, entry.size_);
+  });
 }

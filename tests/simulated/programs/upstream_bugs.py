@@ -265,7 +265,8 @@ class Work:
     """What the engine is asked to do, in the terms of one of the bugs.
 
     Attributes:
-        units: reductions in one backward; the engine has two slots for them, the third refills the first.
+        units: reductions in one backward; the engine has two slots for them, the third refills the first. The
+            last one is launched when backward is over, where autograd has made streams wait for all others.
         producers: streams on which the gradients of one unit arrive; with 0 all come on the current one.
         late_reduction: the reduce stream is late, instead of the producers.
     """
@@ -276,8 +277,8 @@ class Work:
 
 
 WORK: dict[type[Bug], Work] = {
-    HookBornOnASideStream: Work(units=1, producers=1),
-    ReductionAwaitsTheCurrentStream: Work(units=1, producers=2),
+    HookBornOnASideStream: Work(units=2, producers=1),
+    ReductionAwaitsTheCurrentStream: Work(units=2, producers=2),
     RefillAwaitsTheFlusher: Work(units=5, producers=2, late_reduction=True),
     CommunicationBufferFreedEarly: Work(units=5, producers=0, late_reduction=True),
 }

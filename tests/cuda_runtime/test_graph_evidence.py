@@ -1,0 +1,137 @@
+"""What the graph of a training step shows: collectives in order with writers and readers, nothing loose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import shardgrad
+from tests.cuda_runtime import inspection
+from tests.cuda_runtime.evidence import Evidence, evidence
+from tests.support.ranks import Ranks
+
+UNITS = 3
+Options = Callable[[], dict[str, Any]]
+
+
+def in_low_precision() -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
+
+
+def kept_whole() -> dict[str, Any]:
+    return {"reshard_after_forward": False}
+
+
+def with_replicas() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))}
+
+
+def captured(options: Options) -> tuple[Evidence, list[list[str]]]:
+    """Captures a step; returns what its graph shows, and what is wrong without the edges of a collective."""
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))).cuda()
+    for unit in (*model, model):
+        shardgrad.fully_shard(unit, **options())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = model(x).float().square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    x = torch.randn(4, 64, device="cuda")
+    for _ in range(6):
+        step(x)
+    assert step.captures == 1
+    torch.cuda.synchronize()
+    graph = inspection.graph()
+    assert graph is not None
+    found, without = evidence(graph), []
+    for number, node in enumerate(graph["nodes"]):
+        if node["kind"] == "nccl":
+            cut = deepcopy(graph)
+            cut["nodes"][number]["before"] = []
+            for later in cut["nodes"]:
+                later["before"] = [each for each in later["before"] if each != number]
+            without.append(evidence(cut).wrong)
+    step.close()
+    return found, without
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    two = Ranks(2, backend="cpu:gloo,cuda:nccl")
+    yield two
+    two.stop()
+
+
+@pytest.mark.parametrize("options", [dict, in_low_precision, kept_whole, with_replicas])
+def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(
+    ranks: Ranks, options: Options
+) -> None:
+    (first, without), (second, _) = ranks.run(captured, options)
+    assert first.wrong == second.wrong == []
+    assert (first.nodes, first.edges) == (second.nodes, second.edges)
+    assert first.collectives >= UNITS
+    assert first.writers >= UNITS  # gradients are packed; parameters may be sent from where they stay
+    assert first.readers >= first.collectives
+    assert all(without), "a collective without its edges has an order all the same"
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mistake", ["", "writer", "user"])
+def test_a_collective_beside_a_writer_or_a_reader_is_told(alone: None, mistake: str) -> None:
+    x = torch.ones(16, device="cuda")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    dist.all_reduce(x)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        here = torch.cuda.current_stream()
+        side.wait_stream(here)
+        x.add_(1)
+        if mistake != "writer":
+            side.wait_stream(here)
+        with torch.cuda.stream(side):
+            dist.all_reduce(x)
+        if mistake != "user":
+            here.wait_stream(side)
+        x * 2
+        here.wait_stream(side)
+        x * 3
+    seen = evidence(inspection.graph() or {})
+    assert seen.collectives == 1
+    assert len(seen.wrong) == bool(mistake)
+    assert all(mistake in each for each in seen.wrong)
+
+
+def test_memory_that_the_program_has_dropped_is_told() -> None:
+    x, kept = torch.ones(2, 1 << 20, device="cuda")
+    x = x.clone()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        y = x * kept
+    assert evidence(inspection.graph() or {}).wrong == []
+    del x
+    [told] = evidence(inspection.graph() or {}).wrong
+    assert "aten::mul" in told
+    assert "not allocated" in told
+    del y
