@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = ("3.11", "3.12", "3.13")
+# Of the fat binaries in which nvcc puts a kernel's code for several architectures.
+FAT_BINARY, MACHINE_CODE = struct.pack("<IHH", 0xBA55ED50, 1, 16), 2
 # Tells which ops run, after one has run.
 USE_OPS = """
 import warnings
@@ -67,7 +69,9 @@ def main() -> None:
         # From the archive, so that what the archive lacks is noticed.
         build = ["-m", "build", "--outdir", str(work / "built"), str(ROOT)]
         if asked.no_isolation:
-            run(tools, *build, "--no-isolation", PYTHONPATH=folder_of_torch())
+            # Of torch, a build needs headers and libraries, not the packages that torch runs with.
+            options = ("--no-isolation", "--skip-dependency-check")
+            run(tools, *build, *options, PYTHONPATH=folder_of_torch())
         else:
             run(tools, *build)
         archive, wheel = next(work.glob("built/*.tar.gz")), next(work.glob("built/*.whl"))
@@ -76,7 +80,8 @@ def main() -> None:
         wheel = repaired(tools, wheel, work / "repaired")
         run(tools, "-m", "twine", "check", "--strict", str(archive), str(wheel))
         if asked.cuda:
-            print("CUDA kernels for", *architectures(wheel, work))
+            print("CUDA kernels for", *architectures(wheel))
+            try_with_torch_it_was_built_with(wheel, work / "with its torch")
         for interpreter in interpreters:
             try_wheel(wheel, interpreter, work / f"try {Path(interpreter).name}", is_cuda=asked.cuda)
         try_without_compiler(archive, tools, work)
@@ -100,15 +105,38 @@ def folder_of_torch() -> str:
     return str(Path(torch.__file__).parents[1])
 
 
-def architectures(wheel: Path, work: Path) -> list[str]:
-    """Returns what a wheel has machine code for; it is an error if that is nothing."""
+def architectures(wheel: Path) -> list[str]:
+    """Returns what a wheel has machine code for; it is an error if that is nothing.
+
+    Read from the library itself: `cuobjdump --list-elf` says the same, but many a toolkit comes without it.
+    """
     with zipfile.ZipFile(wheel) as archive:
-        library = archive.extract("shardgrad/_C.so", work / "library")
-    listed = subprocess.run(["cuobjdump", "--list-elf", library], capture_output=True, text=True).stdout
-    found = sorted(set(re.findall(r"sm_\d+\w?", listed)))
+        library = archive.read("shardgrad/_C.so")
+    found = set()
+    start = library.find(FAT_BINARY)
+    while start >= 0:
+        position = start + len(FAT_BINARY) + 8
+        end = position + struct.unpack_from("<Q", library, position - 8)[0]
+        while position < end:
+            kind, _, header, nbytes = struct.unpack_from("<HHIQ", library, position)
+            if kind == MACHINE_CODE:
+                found.add(struct.unpack_from("<I", library, position + 28)[0])
+            position += header + nbytes
+        start = library.find(FAT_BINARY, end)
     if not found:
         sys.exit(f"{wheel.name} has no CUDA kernels: torch must be built for CUDA, and nvcc fit it.")
-    return found
+    return [f"sm_{number}" for number in sorted(found)]
+
+
+def try_with_torch_it_was_built_with(wheel: Path, folder: Path) -> None:
+    """Loads a wheel with CUDA kernels where torch has CUDA, with or without a GPU, and runs an op there."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    used = run(
+        Path(sys.executable), "-c", USE_OPS, PYTHONPATH=os.pathsep.join((str(folder), folder_of_torch()))
+    )
+    if used.split()[-1:] != ["compiled"]:
+        sys.exit(f"{wheel.name} does not load in the torch that it was built with.")
 
 
 def find_interpreters() -> Iterable[str]:

@@ -78,6 +78,9 @@ def doctor(preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) ->
 
 def _audit(target: str, ranks: int, steps: int) -> NoReturn:
     """Prints where a program on several ranks departs from one rank; exits with 1 if it does."""
+    from shardgrad.function_named import function_named
+
+    function_named(target, flag="--audit")  # before PyTorch is imported, which takes seconds
     from shardgrad.testing.audit import audit
 
     found = audit(target, ranks=ranks, steps=steps)
@@ -100,7 +103,10 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "shardgrad", version.described()
     yield "python", platform.python_version()
     yield "torch", torch.__version__
-    yield "CUDA", torch.version.cuda or "not in this build of torch"
+    cuda = torch.version.cuda or "not in this build of torch"
+    if torch.version.cuda and not torch.cuda.is_available():
+        cuda += ", and no GPU was found"
+    yield "CUDA", cuda
     if device.type == "cuda":
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
     yield "shardgrad ops", ops.backend()

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from shardgrad.cli.command import Command
+from shardgrad.train.config import TrainConfig, read_settings
 from shardgrad.train.failure import UsageError
 
 
@@ -50,6 +51,10 @@ def generate(run: Path, prompt: str, count: int, temperature: float, seed: int) 
         raise UsageError("--temperature nan is not in the range from 0 to 100.")
     if not (run / "config.json").exists():
         raise UsageError(f"There is no run in {run} (no config.json): correct the folder.")
+    # Looked for first without PyTorch, whose import takes seconds.
+    TrainConfig(**read_settings(run / "config.json"))
+    if not any(run.glob("checkpoints/*")):
+        raise UsageError(f"{run} has no checkpoint yet: train until the first one.")
     import torch
 
     from shardgrad.train.generate import continued, load_run, shown

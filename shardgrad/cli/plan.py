@@ -204,7 +204,10 @@ def plan(**options: Any) -> None:
     seconds. Sizes are those of rank 0, which holds at least as much as any other rank. Without a measurement,
     times are a range. docs/explanation/scaling.md describes the method and its accuracy.
     """
-    _plan(**options)
+    from shardgrad.plan.garbage import collector_paused
+
+    with collector_paused():
+        _plan(**options)
 
 
 def _plan(
@@ -217,7 +220,8 @@ def _plan(
     tokens_per_step: int | None,
     **options: Any,
 ) -> None:
-    from shardgrad.plan.request import function_named, require_share
+    from shardgrad.function_named import function_named
+    from shardgrad.plan.request import require_share
     from shardgrad.train.model_types import require_model_type
 
     # Before PyTorch is imported, which takes seconds.
@@ -230,7 +234,7 @@ def _plan(
     if request.hf is not None:
         require_model_type(request.hf)
     if request.model is not None:
-        function_named(request.model)
+        function_named(request.model, flag="--model")
     if trace is not None and request.on_host:
         raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
     if tokens_per_step is not None:

@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import click
 
-from shardgrad.errors import PartnerUnavailableError, ShardgradError
+from shardgrad.errors import OptionError, PartnerUnavailableError, ShardgradError
 from shardgrad.train.failure import TrainingError
 
 __all__ = ["escaped", "reported"]
@@ -20,7 +20,8 @@ __all__ = ["escaped", "reported"]
 def reported(program: str, *, debug: bool = False) -> Iterator[None]:
     """Prints an error of the block, and exits. Errors of click pass.
 
-    The exit status is 2 for a missing package, the error's own for a `TrainingError`, and 1 for other errors.
+    The exit status is 2 for a missing package and for an option with a wrong value, the error's own for a
+    `TrainingError`, and 1 for other errors.
 
     Args:
         program: prefix of the message, such as "shardgrad train".
@@ -57,7 +58,7 @@ def _sentence(error: Exception) -> str:
 def _status(error: Exception) -> int:
     if isinstance(error, TrainingError):
         return error.exit_status
-    return 2 if isinstance(error, PartnerUnavailableError) else 1
+    return 2 if isinstance(error, PartnerUnavailableError | OptionError) else 1
 
 
 def _exit(message: str, status: int) -> NoReturn:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from shardgrad.function_named import function_named
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
-from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request, function_named
+from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.train.model import Transformer
@@ -145,7 +146,7 @@ def _user_model(reference: str) -> PlanModel:
 
     In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a scalar.
     """
-    function = function_named(reference)
+    function = function_named(reference, flag="--model")
     built = _built(reference, function)
     module, loss = built if isinstance(built, tuple) and len(built) == 2 else (built, None)
     if not isinstance(module, nn.Module):

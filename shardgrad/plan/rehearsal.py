@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,6 +22,7 @@ from shardgrad.errors import ShardgradError
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.plan.fusion import fused
+from shardgrad.plan.garbage import collector_paused
 from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.recording import Change, Event, Recorder, RecordingStreams
 from shardgrad.plan.request import Request
@@ -82,6 +81,12 @@ def rehearse(request: Request) -> Rehearsal:
         UsageError: the model cannot be built or sharded.
         TrainingError: the step depends on values, which fake tensors do not have.
     """
+    # Collected in the middle of a step, tensors would be freed at a moment that depends on what ran before.
+    with collector_paused():
+        return _rehearse(request)
+
+
+def _rehearse(request: Request) -> Rehearsal:
     plan_model = build_plan_model(request)
     whole = sum(param.numel() for param in plan_model.module.parameters()), len(plan_model.alike())
     if request.blocks is not None:
@@ -91,7 +96,7 @@ def rehearse(request: Request) -> Rehearsal:
         for axis, name in enumerate(mesh.mesh_dim_names or ()):
             recorder.axes[mesh.get_group(axis).group_name] = name
         try:
-            with _no_collector(), fake_tensors(recorder, with_operands=request.compile):
+            with fake_tensors(recorder, with_operands=request.compile):
                 return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
@@ -100,18 +105,6 @@ def rehearse(request: Request) -> Rehearsal:
             ) from error
         except ShardgradError as error:
             raise UsageError(f"{plan_model.name} cannot be sharded like this: {error}") from error
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Disables the garbage collector: the time at which it frees tensors depends on what ran before."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Rehearsing:

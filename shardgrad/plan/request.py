@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
-import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardgrad.train.config import mesh_shape
 from shardgrad.train.failure import UsageError
@@ -21,7 +17,6 @@ __all__ = [
     "PLAN_PRESETS",
     "PRECISIONS",
     "Request",
-    "function_named",
     "require_range",
     "require_share",
 ]
@@ -147,27 +142,6 @@ class Request:
     def but(self, **changes: object) -> Request:
         """Returns the same request with some fields replaced."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-
-def function_named(reference: str) -> Callable[[], Any]:
-    """Imports and returns a function named as module:function.
-
-    Raises:
-        UsageError: it is named otherwise, the module cannot be imported, or has no such function.
-    """
-    module_name, _, function_name = reference.partition(":")
-    if not module_name or not function_name:
-        raise UsageError(f"--model {reference} is not module:function: write, for example, my_model:build.")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` would
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise UsageError(f"--model {reference}: importing {module_name} failed ({error}).") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise UsageError(f"--model {reference}: {module_name} has no function {function_name}.")
-    return function  # type: ignore[no-any-return]
 
 
 def require_share(request: Request, tokens_per_step: int) -> int:

@@ -14,7 +14,7 @@ from shardgrad.plan.advice import is_hopeless
 from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.hardware import Machine
 from shardgrad.plan.planning import Plan, make_plan
-from shardgrad.plan.request import LARGE_PRESETS, Request, require_share
+from shardgrad.plan.request import Request, require_share
 from shardgrad.train.display import nice_nbytes
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.presets import PRESETS
@@ -31,12 +31,14 @@ class Setting:
 
     Attributes:
         request: the setting.
+        device: name of the device type.
         needed_nbytes: memory that a device must have.
         step_s: seconds of a step.
         tokens_per_s: tokens per second of a rank.
     """
 
     request: Request
+    device: str
     needed_nbytes: int
     step_s: float
     tokens_per_s: float
@@ -46,11 +48,8 @@ class Setting:
         return {**dataclasses.asdict(self), "command": self.command()}
 
     def command(self) -> str:
-        """Returns the command that trains so, or plans it if the training program has no such model."""
-        request = self.request
-        is_trained = request.model is None and request.preset not in LARGE_PRESETS
-        if request.hf is None and request.preset not in PRESETS:
-            is_trained = False
+        """Returns the command that trains so, or plans it if the training program cannot."""
+        request, is_trained = self.request, self._is_trained()
         words = ["shardgrad", "train" if is_trained else "plan"]
         for flag, value in (("--hf", request.hf), ("--model", request.model)):
             words += [flag, value] if value else []
@@ -64,12 +63,33 @@ class Setting:
         if request.activation_checkpointing != "none":
             words += ["--activation-checkpointing", request.activation_checkpointing]
         words += ["--compile"] if request.compile else []
+        words += [] if request.optimizer == "adamw" else ["--optimizer", request.optimizer]
         words += ["--batch-size", str(request.batch_size), "--accumulate", str(request.accumulate)]
         if is_trained and request.accumulate > 1 and not request.no_sync:
             words.append("--sync-every-microbatch")
-        if not is_trained and request.no_sync:
-            words.append("--no-sync")
+        if not is_trained:
+            words += ["--no-sync"] if request.no_sync else []
+            for flag, value in (
+                ("--reduce-dtype", request.reduce_dtype),
+                ("--gradient-dtype", request.gradient_dtype),
+            ):
+                words += [flag, value] if value else []
+            for unit in request.units:
+                words += ["--unit", unit]
+            words += ["--device", self.device]
         return shlex.join([*words, "--seq-len", str(request.seq_len)])
+
+    def _is_trained(self) -> bool:
+        """Returns whether `shardgrad train` has such a model, and options for the rest."""
+        request = self.request
+        return (
+            request.model is None
+            and (request.hf is not None or request.preset in PRESETS)
+            and request.precision != "bf16"
+            and request.reduce_dtype != "bf16"
+            and request.gradient_dtype is None
+            and not request.units
+        )
 
 
 def search(
@@ -161,4 +181,4 @@ def _setting(request: Request, machine: Machine, calibration: Calibration) -> Se
     step_s = last.step_s
     if len(plans) == 2:
         step_s += (last.step_s - plans[0].step_s) * (request.accumulate - more)
-    return Setting(request, last.needed_nbytes, step_s, request.tokens / step_s)
+    return Setting(request, machine.device.name, last.needed_nbytes, step_s, request.tokens / step_s)

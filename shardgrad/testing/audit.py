@@ -23,10 +23,8 @@ a new process; the default process group is made before the function is called.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -44,6 +42,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.optimizer import Optimizer
 
 from shardgrad.errors import OptionError
+from shardgrad.function_named import function_named
 from shardgrad.testing.first_difference import Difference, Piece, Snapshot, Trace, first_difference
 
 __all__ = ["Audit", "audit", "load"]
@@ -131,41 +130,9 @@ def load(target: str) -> Build:
     """Returns the function that `target` names.
 
     Raises:
-        OptionError: it is not `module:function`, or there is no such module or function.
+        OptionError: as `function_named`.
     """
-    module_name, _, name = target.partition(":")
-    shape = "module:function, such as train:build, with the module in this directory or installed"
-    if not module_name or not name:
-        raise OptionError(
-            "--audit needs a module and a function",
-            expected=shape,
-            got=repr(target),
-            fix="--audit train:build",
-        )
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        raise OptionError(
-            f"module {module_name} cannot be imported",
-            expected=shape,
-            got=f"{type(error).__name__}: {error}",
-            where=f"--audit {target}",
-            fix=f"python -c 'import {module_name}' in this directory",
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-        raise OptionError(
-            f"module {module_name} has no function {name}",
-            expected=shape,
-            got="nothing of that name" if function is None else f"a {type(function).__name__}",
-            where=str(getattr(module, "__file__", module_name)),
-            fix=f"one of {', '.join(known[:8])}" if known else "define it",
-        )
-    build: Build = function
-    return build
+    return function_named(target, flag="--audit")
 
 
 # -- processes -----------------------------------------------------------------------------------------------

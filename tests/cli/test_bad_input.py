@@ -30,8 +30,13 @@ LINES = [
     *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
     *("plan --search 17", "plan --picture plan.txt", "plan --picture text/plan.png", "plan --trace text/x"),
     *("plan --model nothing:f", "plan --model json", "plan --hf kind.json", "plan --override width=7"),
+    *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
+    *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
+    *("doctor --audit build:with_arguments", "doctor --audit build:number", "doctor --audit raises:f"),
+    *("doctor --audit exits:f", "doctor --audit broken:f"),
     *("explain missing", "explain started", "explain broken.json", "explain empty.json", "explain text"),
     *("generate missing", "generate started --bytes 0", "generate started --prompt ''"),
+    *("generate started", "generate wrong"),
     *(
         "checkpoint verify started",
         "completion tcsh",
@@ -59,8 +64,14 @@ def in_folder(folder: Path) -> None:
     (folder / "broken.json").write_text("{")
     (folder / "empty.json").write_text('{"traceEvents": []}')
     (folder / "kind.json").write_text('{"model_type": "no-such-type"}')
+    (folder / "build.py").write_text("number = 3\ndef with_arguments(x): ...\n")
+    (folder / "raises.py").write_text("raise RuntimeError('while it is imported')\n")
+    (folder / "exits.py").write_text("raise SystemExit(3)\n")
+    (folder / "broken.py").write_text("def build(:\n")
     (folder / "started").mkdir()
     (folder / "started" / "config.json").write_text("{}")
+    (folder / "wrong").mkdir()
+    (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 
 
 def test_bad_input_is_refused_in_a_sentence_within_a_second(tmp_path: Path) -> None:

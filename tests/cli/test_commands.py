@@ -74,6 +74,18 @@ def test_doctor_counts_what_prevents_a_graph_and_fails_if_anything_does(
     assert "not in this build of torch" in done.output or torch.version.cuda is not None
 
 
+def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(doctor_module, "_issues", lambda *_: [])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for is_there, row in ((False, "13.0, and no GPU was found"), (True, "13.0")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_there=is_there: is_there)
+        output = CliRunner().invoke(main, ["doctor", "--cpu", "--preset", "none"]).output
+        (line,) = (line for line in output.splitlines() if line.startswith("CUDA "))
+        assert line.split(maxsplit=1)[1].strip() == row
+
+
 def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -> None:
     lines = {
         name: CliRunner().invoke(main, [name, "--help"]).output.splitlines() for name in ("train", "doctor")

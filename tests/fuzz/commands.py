@@ -24,10 +24,11 @@ from shardgrad.cli import main
 from shardgrad.explain.replay import Replay, replay
 from shardgrad.explain.step import Op, Step
 from shardgrad.explain.traces import trace_of, write_trace
+from shardgrad.function_named import function_named
 from shardgrad.plan.measuring import Measured
 from shardgrad.plan.models import PLAN_PRESETS
 from shardgrad.plan.planning import make_plan
-from shardgrad.plan.request import Request, function_named
+from shardgrad.plan.request import Request
 from shardgrad.testing.audit import _Failed
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import load_corpus
@@ -198,7 +199,7 @@ def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
 
 def _made_sense(request: Request, *_: Any) -> None:
     if request.model is not None:
-        function_named(request.model)
+        function_named(request.model, flag="--model")
     raise TrainingError("made sense")
 
 

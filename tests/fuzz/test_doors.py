@@ -41,8 +41,7 @@ DOORS = {
     "explain/traces.py _events": "trace",
     "cli/plan.py _check_file": "",  # writes
     "plan/measuring.py _check_memory": "",  # the system's
-    "plan/request.py function_named": "plan",
-    "testing/audit.py load": "doctor",
+    "function_named.py function_named": "plan",  # and doctor
     "train/config.py read_settings": "file of settings",
     "train/config.py read_regular": "file of settings",
     "train/config.py read_text": "file of settings",

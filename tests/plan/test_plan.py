@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import math
+import re
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,7 @@ from shardgrad.plan.advice import _changes, advise, is_hopeless
 from shardgrad.plan.calibration import Calibration
 from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.plan.fusion import fused
+from shardgrad.plan.garbage import collector_paused
 from shardgrad.plan.hardware import Machine, machine_of
 from shardgrad.plan.measuring import measure
 from shardgrad.plan.memory import memory_of
@@ -31,7 +34,7 @@ from shardgrad.plan.recording import Change, Event, Kernel, Marked, Transfer, Wa
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.repeats import key_of
 from shardgrad.plan.request import Request
-from shardgrad.plan.search import search
+from shardgrad.plan.search import Setting, search
 from shardgrad.plan.timeline import play
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import Transformer
@@ -60,6 +63,17 @@ def chunk_nbytes(shape: tuple[int, ...], ranks: int, itemsize: int) -> int:
     """What one parameter takes in a shard of fp32 or, aligned alike, of a narrower dtype; 128-byte pieces."""
     numel = -(-shape[0] // ranks) * math.prod(shape[1:])
     return -(-numel // 64) * 64 * itemsize  # bf16 travels too, so 64 elements
+
+
+def test_a_rehearsal_leaves_no_garbage_for_the_next_one() -> None:
+    def modules() -> int:
+        return sum(issubclass(type(each), nn.Module) for each in gc.get_objects())
+
+    gc.collect()
+    with collector_paused():
+        before = modules()
+        rehearse(TINY)
+        assert modules() == before
 
 
 # -- memory ---------------------------------------------------------------------------------------------
@@ -533,6 +547,24 @@ def test_a_search_returns_what_fits_fastest_first_with_the_command_that_trains_s
         assert CliRunner().invoke(main, [*command[1:], "--print-config"]).exit_code == 0, command
     layouts = {each.request.mesh for each in found}
     assert layouts & {None, "2x2"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": "sgd"}, "shardgrad train .* --optimizer sgd"),
+        ({"precision": "bf16"}, "shardgrad plan .* --precision bf16 .* --device a100"),
+        ({"reduce_dtype": "bf16"}, "shardgrad plan .* --reduce-dtype bf16"),
+        ({"units": ("Attention",)}, "shardgrad plan .* --unit Attention"),
+        ({"preset": "70b"}, "shardgrad plan --preset 70b"),
+    ],
+)
+def test_a_command_of_a_search_has_all_that_was_asked_for(changes: dict[str, object], words: str) -> None:
+    command = Setting(TINY.but(**changes), "a100", 1, 1.0, 1.0).command()
+    assert re.match(words, command), command
+    options = command.split()[1:]
+    if options[0] == "train":
+        assert CliRunner().invoke(main, [*options, "--print-config"]).exit_code == 0
 
 
 def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -37,6 +40,26 @@ def test_a_cuda_source_compiles_without_warnings(
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert target.stat().st_size > 0
+
+
+@pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
+def test_the_architectures_of_a_wheel_are_those_that_nvcc_was_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "kernel.cu").write_text("__global__ void set(float* x) { *x = 1; }\n")
+    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("80", "90")]
+    flags += ["-gencode=arch=compute_100,code=compute_100"]  # for later ones: no machine code
+    library = tmp_path / "_C.so"
+    command = [NVCC, *flags, "-shared", "-Xcompiler", "-fPIC", "-o", library, tmp_path / "kernel.cu"]
+    subprocess.run(command, check=True, capture_output=True)
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.write(library, "shardgrad/_C.so")
+    program = "import pathlib, sys, wheels; print(*wheels.architectures(pathlib.Path(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path / "a.whl"],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "release")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["sm_80", "sm_90"], done.stderr
 
 
 @pytest.mark.parametrize("source", [*SOURCES, *HEADERS], ids=lambda path: path.name)

@@ -57,10 +57,14 @@ def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> N
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        ("nothing", ["--audit needs a module and a function", "got:      'nothing'"]),
-        ("no.such.module:build", ["module no.such.module cannot be imported", "ModuleNotFoundError"]),
+        ("nothing", ["--audit nothing is not module:function", "try:      --audit train:build"]),
+        ("no.such.module:build", ["importing no.such.module failed", "ModuleNotFoundError"]),
         (f"{PROGRAMS}:absent", ["has no function absent", "got:      nothing of that name"]),
         (f"{PROGRAMS}:a_number", ["has no function a_number", "got:      a int"]),
+        (
+            f"{PROGRAMS}:batch",
+            ["batch: the function is called without arguments", "got:      batch(index: 'int'"],
+        ),
         (f"{PROGRAMS}:without_a_step", ["returned (Sequential, SGD)", "return model, optimizer, step"]),
         (f"{PROGRAMS}:broken", ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"]),
     ],
@@ -69,7 +73,7 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
     done = run("shardgrad", "doctor", "--audit", target, forks=True)
     for word in words:
         assert word in done.stderr
-    assert done.returncode == 1
+    assert done.returncode == 2
 
 
 # -- what the numbers say ------------------------------------------------------------------------------------
