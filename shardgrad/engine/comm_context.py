@@ -72,8 +72,7 @@ class CommContext:
         self, key: Hashable, allocate: Allocate, *, depth: int, elastic: bool = False
     ) -> SlotRing:
         """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
-        ring = self._special_rings.get(key)
-        if ring is None:
+        if (ring := self._special_rings.get(key)) is None:
             ring = SlotRing(self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate)
             self._special_rings[key] = ring
             self.rings.append(ring)

@@ -49,7 +49,7 @@ class GradCollector:
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
         # Where gradients arrived or were packed on the pack stream of the time: they have left no event.
-        self._pack_streams: dict[Stream, None] = {}
+        self.pack_streams: dict[Stream, None] = {}
         self._summed: list[torch.Tensor] = []
 
     def expect(self, params: Sequence[FSDPParam]) -> None:
@@ -96,7 +96,7 @@ class GradCollector:
         else:
             self.gradients[index] = self._add(earlier, grad, stream, streams)
         if stream == self.pack_stream:
-            self._pack_streams[stream] = None
+            self.pack_streams[stream] = None
         else:  # [Note: Producer streams]
             event = self._foreign.get(stream)
             if event is None:
@@ -128,16 +128,16 @@ class GradCollector:
         """
         for event in self._foreign.values():
             event.wait(stream)
-        for packed_on in self._pack_streams:
+        for packed_on in self.pack_streams:
             if packed_on != stream:
                 event = streams.event()
                 event.record(packed_on)
                 event.wait(stream)
-        self._pack_streams.clear()
+        self.pack_streams.clear()
 
     def let_go(self, streams: Streams) -> None:
         """Drops the gradients, once their streams are ordered after what the pack stream did with them."""
-        self._pack_streams[self.pack_stream] = None
+        self.pack_streams[self.pack_stream] = None
         if self._foreign:
             packed = streams.event()
             packed.record(self.pack_stream)

@@ -102,8 +102,7 @@ class RootContext:
 
     def size_reduce_ring(self) -> None:
         """Lets as many reductions be in flight as one of the units asked for."""
-        asked = [unit.max_reductions for unit in self.units if unit.max_reductions is not None]
-        if asked:
+        if asked := [unit.max_reductions for unit in self.units if unit.max_reductions is not None]:
             self.comm_ctx.reduce_ring.resize(max(asked))
 
     def use(self, lead: CommContext) -> None:

@@ -33,6 +33,9 @@ def _move(grads: GradGroup, state: GradState) -> None:
     """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
         raise RuntimeError(f"gradients of {grads.group.name!r} cannot go from {grads.state} to {state}")
+    if state is GradState.IDLE:  # autograd has joined its streams
+        grads.collector.pack_streams.clear()
+        grads.waits_for_unit = False
     grads.state = state
 
 

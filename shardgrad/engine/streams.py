@@ -107,9 +107,7 @@ class NoStreams:
     event: Callable[[], StreamEvent] = repeat(_NO_EVENT).__next__
     forget_events: Callable[[], None] = type(None)
 
-    def event_of(self, event: torch.Event) -> StreamEvent:
-        """Returns an event that costs nothing."""
-        return _NO_EVENT
+    event_of: Callable[[torch.Event], StreamEvent] = staticmethod(lambda event: _NO_EVENT)
 
 
 class _DeviceEvent:
@@ -205,13 +203,16 @@ class AcceleratorStreams:
         self.era += 1
 
     def join(self) -> None:
-        """Orders all work of the current stream and of these after each other; nothing in a capture."""
-        if not is_capturing(self._device):
-            current, *own = map(_require, (self.current(), self.gather, self.reduce, self.second))
-            for stream in own:
-                current.wait_stream(stream)
-            for stream in own:
-                stream.wait_stream(current)
+        """Orders all work of the current stream and of these after each other; nothing if one is captured."""
+        current, *own = streams = [*map(_require, (self.current(), self.gather, self.reduce, self.second))]
+        for stream in streams:
+            with stream:  # which another model may have been lent, too
+                if is_capturing(self._device):
+                    return
+        for stream in own:
+            current.wait_stream(stream)
+        for stream in own:
+            stream.wait_stream(current)
 
 
 def is_capturing(device: torch.device) -> bool:

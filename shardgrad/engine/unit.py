@@ -452,8 +452,6 @@ class Unit:
         """Frees, at the end of a backward, unsharded parameters that are not to be kept."""
         self._outstanding = self._open = 0
         self._next_backward = None
-        for grads in self.grad_groups:
-            grads.waits_for_unit = False
         is_read_again = self.context is not None and self.context.scheduler.reads_again
         if self.reshard_after_backward and not is_read_again:
             self.reshard()
