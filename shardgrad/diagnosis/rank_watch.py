@@ -21,8 +21,10 @@ import sys
 import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.util import Finalize
 from operator import attrgetter
 
@@ -42,6 +44,7 @@ _FINAL = "final"  # the last rank that has failed or ended
 _WATCHES = "watches"
 _PERIOD_S = 0.5
 _BLOCKED_S = 2.0  # after which a rank posts, and begins to read
+_FAREWELL_S = 2.0  # a store whose host cannot be reached does not answer
 _NEVER_CAME_S = 5.0  # after which ranks without a watch are looked for
 _READERS = 8  # of the lowest ranks; all of many would read too much
 _BACKENDS = ("gloo", "nccl", "xccl", "hccl")
@@ -65,6 +68,7 @@ class _RankWatch:
         self._has_posted = ""
         self._suspected: Finding | None = None
         self._is_closing = threading.Event()
+        self._farewell: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="shardgrad rank watch", daemon=True)
         self._thread.start()
 
@@ -77,6 +81,12 @@ class _RankWatch:
         """Ends the thread: one that returned from the store while the interpreter ends would abort it."""
         self._is_closing.set()
         self._thread.join(10 * _PERIOD_S)
+
+    def end(self, error: BaseException | None) -> None:
+        """Ends the thread with a farewell, which it says itself: an interpreter that ends starts no other."""
+        self._farewell = partial(self.say_farewell, error)
+        self._is_closing.set()
+        self._thread.join(_FAREWELL_S)
 
     def _run(self) -> None:
         ask_at_s = _BLOCKED_S
@@ -96,6 +106,10 @@ class _RankWatch:
                     self._post(post)
                     if blocked_s >= ask_at_s and self._tell(post, blocked_s):
                         ask_at_s = 10 * blocked_s
+        self._is_closing.wait()
+        if self._farewell is not None:
+            with suppress(Exception):
+                self._farewell()
 
     def _waiting(self) -> Post:
         call, waits_in = self._training.call(), recorder.waits_in
@@ -238,13 +252,5 @@ def leave_to_program() -> None:
 def _say_farewell() -> None:
     watch = _watches.current
     if watch is not None:
-        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        say = threading.Thread(target=lambda: _quietly(watch, error), daemon=True)
-        say.start()
-        say.join(2.0)  # a store whose host cannot be reached does not answer
-        _watches.stop()
-
-
-def _quietly(watch: _RankWatch, error: BaseException | None) -> None:
-    with suppress(Exception):
-        watch.say_farewell(error)
+        watch.end(sys.exc_info()[1] or getattr(sys, "last_value", None))
+        _watches.current = None

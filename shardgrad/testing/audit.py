@@ -191,6 +191,7 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     trace, where = Trace(), "build()"
     try:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world))
         store = dist.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
         dist.init_process_group(
             _backend(rank, world),

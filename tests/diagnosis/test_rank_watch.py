@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -161,6 +162,24 @@ def errors_of_its_own_are_posted(watch: rank_watch._RankWatch, key: str) -> list
 
 def test_a_rank_that_an_error_of_its_own_ends_says_so(two_ranks: Ranks) -> None:
     assert two_ranks.run(with_a_watch, errors_of_its_own_are_posted) == [[True, True]] * 2
+
+
+def ends_where_no_thread_can_be_started() -> list[bool]:
+    """As programs end with Python 3.12 and later."""
+    SHARDGRAD.shard_tower(tower())
+    watch, key = rank_watch._watches.current, str(dist.get_rank())
+    assert watch is not None
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at interpreter shutdown")):
+        rank_watch._say_farewell()
+    post = Post.from_json(watch._store.get(key).decode())
+    watch._take_back()
+    dist.barrier()
+    watch._store.delete_key(rank_watch._FINAL)
+    return [post.has_ended, watch._thread.is_alive()]
+
+
+def test_a_rank_that_ends_says_so_without_a_new_thread(two_ranks: Ranks) -> None:
+    assert two_ranks.run(ends_where_no_thread_can_be_started) == [[True, False]] * 2
 
 
 def what_is_known_of_a_wait() -> tuple[float, str]:
