@@ -32,7 +32,7 @@ _OVER = (GradState.SUMMED, GradState.REDUCED)
 def _move(grads: GradGroup, state: GradState) -> None:
     """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
-        raise RuntimeError(f"gradients of {grads.group.name!r} cannot go from {grads.state} to {state}")
+        raise RuntimeError(f"{grads.group.name or 'root'!r}: gradients: no way from {grads.state} to {state}")
     if state is GradState.IDLE:  # autograd has joined its streams
         grads.collector.pack_streams.clear()
         grads.waits_for_unit = False

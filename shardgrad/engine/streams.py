@@ -146,7 +146,7 @@ def _require(stream: Stream) -> torch.Stream:
 
 
 class EagerEvent:
-    """An event around a graph, never inside: no capture lies between its `record` and its `wait`."""
+    """An event of the program, or around a graph: no capture lies between its `record` and its `wait`."""
 
     def __init__(self, event: torch.Event, *, is_recorded: bool = False) -> None:
         self._event = event

@@ -17,11 +17,11 @@ from shardgrad.plan.request import Request
 
 __all__ = ["line", "rehearse_shallow"]
 
-_FEWEST, _APART = 3, 2
+_FEWEST, _APART = 4, 2
 
 
 def rehearse_shallow(request: Request) -> list[Rehearsal]:
-    """Rehearses with three and five of the blocks that are alike, or four and six, or all if there are fewer.
+    """Rehearses with four and six of the blocks that are alike, or five and seven, or all if there are fewer.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.

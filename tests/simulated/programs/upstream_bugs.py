@@ -260,6 +260,21 @@ class Branches(nn.Module):
         return torch.stack([branch(x) for branch in self.branches]).sum(0).tanh()
 
 
+class SideBySide(nn.Module):
+    """Units that all read the batch, added up.
+
+    Nothing says when the backward of such a unit is over, so it is reduced when its last gradient is there,
+    after nothing but its own waits. One whose inputs require grad has waited for all producers by then.
+    """
+
+    def __init__(self, units: list[Branches]) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(units)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([unit(x) for unit in self.units]).sum(0)
+
+
 @dataclass(frozen=True)
 class Work:
     """What the engine is asked to do, in the terms of one of the bugs.
@@ -305,9 +320,9 @@ class Training:
         self.work, self.device, self.mesh, self.late = work, device, mesh, late
         torch.manual_seed(0)
         units = [Branches(max(1, work.producers)) for _ in range(work.units)]
-        self.model = nn.Sequential(*units).to(device)
+        self.model = SideBySide(units).to(device)
         if mesh is not None:
-            for unit in (*self.model, self.model):
+            for unit in (*units, self.model):
                 fully_shard(unit, mesh=mesh)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.nodes: list[object] = []  # of parameters: autograd makes others when they are gone
@@ -317,7 +332,7 @@ class Training:
         """Gives every branch's parameters a stream of their own, on which their gradients are written."""
         spreads = self.mesh is not None and self.device.type != "cpu"
         streams = [torch.Stream(self.device) for _ in range(self.work.producers if spreads else 0)]
-        for unit in self.model:
+        for unit in self.model.units:
             if self.mesh is not None:
                 unit.unshard()
             for number, branch in enumerate(unit.branches):
