@@ -108,7 +108,7 @@ def _nobody_waits_for_writers() -> Iterator[None]:
 
 
 def test_what_goes_wrong_is_told_as_a_small_scenario_to_paste() -> None:
-    scenario = some_scenario(random.Random(1).choice, ranks=1, steps=4)
+    scenario = some_scenario(random.Random(1).choice, ranks=2, steps=4)
     with _nobody_waits_for_writers(), pytest.raises(AssertionError) as caught:
         digests_of(scenario, shrink_s=4.0)
     (told,) = (note for note in caught.value.__notes__ if note.startswith("The scenario was\n"))

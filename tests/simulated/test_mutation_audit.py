@@ -12,10 +12,16 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import shardgrad
 from shardgrad.engine.param_group import ParamGroup
+from tests.simulated.accelerator import device
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.audit import Verdict, _verdict, by_edge, edges_of, ran, table
-from tests.simulated.programs.edges import Edge
+from tests.simulated.programs.edges import Edge, watched
 from tests.simulated.programs.matrix import CASES
 
 
@@ -60,8 +66,59 @@ def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     }
 
 
+# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a backward
+# which is not the last launches at its end, if nothing else comes after its stream: more side streams than
+# the programs of the matrix have.
+ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
+
+
 def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
-    _require_all_caught(_without_each_edge(_edges()))
+    edges = dict(_edges())
+    del edges[ENDS_OF_ONE_RANK]
+    _require_all_caught(_without_each_edge(edges))
+
+
+class _Fan(nn.Module):
+    """Units that read the batch, each in a stream that the caller chooses; the first is reduced last."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(units))
+
+    def forward(self, x: torch.Tensor, places: list[torch.Stream]) -> torch.Tensor:
+        home, outputs = torch.accelerator.current_stream(), []
+        for unit, place in zip(self.units, places, strict=True):
+            place.wait_stream(home)
+            with place:
+                outputs.append(unit(x))
+        for place, output in zip(places, outputs, strict=True):
+            home.wait_stream(place)
+            output.record_stream(home)
+        return torch.stack(outputs).sum(0)
+
+
+def _two_backwards_on_three_streams_each() -> None:
+    x = torch.ones(2, 4, device=device.NAME)
+    model = _Fan(3).to(device.NAME)
+    for module in (*model.units, model):
+        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
+    places = [[torch.Stream(device.NAME) for _ in range(3)] for _ in range(2)]
+    torch.accelerator.synchronize()
+    for _ in range(3):
+        for number in range(2):
+            model.set_is_last_backward(number == 1)
+            model(x, places[number]).square().mean().backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("removed", [None, ENDS_OF_ONE_RANK])
+def test_one_rank_writes_a_gradient_after_the_backward_before_wherever_that_ended(
+    removed: Edge | None,
+) -> None:
+    with watched(removed), device.checked(raises=False) as hazards:
+        VirtualRanks(1).run(_two_backwards_on_three_streams_each)
+    assert {hazard.kind for hazard in hazards} == (set() if removed is None else {"write-after-write"})
 
 
 def test_the_marks_of_every_place_are_needed_by_a_program() -> None:

@@ -21,7 +21,16 @@ import shardgrad
 from shardgrad.sharding import zero_copy
 from tests.simulated.accelerator import device
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
-from tests.simulated.programs.scenarios import LARGE, SIDE_STREAMS, WIDTH, Model, Places, Plan, Scenario
+from tests.simulated.programs.scenarios import (
+    LARGE,
+    SIDE_STREAMS,
+    WIDTH,
+    Model,
+    Places,
+    Plan,
+    Scenario,
+    moved,
+)
 
 ROWS = 2
 TOLD_STEPS = 24  # whose losses are compared: later, training has enlarged roundings to the size of mistakes
@@ -150,7 +159,7 @@ class Net(nn.Module):
     def __init__(self, model: Model) -> None:
         super().__init__()
         self.model = model
-        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.stem = nn.Linear(WIDTH, WIDTH).requires_grad_(not model.frozen_root)
         layers = [Layer(model, index) for index in range(model.depth)]
         self.pairs = nn.ModuleList()
         self.alone = nn.ModuleList()
@@ -158,7 +167,7 @@ class Net(nn.Module):
             self.pairs.extend(Pair(layers[i : i + 2]) for i in range(0, model.depth, 2))
         else:
             self.alone.extend(layers)
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WIDTH).requires_grad_(not model.frozen_root)
         self.streams: Any = NoStreams()
         self.plan = Plan()
         self.tie()
@@ -342,16 +351,18 @@ class _Training:
         self._bear_nodes(plan)
         losses: list[Tensor] = []
         with contextlib.suppress(OnPurposeError):
-            self.streams.call(plan.caller, lambda: self._backward(number, losses))
+            self.streams.call(plan.caller, lambda: self._backward(number, plan, losses))
             self.streams.call(self.model.update, self._update)
         self.optimizer.zero_grad()
         self._nodes.clear()
         return losses
 
-    def _backward(self, number: int, losses: list[Tensor]) -> None:
+    def _backward(self, number: int, plan: Plan, losses: list[Tensor]) -> None:
         model, net = self.model, self.net
         for micro in range(model.micro_batches):
             last = micro + 1 == model.micro_batches
+            if model.moves and micro:
+                net.follow(moved(plan, 2 * micro), self.streams)
             if model.deferred == "reduce":
                 net.set_requires_gradient_sync(last)
             elif model.deferred == "all-reduce":

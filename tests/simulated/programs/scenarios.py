@@ -11,7 +11,7 @@ then, the engine has left out.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 SIDE_STREAMS = 4
@@ -58,6 +58,19 @@ class Plan:
     fails: bool = False
 
 
+def moved(plan: Plan, by: int) -> Plan:
+    """Returns the same step with units and branches in streams so much further around."""
+
+    def further(stream: int) -> int:
+        return (stream + by) % (SIDE_STREAMS + 1)
+
+    units = [
+        replace(unit, runs=further(unit.runs), branches=tuple(map(further, unit.branches)))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
+
+
 @dataclass(frozen=True)
 class Model:
     """What is built, and how it is trained.
@@ -76,11 +89,14 @@ class Model:
         micro_batches: in each step.
         deferred: what waits for the last micro-batch: "", "reduce" or "all-reduce".
         overlapped: `set_is_last_backward(False)` for all micro-batches but the last.
+        moves: the second micro-batch runs units and their branches in other streams.
         low_precision: bfloat16 parameters in forward, float32 reductions.
         narrow: gradients travel in bfloat16.
         tied: the first and the last unit share a weight, which goes up to the root.
         unused: every unit has a parameter that nobody uses.
         frozen: the first branch of every unit does not train.
+        frozen_root: the root's own layers do not train, so the first unit is reduced last, and nothing says
+            when a unit that reads the stem is through with backward.
         large: index of a unit that is larger than all others, or None.
         direct: every unit is as large, and what can travels by itself, however small it is.
         checkpoint: "", "reentrant" or "saved" (without reentry): units are recomputed in backward.
@@ -108,11 +124,13 @@ class Model:
     micro_batches: int = 1
     deferred: str = ""
     overlapped: bool = False
+    moves: bool = False
     low_precision: bool = False
     narrow: bool = False
     tied: bool = False
     unused: bool = False
     frozen: bool = False
+    frozen_root: bool = False
     large: int | None = None
     direct: bool = False
     checkpoint: str = ""
@@ -180,10 +198,12 @@ def _some_model(pick: Pick, ranks: int) -> Model:
         micro_batches=micro_batches,
         deferred=deferred,
         overlapped=micro_batches > 1 and pick((False, True)),
+        moves=micro_batches > 1 and pick((False, True)),
         low_precision=pick((False, False, True)),
         tied=pick((False, False, True)),
         unused=pick((False, False, True)),
         frozen=pick((False, False, True)),
+        frozen_root=checkpoint != "reentrant" and pick((False, False, True)),
         large=pick((None, *range(depth))),
         direct=ranks > 1 and pick((False, False, True)),
         checkpoint=checkpoint,
