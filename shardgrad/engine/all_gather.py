@@ -67,8 +67,8 @@ class AllGatherInput:
 
     @property
     def _is_cast(self) -> bool:
-        """True if what is sent is a cast copy; a group of one sends nothing, and casts in its copy-out."""
-        return self.chunk.dtype != self.dtype and self.transport.size > 1
+        """True if what is sent is a cast copy; where nothing is sent, the copy-out casts."""
+        return self.chunk.dtype != self.dtype and self.transport.sends
 
     def refresh(self, name: str, version: object) -> None:
         """Brings the chunk of the unit `name` up to date with a version of the parameters."""

@@ -424,7 +424,7 @@ class GradGroup:
         exactly = dtype in (group.gather_dtype, group.gradient_dtype)
         exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
         plainly = self._second is group.collectives.hook is None and group.collectives.reduces_plainly
-        return transport.size == 1 and exactly and plainly and not group.shard_memory.is_offloaded
+        return exactly and plainly and not (transport.sends or group.shard_memory.is_offloaded)
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.

@@ -1,7 +1,6 @@
 """Moving chunks between ranks: one interface, two ways.
 
-`StreamTransport` uses the backend's own all-gather and reduce-scatter (NCCL and its kin), ordered by streams;
-`NcclTransport` launches the messages of a group together.
+`StreamTransport` uses the backend's collectives, ordered by streams; `NcclTransport` also groups messages.
 `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: it
 uses an all-to-all, and the engine adds up the chunks as it writes gradients (docs/design/collectives.md).
 """
@@ -63,6 +62,7 @@ class Work(Protocol):
 class Transport(ABC):
     """Chunk movement inside one process group."""
 
+    sends: bool  # False if nothing leaves this rank
     stream_ordered: bool  # results are ordered by the launching stream, so the host need not block
     gather_chunks: int  # staging chunks that `all_gather` needs
     gathers_in_place: bool  # this rank's chunk may be its own part of the staging
@@ -169,6 +169,7 @@ class StreamTransport(Transport):
     No tags: reading them would block the host; the backend's time-out and flight recorder show a desync.
     """
 
+    sends = True
     stream_ordered = True
     gathers_in_place = True
     receive_chunks = 0
@@ -200,16 +201,14 @@ class NcclTransport(StreamTransport):
 
 
 class ExchangeTransport(Transport):
-    """Sends chunks straight to the ranks that need them; also the transport of a group of one.
-
-    Between two ranks only what the other needs is sent, without a copy of one's own chunk on either side.
-    """
+    """Sends chunks straight to the ranks that need them, between two only those; also for a group of one."""
 
     gathers_in_place = False
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
-        self.stream_ordered = self.size == 1
+        self.sends = self.size > 1
+        self.stream_ordered = not self.sends
         self.gather_chunks = self.receive_chunks = {1: 0, 2: 1}.get(self.size, self.size)
         self._digits: dict[tuple[MessageTag, torch.dtype], torch.Tensor] = {}
 

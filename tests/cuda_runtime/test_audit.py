@@ -21,7 +21,7 @@ def test_every_wait_of_the_engine_is_needed_on_torch_cuda() -> None:
 
 
 def test_the_audit_notices_a_wait_that_is_gone() -> None:
-    program, edge = "hooks on a side stream", "GradPacker.pack by Slot.finish_writing"
+    program, edge = "one stream, two ranks", "GradPacker.pack by Slot.finish_writing"
     command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_runtime.audit", "--only", edge, program]
     done = run(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout_s=120)
     assert done.returncode == 0, done.stderr[-2000:]
