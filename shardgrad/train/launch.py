@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from shardgrad.train.spawn import spawn
 from shardgrad.train.texts import require_text
 
 RUNS = Path("runs")
+_STEP = re.compile(r"step_([0-9]{6,18})")
 _NO_CHECKPOINT = "{} has no checkpoint yet: start the run again, with another --run-dir."
 
 
@@ -78,14 +80,12 @@ def _has_checkpoint(folder: str | None) -> bool:
 
 def _step_of_latest(folder: Path) -> int | None:
     """Returns the step of the checkpoint that `latest` names, if it is there. Imports no PyTorch."""
-    pointer = folder / "checkpoints" / "latest"
+    pointer = folder / "latest"
     try:
-        name = Path(read_text(pointer).strip()).name
+        name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
     except UsageError:
         return None
-    step = name.removeprefix("step_")
-    is_there = step.isascii() and step.isdigit() and (pointer.with_name(name) / "complete").is_file()
-    return int(step) if is_there else None
+    return int(name[1]) if name and (pointer.with_name(name[0]) / "complete").is_file() else None
 
 
 def newest_run() -> Path:
@@ -122,7 +122,7 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
         raise UsageError(f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}.")
     config = resumed(saved, given, world_size=world_size)
     _check_inputs(config)
-    step = _step_of_latest(folder)
+    step = _step_of_latest(folder / "checkpoints")
     if step is not None and step >= config.steps:
         raise UsageError(f"The run has already made {step} steps: give a larger --steps to continue.")
     if step is None and not _has_checkpoint(str(folder)):
