@@ -16,8 +16,10 @@ def main() -> None:
         print(f"shardgrad: {error.what}: {error.fix}", file=sys.stderr)
         sys.exit(2)
     from shardgrad.cli import main as command_line
+    from shardgrad.cli.reporting import reported
 
-    command_line(prog_name="shardgrad")
+    with reported("shardgrad"):  # `--help` may be written to a full disk
+        command_line(prog_name="shardgrad")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _nothing(*parts: Any) -> None:
-    """Replaces layouts and the path that torch wrote to, which are not used."""
+    """Replaces layouts, memory formats and the path that torch wrote to, which are not used."""
 
 
 _HARMLESS = {
@@ -86,6 +86,7 @@ _HARMLESS = {
     ("pathlib", "PosixPath"): _nothing,
     ("pathlib", "WindowsPath"): _nothing,
     ("pathlib._local", "PosixPath"): _nothing,
+    ("builtins", "getattr"): _nothing,  # with which Python 3.11.0 to 3.11.3 pickle a member of an enum
 }
 _DTYPES = {f"torch {name}" for name in DTYPES}
 _NAMES = {" ".join(name) for name in (*_RECORDS, *_HARMLESS)} | _DTYPES

@@ -7,10 +7,11 @@ from importlib import import_module
 from typing import Any, ClassVar
 
 import click
+from click.core import ParameterSource
 
 from shardgrad.cli.reporting import reported
 
-__all__ = ["Command", "LazyGroup"]
+__all__ = ["Command", "LazyGroup", "given", "is_debug"]
 
 _DEBUG = "shardgrad.debug"
 
@@ -107,6 +108,12 @@ class LazyGroup(click.Group):
 def is_debug(ctx: click.Context) -> bool:
     """Returns whether `--debug` was given."""
     return bool(ctx.meta.get(_DEBUG))
+
+
+def given(ctx: click.Context, *names: str) -> list[str]:
+    """Returns the flags of those of some parameters that were on the command line."""
+    flags = {param.name: param.opts[0] for param in ctx.command.params}
+    return [flags[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
 
 
 def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

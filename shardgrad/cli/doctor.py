@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from shardgrad.cli.command import Command
+from shardgrad.cli.command import Command, given
 from shardgrad.cli.reporting import escaped
 from shardgrad.train.presets import PRESETS
 
@@ -48,13 +48,18 @@ _NONE = "none"
 @click.option(
     "--steps", type=click.IntRange(min=1), default=3, help="Steps of the program audited.  [default: 3]"
 )
-def doctor(preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) -> None:
+@click.pass_context
+def doctor(ctx: click.Context, /, preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) -> None:
     """Print versions and devices, and what prevents a training step from being captured as one graph.
 
     Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
     issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
     program.
     """
+    useless = given(ctx, "ranks", "steps") if audit is None else given(ctx, "preset", "cpu")
+    if useless:
+        only = "only with" if audit is None else "not with"
+        raise click.UsageError(f"{' and '.join(useless)} {only} --audit: leave out one of them.", ctx)
     if audit is not None:
         _audit(audit, ranks, steps)
     from rich.console import Console

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from shardgrad.cli.command import Command
+from shardgrad.cli.command import Command, given
 from shardgrad.extras import require
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ _SECTIONS = {
     "Measurements": ("is_measured", "mfu", "compute_s"),
     "What is printed": ("advice", "tokens_per_step", "picture", "trace", "as_json"),
 }
+# What a search tries, and what is of one plan.
+_NOT_WITH_SEARCH = (
+    *("mesh", "stage", "reshard_to", "activation_checkpointing", "batch_size", "accumulate", "no_sync"),
+    *("advice", "picture", "trace"),
+)
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 _EXAMPLES = [
     "shardgrad plan --preset 8b --ranks 64 --activation-checkpointing full",
@@ -196,7 +201,8 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 @_refused("cp", "context parallelism")
 @_refused("ep", "expert parallelism")
 @_refused("float8", "float8")
-def plan(**options: Any) -> None:
+@click.pass_context
+def plan(ctx: click.Context, /, **options: Any) -> None:
     """Predict memory, traffic and time of one training step, and suggest changes.
 
     The engine itself runs the step on fake tensors in a fake process group, with a few of the blocks that are
@@ -206,6 +212,7 @@ def plan(**options: Any) -> None:
     """
     from shardgrad.plan.garbage import collector_paused
 
+    _check_together(ctx)
     with collector_paused():
         _plan(**options)
 
@@ -287,6 +294,21 @@ def _plan(
         report.show(made, found, console)
 
 
+def _check_together(ctx: click.Context) -> None:
+    """Refuses options of which one would be without effect."""
+    models = given(ctx, "preset", "hf", "model")
+    if len(models) > 1:
+        raise click.UsageError(f"{' and '.join(models)} name a model each: give one.", ctx)
+    speeds = given(ctx, "is_measured", "mfu", "compute_s")
+    if len(speeds) > 1:
+        raise click.UsageError(f"{' and '.join(speeds)} say each how fast compute is: give one.", ctx)
+    useless = given(ctx, *_NOT_WITH_SEARCH) if given(ctx, "tokens_per_step") else []
+    if useless:
+        raise click.UsageError(
+            f"--search tries settings by itself, and prints a table: leave out {', '.join(useless)}.", ctx
+        )
+
+
 def _check_file(flag: str, path: Path) -> None:
     """Refuses a file that cannot be written, before work begins; leaves none behind."""
     import os
@@ -306,16 +328,15 @@ def _check_file(flag: str, path: Path) -> None:
 
 
 def _check_preset(request: Request) -> None:
-    from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS
+    from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS
     from shardgrad.train.failure import UsageError
-    from shardgrad.train.presets import PRESETS, suggestion, transformer_config
+    from shardgrad.train.presets import suggestion, transformer_config
 
     if request.hf is None and request.model is None and request.preset not in PLAN_PRESETS:
         known = suggestion(request.preset, list(PLAN_PRESETS))
         raise UsageError(f"There is no preset {request.preset!r}: {known}")
-    dense = {**PRESETS, **LARGE_PRESETS}
-    if request.hf is None and request.model is None and request.preset in dense:
-        transformer_config(request.preset, request.override, presets=dense)
+    if request.hf is None and request.model is None and request.preset in DENSE_PRESETS:
+        transformer_config(request.preset, request.override, presets=DENSE_PRESETS)
 
 
 def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:

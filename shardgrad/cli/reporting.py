@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -30,6 +31,8 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
     try:
         yield
     except (click.ClickException, click.exceptions.Exit, click.Abort):
+        raise
+    except BrokenPipeError:  # `| head`: click ends the program in silence
         raise
     except Exception as error:
         if debug:
@@ -64,4 +67,8 @@ def _status(error: Exception) -> int:
 def _exit(message: str, status: int) -> NoReturn:
     for line in message.split("\n"):  # a ShardgradError has several lines
         click.echo(escaped(line), err=True)
+    try:
+        sys.stdout.flush()
+    except OSError:  # what could not be written would be tried again, and reported again, at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -147,6 +147,8 @@ def train(
     from shardgrad.train.launch import newest_run, prepare, start
     from shardgrad.train.launcher import torchrun_world_size
 
+    if flags["preset"] is not None and flags["hf"] is not None:
+        raise UsageError("--preset and --hf name a model each: give one.")
     given = read_settings(config_file) if config_file is not None else {}
     given |= {name: value for name, value in flags.items() if value not in (None, ())}
     if flags["override"]:

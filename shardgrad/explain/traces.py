@@ -78,10 +78,13 @@ def read_trace(path: Path) -> Step:
 
 
 def write_trace(step: Step, played: Replay, path: Path) -> None:
-    """Writes a replayed step as a Chrome trace, which Perfetto shows and `read_trace` reads."""
-    text = json.dumps({"traceEvents": trace_of(step, played)})
+    """Writes a replayed step as a Chrome trace, which Perfetto shows and `read_trace` reads.
+
+    The file is compressed if its name ends in `.gz`.
+    """
+    content = json.dumps({"traceEvents": trace_of(step, played)}).encode()
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     except OSError as error:
         raise UsageError(f"{path} cannot be written ({error.strerror}): correct the path.") from error
 

@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from shardgrad.function_named import function_named
 from shardgrad.plan.moe import MOE_PRESETS, MoeTransformer
-from shardgrad.plan.request import LARGE_PRESETS, PLAN_PRESETS, Request
+from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS, Request
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm, longest_module_list
 from shardgrad.train.model import Transformer
-from shardgrad.train.presets import PRESETS, Scalar, suggestion, transformer_config
+from shardgrad.train.presets import Scalar, suggestion, transformer_config
 
 __all__ = ["PlanModel", "build_plan_model"]
 
@@ -100,11 +100,9 @@ def build_plan_model(request: Request) -> PlanModel:
     if name not in PLAN_PRESETS:
         raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
     if name in MOE_PRESETS:
-        if request.override:
-            raise UsageError(f"--override is for the dense presets, not for {name}: leave it out.")
         moe = _built(name, lambda: MoeTransformer(MOE_PRESETS[name]))
         return PlanModel(name, moe, "layers", _loss_of(moe))
-    config = transformer_config(name, request.override, presets={**PRESETS, **LARGE_PRESETS})
+    config = transformer_config(name, request.override, presets=DENSE_PRESETS)
     dense = _built(name, lambda: Transformer(config))
     return PlanModel(name, dense, "layers", _loss_of(dense))
 

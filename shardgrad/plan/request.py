@@ -12,7 +12,7 @@ from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import PRESETS, Scalar, TransformerConfig
 
 __all__ = [
-    "LARGE_PRESETS",
+    "DENSE_PRESETS",
     "MOST_RANKS",
     "PLAN_PRESETS",
     "PRECISIONS",
@@ -21,8 +21,9 @@ __all__ = [
     "require_share",
 ]
 
-# Presets for plans only. Of the last, `plan/moe.py` has the configuration.
-LARGE_PRESETS: Mapping[str, TransformerConfig] = {
+# With presets for plans only. Of the last, `plan/moe.py` has the configuration.
+DENSE_PRESETS: Mapping[str, TransformerConfig] = {
+    **PRESETS,
     "70b": TransformerConfig(
         width=8192,
         layers=80,
@@ -34,7 +35,7 @@ LARGE_PRESETS: Mapping[str, TransformerConfig] = {
         rope_theta=500_000.0,
     ),
 }
-PLAN_PRESETS = (*PRESETS, *LARGE_PRESETS, "moe-670b")
+PLAN_PRESETS = (*DENSE_PRESETS, "moe-670b")
 
 MOST_RANKS = 2**24
 # Beyond these, torch could not count the elements of an activation.
@@ -97,6 +98,15 @@ class Request:
     def __post_init__(self) -> None:
         for name, most in _MOST.items():
             require_range("--" + name.replace("_", "-"), getattr(self, name), most)
+        if self.override and self.model is not None:
+            raise UsageError(f"--override is for --preset and --hf: change the function {self.model}.")
+        if (
+            self.override
+            and self.hf is None
+            and self.preset in PLAN_PRESETS
+            and self.preset not in DENSE_PRESETS
+        ):
+            raise UsageError(f"--override is for the dense presets, not for {self.preset}: leave it out.")
         shape = mesh_shape(self.mesh)
         if shape and math.prod(shape) != self.ranks:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -56,7 +57,10 @@ class Setting:
         if request.hf is None and request.model is None:
             words += ["--preset", request.preset]
         for key, override in request.override.items():
-            words += ["--override", f"{key}={override}"]
+            words += [
+                "--override",
+                f"{key}={override if isinstance(override, str) else json.dumps(override)}",
+            ]
         words += ["--mesh", request.mesh or str(request.ranks)]
         words += [] if request.stage == "3" else ["--stage", request.stage]
         words += ["--precision", request.precision]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -256,6 +257,13 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
+def _program() -> str:
+    """Returns the words after `python` with which this program was started, `-m MODULE` too."""
+    words = sys.orig_argv[1:]
+    is_named = words[:1] == ["-m"] or not "".join(words[:1]).startswith("-")
+    return (shlex.join(words) if is_named else sys.argv[0]) or "program.py"
+
+
 def default_mesh() -> DeviceMesh:
     """Returns a 1-D mesh over all ranks, starting the default process group if there is none.
 
@@ -269,7 +277,7 @@ def default_mesh() -> DeviceMesh:
                 "fully_shard was called in a process that is no rank: no process group, no launcher",
                 expected="a program started by torchrun, or init_process_group before fully_shard",
                 got=f"no {', '.join(missing)} in the environment",
-                fix=f"torchrun --nproc-per-node=2 {sys.argv[0] or 'program.py'}   (one for each GPU)",
+                fix=f"torchrun --nproc-per-node=2 {_program()}   (one for each GPU)",
             )
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)

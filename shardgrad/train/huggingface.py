@@ -13,7 +13,7 @@ from shardgrad.extras import require
 from shardgrad.train.failure import UsageError
 from shardgrad.train.model import next_token_loss
 from shardgrad.train.model_types import settings_in
-from shardgrad.train.presets import BYTE_VALUES, Scalar
+from shardgrad.train.presets import BYTE_VALUES, Scalar, suggestion
 
 
 class CausalLM(nn.Module):
@@ -94,9 +94,15 @@ def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
     settings = settings_in(source) | dict(overrides)
     kind = settings.pop("model_type")
     try:
-        return AutoConfig.for_model(kind, **settings)
+        config = AutoConfig.for_model(kind, **settings)
+        known = AutoConfig.for_model(kind)
     except Exception as error:  # each class of transformers refuses values in its own way
         raise _unusable(source, error) from error
+    for name in overrides:
+        if not hasattr(known, name):  # it would be kept, and read by nothing
+            fields = textwrap.shorten(suggestion(name, list(known.to_dict())), 200)
+            raise UsageError(f"The configuration of {kind!r} has no field {name!r}: {fields}")
+    return config
 
 
 def _unusable(source: str, error: Exception) -> UsageError:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
-from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, resumed
+from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, read_text, resumed
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import (
     is_restarted,
@@ -29,6 +29,8 @@ from shardgrad.train.spawn import spawn
 from shardgrad.train.texts import require_text
 
 RUNS = Path("runs")
+_STEP = re.compile(r"step_([0-9]{6,18})")
+_NO_CHECKPOINT = "{} has no checkpoint yet: start the run again, with another --run-dir."
 
 
 def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Job:
@@ -50,8 +52,7 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
     if resume is None:
         config, folder = _new_run(given, world_size)
     else:
-        config, folder = resumed(_saved_config(resume), given, world_size=world_size), resume
-        _check_inputs(config)
+        config, folder = _old_run(given, resume, world_size), resume
     if world_size is None:
         require_room(config.ranks or 1)
     config = dataclasses.replace(config, run_dir=str(folder))
@@ -67,13 +68,24 @@ def start(job: Job) -> Report:
         job.folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a path that no folder can have
         raise UsageError(f"{job.folder} cannot be made ({error}): choose another --run-dir.") from error
-    return spawn(job, job.config.ranks or 1)
+    ranks = job.config.ranks or _fitting_ranks(job.config)
+    return spawn(dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks)
 
 
 def _has_checkpoint(folder: str | None) -> bool:
     from shardgrad.checkpoint import Series  # imports PyTorch
 
     return folder is not None and Series(Path(folder) / "checkpoints").latest() is not None
+
+
+def _step_of_latest(folder: Path) -> int | None:
+    """Returns the step of the checkpoint that `latest` names, if it is there. Imports no PyTorch."""
+    pointer = folder / "latest"
+    try:
+        name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
+    except UsageError:
+        return None
+    return int(name[1]) if name and (pointer.with_name(name[0]) / "complete").is_file() else None
 
 
 def newest_run() -> Path:
@@ -93,13 +105,29 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
         )
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
-    # Under torchrun only rank 0 checks: another rank may start after rank 0 has written the file.
-    is_first = os.environ.get("RANK", "0") == "0" and not is_restarted()
-    if is_first and (folder / "config.json").exists():
+    # On every rank: torchrun waits half a minute for those that another has left alone. The first one writes
+    # the file when all have joined, after this.
+    if not is_restarted() and (folder / "config.json").exists():
         raise UsageError(
             f"{folder} already holds a run: resume it with --resume {folder}, or choose another --run-dir."
         )
-    return dataclasses.replace(config, ranks=world_size or config.ranks or _fitting_ranks(config)), folder
+    mesh = mesh_shape(config.mesh)
+    ranks = world_size or config.ranks or (math.prod(mesh) if mesh else None)
+    return dataclasses.replace(config, ranks=ranks), folder
+
+
+def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> TrainConfig:
+    saved = _saved_config(folder)
+    if given.get("run_dir") is not None and Path(given["run_dir"]).absolute() != folder.absolute():
+        raise UsageError(f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}.")
+    config = resumed(saved, given, world_size=world_size)
+    _check_inputs(config)
+    step = _step_of_latest(folder / "checkpoints")
+    if step is not None and step >= config.steps:
+        raise UsageError(f"The run has already made {step} steps: give a larger --steps to continue.")
+    if step is None and not _has_checkpoint(str(folder)):
+        raise UsageError(_NO_CHECKPOINT.format(folder))
+    return config
 
 
 def _check_inputs(config: TrainConfig) -> None:
@@ -119,8 +147,6 @@ def _check_inputs(config: TrainConfig) -> None:
 
 
 def _fitting_ranks(config: TrainConfig) -> int:
-    if config.mesh is not None:
-        return math.prod(mesh_shape(config.mesh))
     if config.engine == "none":
         return 1
     from shardgrad.train.parallel import default_ranks
@@ -134,7 +160,6 @@ def _saved_config(folder: Path) -> TrainConfig:
             f"There is no run in {folder} (no config.json): correct the folder given to --resume."
         )
     config = TrainConfig(**read_settings(folder / "config.json"))
-    # Looked for first without PyTorch.
-    if not any(folder.glob("checkpoints/*")) or not _has_checkpoint(str(folder)):
-        raise UsageError(f"{folder} has no checkpoint yet: start the run again, with another --run-dir.")
+    if not any(folder.glob("checkpoints/*")):
+        raise UsageError(_NO_CHECKPOINT.format(folder))
     return config

@@ -149,8 +149,9 @@ class Run:
             step=self._state.step,
             facts={"parameters": parameters, "digest": corpus.digest, "corpus": corpus.source},
         )
+        ranks = "1 rank" if self._world.world_size == 1 else f"{self._world.world_size} ranks"
         self._display.note(
-            f"{parameters:,} parameters, {self._world.world_size} ranks on {self._world.device.type}, "
+            f"{parameters:,} parameters, {ranks} on {self._world.device.type}, "
             f"engine {config.engine}; {corpus.nbytes:,} bytes from {corpus.file_count} files of "
             f"{corpus.source}; run folder {self._folder}"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from shardgrad import checkpoint
 from shardgrad.checkpoint.source import marker_of
@@ -63,6 +65,18 @@ def test_a_checkpoint_becomes_torchs_and_comes_back_the_same(saved: Path, tmp_pa
     assert_same(theirs, state())
     checkpoint.convert(tmp_path / "torch", tmp_path / "back", to="shardgrad")
     assert_same(checkpoint.load(state(0.0), tmp_path / "back"), state())
+
+
+def test_what_python_3_11_0_to_3_11_3_pickles_of_torch_is_read(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reduced(member: Enum, _: int) -> tuple[object, tuple[object, str]]:
+        return getattr, (type(member), member.name)
+
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    checkpoint.convert(saved, tmp_path / "torch", to="torch")
+    assert b"getattr" in (tmp_path / "torch" / ".metadata").read_bytes()
+    assert_same(checkpoint.load(state(0.0), tmp_path / "torch"), state())
 
 
 def test_a_part_of_a_checkpoint_is_written_without_its_name(saved: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 from pathlib import Path
 
@@ -25,12 +26,27 @@ LINES = [
         "train --resume started",
         "train --ranks 2 --run-dir text/run",
     ),
-    *("train --hf broken.json", "train --hf kind.json", "train --hf nothing"),
+    *("train --run-dir text/run", "train --resume ran --steps 60", "train --resume ran --preset small"),
+    *("train --resume ran --steps 99 --ranks 3", "train --resume ran --steps 99 --run-dir other"),
+    *(
+        "train --preset small --hf kind.json",
+        "train --hf broken.json",
+        "train --hf kind.json",
+        "train --hf nothing",
+    ),
     *("plan --preset nothing", "plan --ranks 0", "plan --mesh 0x4", "plan --device a10000", "plan --tp 2"),
     *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
     *("plan --search 17", "plan --picture plan.txt", "plan --picture text/plan.png", "plan --trace text/x"),
     *("plan --model nothing:f", "plan --model json", "plan --hf kind.json", "plan --override width=7"),
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
+    *("plan --preset tiny --hf gpt2", "plan --model build:number --override width=8"),
+    *(
+        "plan --preset moe-670b --override width=8",
+        "plan --measure --mfu 0.4",
+        "plan --mfu 0.4 --compute-s 1",
+    ),
+    *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
+    *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
     *("doctor --audit build:with_arguments", "doctor --audit build:number", "doctor --audit raises:f"),
     *("doctor --audit exits:f", "doctor --audit broken:f"),
@@ -45,6 +61,8 @@ LINES = [
         "checkpoint convert missing out --to nothing",
     ),
 ]
+# Its name is more than a pipe holds.
+LONG_OPERATION = {"ph": "X", "cat": "cpu_op", "name": "x" * 100_000, "pid": 1, "tid": 1, "ts": 0, "dur": 5}
 CALL = """
 import json, shlex, sys, time
 from click.testing import CliRunner
@@ -70,6 +88,10 @@ def in_folder(folder: Path) -> None:
     (folder / "broken.py").write_text("def build(:\n")
     (folder / "started").mkdir()
     (folder / "started" / "config.json").write_text("{}")
+    (folder / "ran" / "checkpoints" / "step_000060").mkdir(parents=True)
+    (folder / "ran" / "config.json").write_text('{"ranks": 2}')
+    (folder / "ran" / "checkpoints" / "latest").write_text("step_000060\n")
+    (folder / "ran" / "checkpoints" / "step_000060" / "complete").touch()
     (folder / "wrong").mkdir()
     (folder / "wrong" / "config.json").write_text('{"steps": "many"}')
 
@@ -90,3 +112,24 @@ def test_bad_input_is_refused_in_a_sentence_within_a_second(tmp_path: Path) -> N
         assert "was not expected" not in output, (line, output)
         assert took_s < 1, (line, took_s)
         assert not has_torch, line
+
+
+def written_to(output: str, *command: str) -> tuple[int, str]:
+    """Runs a command with its output somewhere; returns its exit status, and its standard error."""
+    line = shlex.join([sys.executable, "-m", "shardgrad", *command])
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = run(["bash", "-c", f"set -o pipefail; {line} {output}"], cwd=ROOT, env=buffered, timeout_s=60)
+    return done.returncode, done.stderr
+
+
+def test_output_that_nothing_reads_ends_a_command_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "long.json").write_text(json.dumps({"traceEvents": [LONG_OPERATION]}))
+    assert written_to("| true", "explain", str(tmp_path / "long.json"), "--json") == (1, "")
+
+
+def test_output_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "long.json").write_text(json.dumps({"traceEvents": [LONG_OPERATION]}))
+    for command in (["explain", str(tmp_path / "long.json"), "--json"], ["--help"]):
+        status, said = written_to("> /dev/full", *command)
+        assert (status, said.count("\n")) == (1, 1), said
+        assert "No space left on device" in said

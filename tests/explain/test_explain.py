@@ -17,7 +17,7 @@ from shardgrad.cli import main
 from shardgrad.explain import changes
 from shardgrad.explain.replay import replay
 from shardgrad.explain.step import Op
-from shardgrad.explain.traces import read_trace
+from shardgrad.explain.traces import read_trace, write_trace
 from shardgrad.train.failure import UsageError
 
 
@@ -149,6 +149,13 @@ def test_a_folder_without_a_trace_says_how_to_make_one(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["explain", str(tmp_path)])
     assert result.exit_code == 2
     assert "shardgrad train --profile STEP" in result.stderr
+
+
+def test_a_trace_whose_name_ends_in_gz_is_written_compressed_and_read_again(tmp_path: Path) -> None:
+    step = read_trace(written(device_trace(with_waits=True), tmp_path / "trace.json"))
+    write_trace(step, replay(step.ops), tmp_path / "out.json.gz")
+    assert gzip.decompress((tmp_path / "out.json.gz").read_bytes()).startswith(b'{"traceEvents"')
+    assert len(read_trace(tmp_path / "out.json.gz").ops) == len(step.ops)
 
 
 def test_the_command_names_what_a_step_waits_for_and_fits_100_columns(tmp_path: Path) -> None:

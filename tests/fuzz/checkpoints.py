@@ -22,6 +22,7 @@ from shardgrad.checkpoint.index import Index
 from shardgrad.checkpoint.safetensors import export_safetensors
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.errors import CheckpointError
+from shardgrad.train.launch import _step_of_latest
 from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, Target, changed, edited, scratch
 
 
@@ -162,6 +163,7 @@ def feed_pointer(text: bytes) -> str:
     (folder / "latest").write_bytes(text)
     found = checkpoint.Series(folder).latest()
     assert found in (folder / "step_000004", folder / "step_000005"), f"{found} is none of this folder"
+    assert _step_of_latest(folder) in (None, int(found.name.removeprefix("step_")))
     return "newest" if found.name == "step_000005" else "another"
 
 

@@ -40,6 +40,7 @@ DOORS = {
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
     "explain/traces.py _events": "trace",
     "cli/plan.py _check_file": "",  # writes
+    "cli/reporting.py _exit": "",  # /dev/null
     "plan/measuring.py _check_memory": "",  # the system's
     "function_named.py function_named": "plan",  # and doctor
     "train/config.py read_settings": "file of settings",
@@ -48,6 +49,7 @@ DOORS = {
     "train/model_types.py require_model_type": "",  # tables of transformers
     "train/model_types.py settings_in": "configuration of transformers",
     "train/corpus.py _read": "text to train on",
+    "train/launch.py _step_of_latest": "latest",
     "train/loop.py _train": "",  # a run, not a file
     "train/parallel.py memory_nbytes": "",  # the system's
     "train/record.py RunRecord.write": "",  # writes

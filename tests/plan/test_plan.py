@@ -557,6 +557,7 @@ def test_a_search_returns_what_fits_fastest_first_with_the_command_that_trains_s
         ({"reduce_dtype": "bf16"}, "shardgrad plan .* --reduce-dtype bf16"),
         ({"units": ("Attention",)}, "shardgrad plan .* --unit Attention"),
         ({"preset": "70b"}, "shardgrad plan --preset 70b"),
+        ({"override": {"tied": False}}, "shardgrad train .* --override tied=false"),
     ],
 )
 def test_a_command_of_a_search_has_all_that_was_asked_for(changes: dict[str, object], words: str) -> None:
@@ -586,7 +587,8 @@ def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> Non
 
 
 def run(*arguments: str) -> Result:
-    return CliRunner().invoke(main, ["plan", "--preset", "tiny", "--seq-len", "64", *arguments])
+    model = [] if {"--model", "--hf"} & set(arguments) else ["--preset", "tiny"]
+    return CliRunner().invoke(main, ["plan", *model, "--seq-len", "64", *arguments])
 
 
 def test_the_command_prints_a_plan_for_programs() -> None:

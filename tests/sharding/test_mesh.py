@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -33,6 +35,26 @@ def test_axes_in_another_order_than_torchs_are_refused_with_what_they_are(
 def test_axes_in_torchs_order_are_taken(square: DeviceMesh) -> None:
     info = SimpleNamespace(mesh=square, replicate_mesh_dim=0, shard_mesh_dim=1)
     assert DataParallelMesh.of_info(info).mesh is square
+
+
+@pytest.mark.parametrize(
+    ("started", "repeated"),
+    [
+        (["mine.py", "--lr", "0.1"], "mine.py --lr 0.1"),
+        (["-m", "shardgrad.patch", "my program.py"], "-m shardgrad.patch 'my program.py'"),
+        (["-u", "mine.py"], "mine.py"),
+        ([], "program.py"),
+    ],
+)
+def test_a_program_without_a_launcher_is_told_how_to_start_it_with_one(
+    started: list[str], repeated: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "orig_argv", ["python", *started])
+    monkeypatch.setattr(sys, "argv", started[-1:] or [""])
+    with pytest.raises(MeshError, match=re.escape(f"--nproc-per-node=2 {repeated}   (")):
+        default_mesh()
 
 
 def test_without_a_process_group_the_launchers_is_started(monkeypatch: pytest.MonkeyPatch) -> None:

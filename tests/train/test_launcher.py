@@ -51,6 +51,36 @@ def test_a_run_folder_that_cannot_be_made_is_named_before_ranks_start(tmp_path: 
         start(job)
 
 
+def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun would wait half a minute for those that another has left alone."""
+    (tmp_path / "config.json").write_text("{}")
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match="already holds a run"):
+        prepare({"run_dir": str(tmp_path)}, resume=None, debug=False)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert not prepare({"run_dir": str(tmp_path)}, resume=None, debug=False).resume
+
+
+def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "step_000060").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step_000060" / "complete").touch()
+    (tmp_path / "checkpoints" / "latest").write_text("step_000060\n")
+    (tmp_path / "config.json").write_text('{"ranks": 2}')
+    code = """
+import sys
+from pathlib import Path
+from shardgrad.train.launch import prepare
+print(prepare({}, resume=Path(sys.argv[1]), debug=False).config.ranks, "torch" in sys.modules)
+"""
+    done = run(
+        [sys.executable, "-c", code, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=60
+    )
+    assert done.stdout == "2 False\n", done.stderr
+
+
 @pytest.mark.parametrize(
     "changes",
     [

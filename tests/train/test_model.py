@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardgrad.train.failure import UsageError
-from shardgrad.train.huggingface import CausalLM
+from shardgrad.train.huggingface import CausalLM, read_model_config
 from shardgrad.train.model import (
     PRESETS,
     Transformer,
@@ -213,3 +213,10 @@ def test_a_model_of_another_library_has_its_blocks_and_its_loss_and_each_paramet
     assert torch.equal(model(tokens), logits)
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
     torch.testing.assert_close(model.loss(tokens, tokens), expected)
+
+
+def test_a_field_that_a_configuration_of_transformers_does_not_have_is_named() -> None:
+    pytest.importorskip("transformers")
+    assert read_model_config("gpt2", {"num_hidden_layers": 3}).n_layer == 3
+    with pytest.raises(UsageError, match=r"'gpt2' has no field 'n_layers': did you mean 'n_layer'\?"):
+        read_model_config("gpt2", {"n_layers": 3})
