@@ -95,6 +95,10 @@ def a_replaced_parameter_is_taken_over() -> None:
     with torch.no_grad():
         plain[0].weight *= 2
     assert torch.equal(model(x), plain(x))
+    model.reshard()
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    model.unshard()
+    assert torch.equal(model[0].weight, 2 * plain[0].weight)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

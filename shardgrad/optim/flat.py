@@ -315,9 +315,9 @@ class FlatOptimizer(Optimizer):
 
     # -- a step -----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def update(self, update: Update) -> None:
-        """Launches the kernel for one segment."""
+        """Launches the kernel for one segment; an optimizer that overrides `update_all` needs none."""
+        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -176,10 +176,6 @@ class Muon(FlatOptimizer):
 
     # -- a step -----------------------------------------------------------------------------------------
 
-    def update(self, update: Update) -> None:
-        """Updates one segment by itself."""
-        self.update_all([update])
-
     def update_all(self, updates: Sequence[Update]) -> None:
         """Updates the buckets one after the other. Which ones there are is the same on all ranks.
 

@@ -23,7 +23,7 @@ def profiled(folder: Path | None, device: torch.device) -> Iterator[None]:
         return
     activities = [ProfilerActivity.CPU]
     if device.type != "cpu":
-        activities.append(ProfilerActivity[device.type.upper()])
+        activities.append(getattr(ProfilerActivity, device.type.upper()))
         torch.accelerator.synchronize(device)
     # Waits between streams are in the trace only if they are asked for.
     waits = torch._C._profiler._ExperimentalConfig(enable_cuda_sync_events=True)

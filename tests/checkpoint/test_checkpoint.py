@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from shardgrad import checkpoint
 from shardgrad.checkpoint import publish
 from shardgrad.checkpoint.boxes import Box, row_runs, tile
+from shardgrad.checkpoint.files import read_range
 from shardgrad.checkpoint.index import DTYPES
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.checkpoint.text import listed, printable
@@ -346,6 +347,15 @@ def test_a_file_of_another_size_or_kind_is_refused(saved: Path, name: str, chang
     elif change == "pipe":
         os.mkfifo(path)
     refused(saved, "damaged|no complete|not the one")
+
+
+def test_a_file_that_the_system_cannot_read_is_named_with_its_reason(tmp_path: Path) -> None:
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(CheckpointError, match=rf"{tmp_path.name} is missing or damaged(.|\n)*directory"):
+            read_range(descriptor, 0, 8, tmp_path)
+    finally:
+        os.close(descriptor)
 
 
 def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:

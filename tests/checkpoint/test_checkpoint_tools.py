@@ -140,6 +140,10 @@ def test_safetensors_files_hold_the_model_in_files_of_a_size(tmp_path: Path) -> 
     for name, file in index["weight_map"].items():
         assert_same(load_file(tmp_path / "many" / file)[name], model[name])
     assert len(set(index["weight_map"].values())) == 2
+    equal = {f"t{i}": torch.full((256,), float(i)) for i in range(5)}
+    checkpoint.export_safetensors(equal, tmp_path / "equal", file_nbytes=2 * 1024 + 1)
+    files = sorted((tmp_path / "equal").glob("*.safetensors"))
+    assert [len(load_file(file)) for file in files] == [2, 2, 1]
 
 
 def test_safetensors_files_are_loaded_like_a_checkpoint(tmp_path: Path) -> None:

@@ -85,6 +85,15 @@ def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> N
     assert series.latest() == series.path_of(2)
 
 
+def test_a_process_that_stands_still_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "RENEWAL_S", 0.05)
+    path = tmp_path / ".lock"
+    with elsewhere(lambda: FileLock.take(path, tmp_path)) as holder:
+        os.kill(holder, signal.SIGSTOP)  # it renews nothing, and the system knows that it lives
+        with pytest.raises(CheckpointSaveError, match=f"process {holder} "):
+            FileLock.take(path, tmp_path)
+
+
 def test_two_processes_do_not_save_under_one_name_at_a_time(tmp_path: Path) -> None:
     def begin() -> None:
         publish.Publication(tmp_path / "c").begin()

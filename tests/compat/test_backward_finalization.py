@@ -23,8 +23,10 @@ from tests.support.parity import (
     same_bits_as_fsdp2,
     token_loss,
     tower,
+    watching_collectives,
 )
 from tests.support.ranks import Ranks
+from tests.support.traps import Trap, TrapInBackward
 
 MICRO_BATCHES = 3
 
@@ -72,6 +74,24 @@ def test_backwards_finalized_by_hand_equal_an_unsharded_run(
     two_ranks: Ranks, options: dict[str, Any]
 ) -> None:
     two_ranks.run(trains_like_unsharded, **options)
+
+
+def a_failed_backward_leaves_nothing_to_finalize() -> None:
+    model: Any = SHARDGRAD.shard_tower(tower())
+    model.set_manual_backward_finalization(True)
+    model.layers[1].register_forward_hook(lambda module, args, output: TrapInBackward.apply(output))
+    with pytest.raises(Trap):
+        token_loss(model, SHARDGRAD.tokens(0)).backward()
+    model.reset_iter_state()
+    seen: list[str] = []
+    with watching_collectives(lambda name, _: seen.append(name)):
+        model.finalize_backward()
+    assert not seen
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_failed_backward_leaves_nothing_to_finalize(two_ranks: Ranks) -> None:
+    two_ranks.run(a_failed_backward_leaves_nothing_to_finalize)
 
 
 @in_torch

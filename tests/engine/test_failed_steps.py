@@ -15,6 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardgrad.errors import RankDisagreementError
 from tests.support.parity import (
     SHARDGRAD,
+    WIDTH,
     Block,
     Tensors,
     Tower,
@@ -112,6 +113,28 @@ def a_failed_backward_leaves_no_sum_that_replicas_would_exchange() -> None:
     assert_same_bits(*runs)
 
 
+def weights_written_after_a_failed_forward_are_used() -> None:
+    runs = []
+    for where in ("forward", None):
+        model = trapped_tower(2, False)
+        params = list(model.parameters())  # sharded
+        model.layers[2].armed = where
+        if where is not None:
+            with pytest.raises(Trap):
+                token_loss(model, SHARDGRAD.tokens(0))
+        model.layers[2].armed = None
+        with torch.no_grad():
+            for param in params:
+                param.to_local().mul_(1.5)
+        token_loss(model, SHARDGRAD.tokens(0)).backward()
+        runs.append(SHARDGRAD.snapshot(model))
+    assert_same_bits(*runs)
+
+
+def test_a_forward_after_a_failed_one_computes_with_the_weights_of_then(two_ranks: Ranks) -> None:
+    two_ranks.run(weights_written_after_a_failed_forward_are_used)
+
+
 @pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -133,7 +156,7 @@ def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backwar
     two_ranks.run(a_failed_backward_leaves_no_sum_that_replicas_would_exchange)
 
 
-def collectives_after_a_failed_backward() -> None:
+def collectives_after_a_failed_backward(whole: bool) -> None:
     """The order in which units are gathered ahead begins afresh: none is gathered for the failed step."""
     model = trapped_tower(1, None)
     seen = []
@@ -146,8 +169,10 @@ def collectives_after_a_failed_backward() -> None:
 
         with watching_collectives(count):
             if step == 2:
+                hidden = torch.ones(2, WIDTH, requires_grad=True)
+                loss = token_loss(model, SHARDGRAD.tokens(step)) if whole else model.layers[1](hidden).sum()
                 with pytest.raises(Trap):
-                    token_loss(model, SHARDGRAD.tokens(step)).backward()
+                    loss.backward()
             else:
                 token_loss(model, SHARDGRAD.tokens(step)).backward()
         seen.append(counts)
@@ -155,8 +180,9 @@ def collectives_after_a_failed_backward() -> None:
     assert seen[3] == seen[1]
 
 
-def test_the_step_after_a_failed_backward_communicates_like_any_other(two_ranks: Ranks) -> None:
-    two_ranks.run(collectives_after_a_failed_backward)
+@pytest.mark.parametrize("whole", [True, False], ids=["of_the_model", "of_a_unit_by_itself"])
+def test_the_step_after_a_failed_backward_communicates_like_any_other(two_ranks: Ranks, whole: bool) -> None:
+    two_ranks.run(collectives_after_a_failed_backward, whole)
 
 
 # -- disagreement -----------------------------------------------------------------------------------------

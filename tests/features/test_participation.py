@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import shardgrad
@@ -144,6 +145,16 @@ def participation_gives_the_mean_with_zeros() -> None:
         for optim in optims:
             optim.step()
             optim.zero_grad()
+
+
+def units_are_gathered_as_a_rank_comes_to_them() -> None:
+    model, are_sharded = sharded_routed(), []
+    model.trunk.register_forward_pre_hook(
+        lambda *_: are_sharded.extend(isinstance(each.weight, DTensor) for each in (model.left, model.right))
+    )
+    with shardgrad.participate(model):
+        model(batch_of(dist.get_rank()), ["left", "right"]).backward()
+    assert are_sharded == [True, True]
 
 
 def participation_mixes_with_ordinary_steps() -> None:
@@ -341,6 +352,10 @@ def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(
 
 def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate(two_ranks: Ranks) -> None:
     two_ranks.run(participation_gives_the_mean_with_zeros)
+
+
+def test_no_unit_is_gathered_before_a_rank_comes_to_it_or_a_later_one(two_ranks: Ranks) -> None:
+    two_ranks.run(units_are_gathered_as_a_rank_comes_to_them)
 
 
 def test_participation_may_alternate_with_ordinary_steps(two_ranks: Ranks) -> None:

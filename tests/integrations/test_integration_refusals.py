@@ -311,6 +311,12 @@ def _replaced() -> None:
     with partner(TE) as fused_adam:
         model = plane()
         optimizer = fused_adam(model, **HYPER)
+        model.weights[0] = nn.Parameter(model.weights[0].detach())  # over the same memory
+        model(1).backward()
+        with pytest.raises(OptimizerParameterError, match=r"replaced or moved(.|\n)*all-gathers from"):
+            optimizer.step()
+        model = plane()
+        optimizer = fused_adam(model, **HYPER)
         descend(model, optimizer, range(1))
         model.to(torch.float64)
         model(1).backward()

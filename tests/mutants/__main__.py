@@ -61,6 +61,7 @@ def main() -> None:
 )
 @click.option("--resume", is_flag=True, help="Go on where an interrupted audit ended.")
 @click.option("--missed", is_flag=True, help="Only those that were not noticed the last time.")
+@click.option("--unknown", is_flag=True, help="Only those of which no test is known.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--budget-s", type=float, default=float("inf"), help="Begins no mutant after so many seconds.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help=f"As {_RESULTS.name}.")
@@ -72,6 +73,7 @@ def try_(
     tests: tuple[str, ...],
     resume: bool,
     missed: bool,
+    unknown: bool,
     jobs: int,
     budget_s: float,
     out: Path | None,
@@ -82,8 +84,10 @@ def try_(
     chosen = [each for each in chosen if each.name not in equivalent()]
     # In an order that has nothing to do with the code: a part of an audit is a fair sample.
     chosen.sort(key=lambda each: hashlib.sha256(each.name.encode()).digest())
+    known = noticed_by()
+    if unknown:
+        chosen = [each for each in chosen if each.name not in known]
     if draw is not None:
-        known = noticed_by()
         chosen = [each for each in chosen if each.name in known and not each.is_native]  # nothing to compile
         quick = [each for each in chosen if known[each.name].cpu_s < _QUICK_S]
         chosen = random.Random(seed).sample(quick, min(draw, len(quick)))
@@ -106,11 +110,12 @@ def try_(
 
 
 @main.command("lines")
+@click.argument("begins", nargs=-1)
 @click.option("--budget-s", type=float, default=800.0, show_default=True, help="Begins no file after this.")
-def lines_(budget_s: float) -> None:
-    """Measure which tests run which lines."""
+def lines_(begins: tuple[str, ...], budget_s: float) -> None:
+    """Measure which tests run which lines: of all test files, or of those whose path begins with BEGINS."""
     preload()
-    for line in lines.measure(budget_s):
+    for line in lines.measure(budget_s, begins):
         click.echo(line)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -188,23 +189,25 @@ def _record(
 ) -> None:
     from benchmarks.records import append, environment, make_record
 
-    names = {mutant.name for mutant in all_mutants()}
-    struck_off = [name for name in equivalent() if name in names]
+    struck_off = Counter(mutant.room for mutant in all_mutants() if mutant.name in equivalent())
+    noticed = {"noticed": sum(row[0] for row in rows.values()), "tried": len(verdicts)}
     append(
         out,
         make_record(
             "mutants",
             environment=environment(),
             config={"whole": is_whole, "lists": str(HERE.relative_to(ROOT))},
-            samples={"wall_s": wall_s, "cpu_s": round(sum(verdict.cpu_s for verdict in verdicts), 1)},
+            samples={
+                "wall_s": wall_s,
+                "noticed_by": {verdict.name: verdict.noticed_by for verdict in verdicts},
+                "cpu_s": {verdict.name: verdict.cpu_s for verdict in verdicts},
+            },
             summary={
-                "folders": {room: {"noticed": part, "tried": of} for room, (part, of) in rows.items()},
-                "total": {
-                    "noticed": sum(row[0] for row in rows.values()),
-                    "tried": len(verdicts),
-                    "struck_off": len(struck_off),
+                "all": {**noticed, "struck off": sum(struck_off.values())},
+                **{
+                    room: {"noticed": part, "tried": of, "struck off": struck_off[room]}
+                    for room, (part, of) in rows.items()
                 },
-                "not_noticed": [verdict.name for verdict in verdicts if not verdict.noticed_by],
             },
         ),
     )

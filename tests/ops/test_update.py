@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,6 +157,8 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
     special = torch.tensor(
         [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e-20, 1.0]
     )
+    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # a NaN, next to -0.0
+    special = torch.cat([special, all_ones])
     grads, params = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
     rows, tiles = ops.segment_rows([(0, 0, 0, grads.numel(), 0, 0)])
     for param, master in itertools.product(
@@ -171,10 +174,10 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
             second=torch.zeros_like(params), master=exact, rows=rows, tiles=tiles,
         )  # fmt: skip
         other = s.clone()
-        for _ in range(2):
-            RUN[rule]("reference", s, stochastic_rounding=True)
-            RUN[rule]("compiled", other, stochastic_rounding=True)
-        assert_same(other, s)
+        for is_stochastic in (False, True):
+            RUN[rule]("reference", s, stochastic_rounding=is_stochastic)
+            RUN[rule]("compiled", other, stochastic_rounding=is_stochastic)
+            assert_same(other, s)
 
 
 @needs_library
@@ -375,6 +378,23 @@ def test_stochastic_rounding_depends_on_seed_step_and_place_and_on_nothing_else(
     assert torch.equal(once(1, sizes=(2000, 5, 7000)), base)
     for other in (once(2), once(-1), once(1, taken=1), once(1, taken=2)):
         assert 0.4 < (other == base).double().mean() < 0.6
+
+
+def test_stochastic_rounding_tells_elements_apart_that_are_four_billion_away(
+    backend: str, tmp_path: Path
+) -> None:
+    numel, far = 1000, 2**32
+    sparse = torch.from_file(str(tmp_path / "x"), shared=True, size=far + numel, dtype=torch.bfloat16)
+    found = []
+    for first in (0, far):
+        s = Segment.of((numel,), taken=0)
+        rows, tiles = ops.segment_rows([(first, *s.pieces[0][1:])])
+        s = replace(s, param=sparse, rows=rows, tiles=tiles)
+        sparse[first : first + numel] = 1.0
+        s.grad.fill_(-2.0)
+        run_sgd(backend, s, (2.0**-9, 0, 0, 0), momentum=False, stochastic_rounding=True)
+        found.append(sparse[first : first + numel].clone())
+    assert 0.4 < (found[0] == found[1]).double().mean() < 0.6
 
 
 def test_stochastic_rounding_keeps_what_is_exact_and_what_is_not_finite(backend: str) -> None:

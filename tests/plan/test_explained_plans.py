@@ -18,6 +18,7 @@ from shardgrad.plan import rehearsal as rehearsing
 from shardgrad.plan.cost import CostModel
 from shardgrad.plan.exported import step_of
 from shardgrad.plan.hardware import Machine, machine_of
+from shardgrad.plan.recording import Kernel, Marked, Waited
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.request import Request
 from shardgrad.plan.timeline import play
@@ -116,6 +117,14 @@ def test_a_record_says_what_one_more_prefetch_would_save(name: str) -> None:
     real = play(changed.events, CostModel(machine, request.shards)).step_s
     guess = replay(changes.one_more_prefetch(ops_of(name))).seconds
     assert guess == pytest.approx(real, rel=0.05)
+
+
+def test_neither_a_mark_of_an_earlier_step_nor_a_wait_of_the_host_holds_back_a_stream() -> None:
+    request, machine = CASES["hidden"]
+    kernel = Kernel("compute", "add", "forward", False, 0.0, 0.0, "bf16", 10**6)
+    events = Waited(7, "compute"), kernel, Marked(2, "compute"), Waited(2, None), kernel
+    rehearsal = dataclasses.replace(rehearsed("hidden"), events=events)
+    assert [op.after for op in step_of(rehearsal, CostModel(machine, request.shards)).ops] == [(), ()]
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:

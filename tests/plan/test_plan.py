@@ -25,9 +25,9 @@ from shardgrad.plan.cost import AxisLayout, CostModel, compute_s, model_flops
 from shardgrad.plan.fusion import fused
 from shardgrad.plan.garbage import collector_paused
 from shardgrad.plan.hardware import Machine, machine_of
-from shardgrad.plan.measuring import measure
+from shardgrad.plan.measuring import _STEPS, _times, measure
 from shardgrad.plan.memory import memory_of
-from shardgrad.plan.models import PlanModel
+from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.moe import MOE_PRESETS, MoeConfig
 from shardgrad.plan.planning import Plan, make_plan, plan_of
 from shardgrad.plan.recording import Change, Event, Kernel, Marked, Transfer, Waited
@@ -98,6 +98,7 @@ def test_a_peak_is_the_largest_sum_of_what_came_and_went() -> None:
         peak = max(peak, now)
     assert memory_of(rehearsal).peak.total == peak
     assert now == rehearsal.start_nbytes, "a steady step ends with what it began with"
+    assert sum(rehearsal.start_nbytes_by_stream.values()) == rehearsal.start_nbytes
 
 
 def test_checkpointing_and_smaller_batches_take_less_memory() -> None:
@@ -461,7 +462,7 @@ def test_advice_for_a_model_that_does_not_fit_makes_it_fit() -> None:
 def test_advice_gains_something_and_fits() -> None:
     plan = make_plan(TINY.but(activation_checkpointing="full", batch_size=2), H100)
     advice = advise(plan, Calibration(), most=10)
-    assert "--activation-checkpointing none" in [each.option for each in advice]
+    assert {"--activation-checkpointing none", "--compile"} <= {each.option for each in advice}
     for each in advice:
         assert each.tokens_per_s > 1.01 * plan.tokens_per_s
         assert each.needed_nbytes <= H100.device.memory_nbytes
@@ -526,6 +527,14 @@ def test_a_measurement_on_this_machine_scales_the_plan() -> None:
     plan = make_plan(request, cpu, Calibration(scale=measured.scale))
     assert plan.compute_scale == measured.scale
     assert plan.step_range_s == (plan.step_s, plan.step_s)
+
+
+def test_a_measured_step_adds_to_no_gradient_of_the_one_before() -> None:
+    part = TINY.but(on_host=True, precision="fp32", ranks=1, blocks=1)
+    plan_model = build_plan_model(part)
+    plan_model.keep_alike(1)
+    assert len(_times(plan_model, part, torch.device("cpu"))) == _STEPS
+    assert all(param.grad is None for param in plan_model.module.parameters())
 
 
 def test_a_machine_of_another_kind_is_not_measured() -> None:
@@ -721,6 +730,7 @@ def test_a_model_of_ones_own_is_planned() -> None:
         (["--override", "lairs=3"], "did you mean 'layers'"),
         (["--unit", "Atention"], "no block has a module of this class"),
         (["--hf", "nowhere/config.json"], "--hf"),
+        (["--picture", "plan.txt"], "try a name that ends in .png"),
         (["--model", "nowhere"], "is not module:function"),
         (["--model", "nowhere:build"], "importing nowhere failed"),
         (["--model", "math:build"], "has no function build"),
@@ -736,4 +746,5 @@ def test_what_cannot_be_planned_is_refused_in_a_sentence(arguments: list[str], w
     assert result.exit_code in (1, 2), result.output
     assert result.stderr.startswith("shardgrad plan: ")
     assert words in result.stderr
+    assert not result.stdout
     assert not isinstance(result.exception, UsageError), "a traceback is no sentence"

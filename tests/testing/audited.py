@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +38,11 @@ def sharded() -> _Built:
         optimizer.zero_grad()
 
     return model, optimizer, step
+
+
+def with_the_environment_of_a_launcher() -> _Built:
+    assert [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == ["0", "0", "1"]
+    return sharded()
 
 
 def _trained(model: nn.Module, run: Callable[[torch.Tensor], Any], after: Callable[[], None]) -> _Built:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from shardgrad.testing.audit import _left, _rank
 from shardgrad.testing.first_difference import Piece, Trace, first_difference
+from tests.support.processes import CONTEXT
 from tests.support.programs import run
 
 PROGRAMS = "tests.testing.audited"
@@ -52,6 +56,14 @@ def test_a_mistake_is_named_with_its_first_parameter(name: str, words: str) -> N
     status, said = audited(name)
     assert words in said
     assert status == 1
+
+
+def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
+    target = f"{PROGRAMS}:with_the_environment_of_a_launcher"
+    process = CONTEXT.Process(target=_rank, args=(target, 0, 1, 0, [0], str(tmp_path)))
+    process.start()
+    process.join()
+    assert isinstance(_left(tmp_path, 0, process.exitcode), Trace)
 
 
 @pytest.mark.parametrize(
