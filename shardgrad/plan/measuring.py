@@ -5,9 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from shardgrad.plan.cost import CostModel, compute_s
 from shardgrad.plan.hardware import Machine
@@ -135,10 +138,13 @@ def _times(plan_model: PlanModel, part: Request, device: torch.device) -> list[f
         if part.compile:
             wrapped.compile()
         model.get_submodule(plan_model.blocks).register_module(name, wrapped)
+    model.register_forward_pre_hook(partial(_cast, dtype), with_kwargs=True)
     times = []
     for number in range(_WARM_UP + _STEPS):
         begin = time.perf_counter()
-        plan_model.loss(part.batch_size, part.seq_len).backward()
+        with device:  # where the program's own loss makes its inputs
+            loss = plan_model.loss(part.batch_size, part.seq_len)
+        loss.backward()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
         if number >= _WARM_UP:
@@ -146,3 +152,12 @@ def _times(plan_model: PlanModel, part: Request, device: torch.device) -> list[f
         for param in model.parameters():
             param.grad = None
     return times
+
+
+def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Casts floating-point inputs, as `cast_forward_inputs` does in the planned step."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return tree_map(cast, (args, kwargs))

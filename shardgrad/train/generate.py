@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardgrad.checkpoint import Series, load
 from shardgrad.checkpoint.text import escaped
+from shardgrad.errors import CheckpointError
 from shardgrad.train.config import TrainConfig, read_settings
 from shardgrad.train.failure import TrainingError, UsageError
 from shardgrad.train.huggingface import build_causal_lm
@@ -83,9 +84,6 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
     if not settings.exists():
         raise UsageError(f"There is no run in {folder} (no config.json): correct the folder.")
     config = TrainConfig(**read_settings(settings))
-    newest = Series(folder / "checkpoints").latest()
-    if newest is None:
-        raise UsageError(f"{folder} has no checkpoint yet: train until the first one.")
     model: nn.Module
     if config.hf is not None:
         model = build_causal_lm(config.hf, config.override, device=torch.device("cpu"), seed=0)
@@ -97,5 +95,12 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
         except RuntimeError as error:
             raise UsageError(f"There is no memory for the model of {folder}: correct config.json.") from error
     state: Mapping[str, Any] = {"model": model.state_dict()}
-    load(state, newest, optional=("optimizer/*", "schedule/*", "progress/*", "rng_*"))
-    return model, config
+    while (newest := Series(folder / "checkpoints").latest()) is not None:
+        try:
+            load(state, newest, optional=("optimizer/*", "schedule/*", "progress/*", "rng_*"))
+        except CheckpointError:
+            if newest.exists():
+                raise
+            continue  # a training that goes on has removed it, and saved another
+        return model, config
+    raise UsageError(f"{folder} has no checkpoint yet: train until the first one.")

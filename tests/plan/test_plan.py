@@ -537,6 +537,40 @@ def test_a_measured_step_adds_to_no_gradient_of_the_one_before() -> None:
     assert all(param.grad is None for param in plan_model.module.parameters())
 
 
+OWN_MODEL = """
+import torch
+from torch import nn
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build():
+    def loss(model, batch_size, seq_len):
+        return model(torch.zeros(batch_size, seq_len, 32)).square().mean()
+
+    return Blocks(), loss
+"""
+
+
+def test_a_model_of_a_users_own_is_measured_in_bfloat16_with_the_inputs_it_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_model.py").write_text(OWN_MODEL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    request = TINY.but(model="own_model:build", on_host=True, precision="bf16")
+    assert "2 of 3 blocks" in measure(request, machine_of("cpu")).sentence
+
+
 def test_a_machine_of_another_kind_is_not_measured() -> None:
     with pytest.raises(UsageError, match="which has no accelerator, and the plan is for h100"):
         measure(TINY, H100)

@@ -62,7 +62,11 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     assert shown(b"a\x1b[2J\xff\n\tb") == "a\\x1b[2J\\xff\n    b"
 
 
-def test_a_run_continues_a_text_with_its_newest_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [0, 2])
+def test_a_run_continues_a_text_with_its_newest_weights(
+    removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the training that goes on removes what was found as the newest, twice."""
     config = TrainConfig(override=SMALL, seq_len=16, ranks=1)
     (tmp_path / "config.json").write_text(config.to_json())
     with torch.device("meta"):
@@ -72,6 +76,8 @@ def test_a_run_continues_a_text_with_its_newest_weights(tmp_path: Path) -> None:
     path = series.path_of(5)
     state = {"model": model.state_dict(), "progress": {"step": 5}, "rng_0": {"cpu": torch.get_rng_state()}}
     checkpoint.save(state, path, then=lambda: series.publish(path))
+    found = [*(series.path_of(step) for step in range(removed)), path]
+    monkeypatch.setattr(checkpoint.Series, "latest", lambda _: found.pop(0))
     asked = ["generate", str(tmp_path), "--prompt", "def ", "--bytes", "8", "--seed", "4"]
     result = CliRunner().invoke(main, asked)
     assert result.exit_code == 0, result.output
