@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -101,6 +102,24 @@ def mixed() -> None:
 
 def test_units_on_other_meshes_and_plain_parameters_share_a_norm(four_ranks: Ranks) -> None:
     four_ranks.run(mixed)
+
+
+def a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
+    """Torch takes what it knows of a DTensor of the same shape: its mesh is the one of before."""
+    sent = []
+    for widths in ((6, 10), (6, 10, 14)):
+        model, mesh = stack(*widths), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for unit in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
+            shardgrad.fully_shard(unit, mesh=mesh)
+        model(SHARDGRAD.inputs(0, 6)).square().mean().backward()
+        with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as all_reduce:
+            shardgrad.clip_grad_norm_(model, 1.0)
+        sent.append(all_reduce.call_count)
+    assert sent == [1, 1]
+
+
+def test_a_norm_is_one_message_though_an_equal_mesh_was_there_before(four_ranks: Ranks) -> None:
+    four_ranks.run(a_norm_is_one_message_though_an_equal_mesh_was_there_before)
 
 
 def with_gradients() -> tuple[nn.Module, Tensors, Tensor]:
