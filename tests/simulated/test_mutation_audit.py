@@ -21,7 +21,7 @@ from shardgrad.engine.param_group import ParamGroup
 from tests.simulated.accelerator import device
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.audit import Verdict, _verdict, by_edge, edges_of, ran, table
-from tests.simulated.programs.edges import Edge, watched
+from tests.simulated.programs.edges import ENDS_OF_ONE_RANK, Edge, watched
 from tests.simulated.programs.matrix import CASES
 
 
@@ -64,12 +64,6 @@ def test_edges_are_found_in_every_file_that_orders_streams() -> None:
     assert "outside of the engine" not in {
         place for edge in _edges() for place in (edge.recorded, edge.awaited)
     }
-
-
-# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a backward
-# which is not the last launches at its end, if nothing else comes after its stream: more side streams than
-# the programs of the matrix have.
-ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
 
 
 def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:

@@ -48,6 +48,10 @@ class Edge:
 # The process group's own: what was launched before a collective, and what is launched after it.
 BEFORE_A_COLLECTIVE = Edge("caller's stream", "process group:launch")
 AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
+# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a backward
+# which is not the last launches at its end, if nothing else comes after its stream: more side streams than
+# the programs of the matrix have. `test_mutation_audit.py` has a program for it.
+ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
 
 
 def _place(frame: FrameType | None) -> str:
