@@ -61,6 +61,8 @@ def why_not_fsdp2(program: Program) -> str:
         return "its divide factor needs a sum that gloo does not have"
     if program.sharding.stage == "hfsdp":
         return "it has no HFSDP"
+    if program.sharding.wire_dtype:
+        return "its gradients travel in the dtype that they are reduced in"
     return ""
 
 
@@ -85,7 +87,7 @@ def _writes_under_an_all_gather(program: Program) -> bool:
 def tolerance(program: Program) -> float:
     """Returns by how much results may differ, relative to the largest element."""
     sharding = program.sharding
-    if sharding.param_dtype == "bfloat16":
+    if "bfloat16" in (sharding.param_dtype, sharding.wire_dtype):
         # A rounding is 2**-9. Gradients of what is used several times are sums of rounded ones, and momentum
         # is a sum of gradients, which may cancel out while their roundings do not.
         return 2**-5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.programs.contract import State, fits
@@ -25,10 +26,12 @@ MICROS = 6
 def program_of(seed: int, world: str = "") -> Program:
     """Returns the program of a seed."""
     rng = random.Random(seed)
+    late = random.Random(f"late {seed}")  # for what came later: the rest stays
     drawn = _weighted(rng, WORLD_WEIGHTS)
     world = world or drawn
     while True:
-        program = Program(seed, world, _model(rng), _sharding(rng, world), _optimizer(rng, world))
+        model, sharding = _model(rng), _with_wire_dtype(late, _sharding(rng, world))
+        program = Program(seed, world, model, sharding, _optimizer(rng, world))
         if fits(program):
             break
     return Program(seed, world, program.model, program.sharding, program.optimizer, _ops(rng, program))
@@ -114,6 +117,18 @@ def _sharding(rng: random.Random, world: str) -> Sharding:
         prefetch=rng.choice(("forward", "backward", "both")) if _often(rng, 0.15) else "",
         reductions=rng.choice((1, 3)) if _often(rng, 0.15) else 0,
         divide=rng.choice((1.0, 3.0)) if _often(rng, 0.08) else 0.0,
+    )
+
+
+def _with_wire_dtype(rng: random.Random, sharding: Sharding) -> Sharding:
+    """Returns settings under which gradients travel in bfloat16, now and then; they are summed in float32."""
+    if not _often(rng, 0.1):
+        return sharding
+    return replace(
+        sharding,
+        param_dtype=sharding.param_dtype or "float32",
+        reduce_dtype="float32",
+        wire_dtype="bfloat16",
     )
 
 

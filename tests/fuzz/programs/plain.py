@@ -31,6 +31,7 @@ class Plain(Script):
         sharding = program.sharding
         self._dtype = getattr(torch, sharding.param_dtype or "float64")
         self._reduce_dtype = getattr(torch, sharding.reduce_dtype or str(self._dtype).removeprefix("torch."))
+        self._wire_dtype = getattr(torch, sharding.wire_dtype) if sharding.wire_dtype else self._reduce_dtype
         self.make()
 
     def make(self) -> None:
@@ -105,7 +106,7 @@ class Plain(Script):
     def _average(self, names: list[str]) -> None:
         shapes = {name: self.params[name].shape for name in names}
         parts = [
-            self._waiting.get(name, torch.zeros(shape, dtype=torch.float64)).double().reshape(-1)
+            self._waiting.get(name, torch.zeros(shape)).to(self._wire_dtype).double().reshape(-1)
             for name, shape in shapes.items()
         ]
         flags = torch.tensor([float(name in self._waiting) for name in names], dtype=torch.float64)

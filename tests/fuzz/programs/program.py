@@ -74,6 +74,7 @@ class Sharding:
         reshard: `reshard_after_forward`.
         columns: matrices are sharded along dim 1 where their size allows it.
         param_dtype, reduce_dtype: of `MixedPrecisionPolicy`; "" for None.
+        wire_dtype: of `GradientPolicy`; "" for None.
         offload: `CPUOffloadPolicy`.
         zero_copy: parameters travel by themselves, however small they are.
         prefetch: "", "forward", "backward", "both": explicit prefetching of the block after next.
@@ -87,6 +88,7 @@ class Sharding:
     columns: bool = False
     param_dtype: str = ""
     reduce_dtype: str = ""
+    wire_dtype: str = ""
     offload: bool = False
     zero_copy: bool = False
     prefetch: str = ""

@@ -113,6 +113,7 @@ def _dimensions(program: Program, outcome: Outcome) -> Iterator[tuple[str, str]]
         "columns",
         "param_dtype",
         "reduce_dtype",
+        "wire_dtype",
         "zero_copy",
         "prefetch",
     ):

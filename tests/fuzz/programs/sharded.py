@@ -102,6 +102,10 @@ class Sharded(Script):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         if self._is_ours:
             options["zero_stage"] = sharding.stage
+        if sharding.wire_dtype:
+            options["gradient_policy"] = shardgrad.GradientPolicy(
+                wire_dtype=getattr(torch, sharding.wire_dtype)
+            )
         for unit in nets.units(self.net):
             self._engine.fully_shard(unit if len(unit) > 1 else unit[0], **options)
         self.units: list[Any] = [unit[0] for unit in nets.units(self.net)][::-1]  # the root first
