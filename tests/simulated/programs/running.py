@@ -256,11 +256,18 @@ def expected(
     skipped: tuple[tuple[int, ...], ...],
     fails: tuple[bool, ...],
     weights: torch.dtype = torch.float32,
+    nudge: int = 0,
 ) -> Tensor:
-    """Returns the losses of plain training, [step, micro-batch, rank], with weights of a dtype."""
+    """Returns the losses of plain training, [step, micro-batch, rank], with weights of a dtype.
+
+    If `nudge` is not 0, it starts from weights that are off by up to a rounding to bfloat16, at random.
+    """
     torch.manual_seed(0)
     net = Net(replace(model, checkpoint="")).to(weights)  # which would not see the cast parameters again
     params = [p for p in net.parameters() if p.requires_grad]
+    generator = torch.Generator().manual_seed(nudge)
+    for param in params if nudge else ():
+        param.data *= 1 + 2**-8 * (torch.rand(param.shape, generator=generator) - 0.5)
     optimizer = _optimizer(model, params, torchs=True)
     dtype = torch.bfloat16 if model.low_precision else weights
     history = []
@@ -453,12 +460,17 @@ def require_right(scenario: Scenario, outcome: Outcome) -> None:
     steps = tuple(plan.skipped for plan in plans), tuple(plan.fails for plan in plans)
     right, ours = expected(scenario.model, *steps), outcome.losses[: len(plans)]
     # Float32: sums in another order, a few roundings of 6e-8 in each step, which Adam's division by the root
-    # of a small square enlarges. Bfloat16: a rounding is 4e-3.
-    tolerance = 5e-2 if scenario.model.low_precision or scenario.model.narrow else 1e-4
+    # of a small square enlarges. Bfloat16, of weights or on the wire: a rounding is 4e-3.
+    is_low = scenario.model.low_precision or scenario.model.narrow
+    tolerance = 5e-2 if is_low else 1e-4
     if torch.allclose(ours, right, rtol=tolerance, atol=tolerance):
         return
     # Training may enlarge a rounding without bound. How far it has by each step, plain training shows itself.
-    exact = expected(scenario.model, *steps, weights=torch.float64)
-    enlarged = (right - exact).abs().flatten(1).amax(1).cummax(0).values[:, None, None]
-    wrong = (ours - right).abs() > tolerance * (1 + right.abs()) + 10 * enlarged
+    if is_low:
+        others, margin = [expected(scenario.model, *steps, nudge=nudge) for nudge in (1, 2, 3)], 3
+    else:
+        others, margin = [expected(scenario.model, *steps, weights=torch.float64)], 10
+    apart = torch.stack([(right - other).abs().flatten(1).amax(1) for other in others]).amax(0)
+    enlarged = apart.cummax(0).values[:, None, None]
+    wrong = (ours - right).abs() > tolerance * (1 + right.abs()) + margin * enlarged
     assert not wrong.any(), f"losses {ours[wrong].tolist()} at {wrong.nonzero().tolist()}, not {right[wrong]}"
