@@ -92,6 +92,8 @@ class Rank0:
             "edges": sum(len(node["before"]) for node in nodes),
             "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_nbytes": torch.cuda.max_memory_reserved(),
+            # Without what the allocator leaves unused at the end of its blocks.
+            "peak_requested_nbytes": torch.cuda.memory_stats()["requested_bytes.all.peak"],
         }
 
     def turn(self, steps: int) -> Cost:
@@ -207,11 +209,17 @@ def _summary(
             **of,
             "ratio_to_fsdp2": spread(ratios(times[name], times["fsdp2"])),
             "allocated_ratio_to_fsdp2": allocated / base["peak_allocated_nbytes"],
+            "requested_ratio_to_fsdp2": of["peak_requested_nbytes"] / base["peak_requested_nbytes"],
             "reserved_ratio_to_fsdp2": of["peak_reserved_nbytes"] / base["peak_reserved_nbytes"],
             "beyond_fsdp2_and_gradients_nbytes": (
                 None
                 if name == "fsdp2"
                 else allocated - base["peak_allocated_nbytes"] - round(gradients_nbytes)
+            ),
+            "requested_beyond_fsdp2_and_gradients_nbytes": (
+                None
+                if name == "fsdp2"
+                else of["peak_requested_nbytes"] - base["peak_requested_nbytes"] - round(gradients_nbytes)
             ),
         }
     return found

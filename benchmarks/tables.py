@@ -96,6 +96,7 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "dtensors": ("DTensors", "constructed from Python in a steady step"),
     "peak_rss_beyond_imports_nbytes": ("resident", "peak beyond imports and process group, heaviest rank"),
     "peak_allocated_nbytes": ("allocated", "peak on the device"),
+    "peak_requested_nbytes": ("requested", "of it, without the ends of blocks that nothing asked for"),
     "peak_reserved_nbytes": ("reserved", "peak on the device, with what the allocator keeps"),
     "pool_nbytes": ("graphs", "of it, by graphs"),
     "joules": ("joules", "of a step"),

@@ -2,6 +2,7 @@
 //
 // Work depends on work: on what its stream was given before, on the events that its stream waited for, on what
 // the host had waited for when it was launched. Any order that respects this is one that a device may take.
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -49,6 +50,7 @@ ItemPtr submit(Stream* stream, Work work, Point before) {
     std::vector<uint64_t> ids;
     for (const ItemPtr& each : before) ids.push_back(each->id);
     s.log.push_back({item->id, work, std::move(ids)});
+    s.log.back().work.start = nullptr;  // or the log keeps what it holds
   }
   if (work.in_line) {
     ItemPtr& last = s.lines[work.in_line];
@@ -111,14 +113,46 @@ bool is_ready(const Item& item) {
 
 bool sleeps(const Item& item) { return item.work.name.find("spin_kernel") != std::string::npos; }
 
+// Lets other threads have Python's lock, if this one holds it: many of torch's calls keep it.
+class WithoutPython {
+ public:
+  WithoutPython() {
+    static const auto holds = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "PyGILState_Check"));
+    static const auto let_go = reinterpret_cast<void* (*)()>(dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    if (holds && holds()) thread_ = let_go();
+  }
+  ~WithoutPython() {
+    static const auto take = reinterpret_cast<void (*)(void*)>(dlsym(RTLD_DEFAULT, "PyEval_RestoreThread"));
+    if (thread_) take(thread_);
+  }
+
+ private:
+  void* thread_ = nullptr;
+};
+
+// Waits until no thread is in a body, which may be written in Python. `lock` is held again then.
+void wait_for_body(std::unique_lock<std::recursive_mutex>& lock) {
+  State& s = state();
+  while (s.running) {
+    lock.unlock();
+    {
+      WithoutPython let_go;
+      std::unique_lock<std::recursive_mutex> again(s.mutex);
+      s.changed.wait(again, [&] { return !s.running; });
+    }
+    lock.lock();
+  }
+}
+
 // Runs what is ready of a plan; returns whether anything was done. If nobody waits for it, a stream that sleeps
 // (torch.cuda._sleep) goes on sleeping, and an operator that is still launching is let be.
 bool run(const std::vector<ItemPtr>& plan, bool is_waited_for) {
   State& s = state();
   bool progress = false;
   for (const ItemPtr& item : plan) {
+    Body over;  // destroyed without the lock: it may hold tensors, whose end may need Python's
     std::unique_lock<std::recursive_mutex> lock(s.mutex);
-    while (s.running) s.changed.wait(lock);
+    wait_for_body(lock);
     if (item->done || ((item->open || sleeps(*item)) && !is_waited_for) || !is_ready(*item)) continue;
     bool done = true;
     if (item->body) {
@@ -130,7 +164,7 @@ bool run(const std::vector<ItemPtr>& plan, bool is_waited_for) {
     }
     if (done) {
       item->done = progress = true;
-      item->body = nullptr;
+      over.swap(item->body);
       item->before.clear();
       s.pending.erase(item->id);
     }

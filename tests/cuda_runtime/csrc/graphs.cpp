@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "state.h"
 
@@ -103,19 +104,22 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
   return cudaSuccess;
 }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
+  std::vector<std::function<Body()>> over;  // destroyed without the lock
   ENTER();
-  reinterpret_cast<Exec*>(handle)->alive = false;  // kept, to be looked at
-  for (Work& work : reinterpret_cast<Exec*>(handle)->work) work.start = nullptr;
+  auto* exec = reinterpret_cast<Exec*>(handle);
+  exec->alive = false;  // kept, to be looked at
+  for (Work& work : exec->work) over.push_back(std::exchange(work.start, nullptr));
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  std::unique_ptr<Graph> over;  // destroyed without the lock
   ENTER();
   Graph* g = as_graph(graph);
   if (!g || !state().graphs.erase(g->id)) FAIL(cudaErrorInvalidValue);
   for (Event* e : state().events)
     e->nodes.erase(std::remove_if(e->nodes.begin(), e->nodes.end(), [g](Node* n) { return n->graph == g; }),
                    e->nodes.end());
-  delete g;
+  over.reset(g);
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsigned) {

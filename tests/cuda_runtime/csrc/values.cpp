@@ -57,10 +57,16 @@ at::Tensor on_cpu(const at::Tensor& t) {
   return made;
 }
 
+// The same memory, without an object of Python's: the end of that would need Python's lock, on whichever thread it comes.
+at::Tensor unknown_to_python(const at::Tensor& t) {
+  auto* impl = t.unsafeGetTensorImpl();
+  return at::Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
+
 // A tensor of the host is read when its copy runs if it is pinned, else when the call is made.
 at::Tensor input(const at::Tensor& t, bool captured) {
   if (!t.defined() || !t.is_cpu() || t.layout() != at::kStrided || !t.numel()) return on_cpu(t);
-  if (hostcuda::is_pinned(t.data_ptr()) || (captured && t.dim())) return t;
+  if (hostcuda::is_pinned(t.data_ptr()) || (captured && t.dim())) return unknown_to_python(t);
   return t.clone();
 }
 

@@ -2,6 +2,12 @@
 
     python -m pytest -p tests.ops.on_host tests/ops
 
+Under AddressSanitizer and UBSan:
+
+    export ON_HOST_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0
+    export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
+    python -m pytest -p tests.ops.on_host tests/ops
+
 The sources are compiled as C++, with a `cuda_runtime.h` of the tests, and registered for the CPU. So every
 test that compares the compiled ops with torch, bit for bit, compares these. What this says nothing about:
 whether memory is aligned as a device wants it, races between blocks, and powers, which are the host's here.
@@ -10,6 +16,7 @@ whether memory is aligned as a device wants it, races between blocks, and powers
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import subprocess
 import tempfile
@@ -30,6 +37,8 @@ FLAGS = [
     "-pthread",
     "-DTORCH_TARGET_VERSION=0x020b000000000000ULL",
 ]
+if SANITIZERS := os.environ.get("ON_HOST_SANITIZE"):
+    FLAGS += ["-g", f"-fsanitize={SANITIZERS}", "-fno-sanitize-recover=undefined"]
 LAUNCH = re.compile(r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(.+?), (\w+), 0, stream>>>\((\w+)\);", re.DOTALL)
 
 
@@ -44,7 +53,9 @@ def build() -> Path:
     sources = sorted(
         path for path in (*CSRC.rglob("*"), *HERE.glob("*")) if path.is_file() and path.suffix != ".pyc"
     )
-    state = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + torch.__version__.encode())
+    state = hashlib.sha256(f"{torch.__version__}{FLAGS}".encode())
+    for path in sources:
+        state.update(path.read_bytes())
     folder = Path(tempfile.gettempdir(), f"shardgrad-kernels-{state.hexdigest()[:16]}")
     library = folder / "kernels.so"
     if library.exists():
@@ -60,6 +71,7 @@ def build() -> Path:
             target.write_text(text.replace("LIBRARY_IMPL(shardgrad, CUDA,", "LIBRARY_IMPL(shardgrad, CPU,"))
     (copies / "cuda/binding.h").write_text((HERE / "binding.h").read_text())
     root = Path(torch.__file__).parent
+    compilers = {**os.environ, "LD_PRELOAD": ""}  # a sanitizer is for the tests
     objects = {path: path.with_suffix(".o") for path in copies.rglob("*.cpp")}
     with ThreadPoolExecutor(2) as pool:
         for done in pool.map(
@@ -68,6 +80,7 @@ def build() -> Path:
                 capture_output=True,
                 text=True,
                 check=False,
+                env=compilers,
             ),
             objects.items(),
         ):
@@ -84,7 +97,7 @@ def build() -> Path:
         "-o",
         partial,
     ]
-    subprocess.run([*link, f"-Wl,-rpath,{root}/lib"], check=True)
+    subprocess.run([*link, f"-Wl,-rpath,{root}/lib"], check=True, env=compilers)
     return partial.rename(library)
 
 

@@ -106,7 +106,7 @@ CASES: dict[str, Scenario] = {
     "frozen parameters": _case(frozen=True),
     "nothing of the root trains": _case(frozen_root=True, parallel=True, micro_batches=2, moves=True),
     "nothing of the root trains, reductions overlap": _case(
-        ranks=2, frozen_root=True, micro_batches=2, moves=True, overlapped=True
+        ranks=2, frozen_root=True, unused=True, micro_batches=2, moves=True, overlapped=True
     ),
     "recomputed by reentry": _case(checkpoint="reentrant"),
     "recomputed from what was saved": _case(checkpoint="saved"),

@@ -1,0 +1,93 @@
+"""`shardgrad train` from start to end, and blocks that torch.compile has compiled, on torch.cuda and NCCL."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import shardgrad
+from tests.support.processes import run
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+MICRO = [
+    *("--steps", str(STEPS), "--checkpoint-every", "3", "--seq-len", "32", "--log-every", "1"),
+    *("--override", "width=32", "--override", "layers=2", "--override", "hidden=64"),
+    *("--override", "heads=2", "--override", "kv_heads=2", "--eval-samples", "8", "--warmup-steps", "2"),
+    *("--batch-size", "4", "--device", "accelerator"),
+    *("--data", argparse.__file__, "--no-plot", "--sample-bytes", "0", "--clip", "0.1"),
+]
+
+
+def trained(folder: Path, *options: str) -> list[tuple[str, float]]:
+    """Trains on devices of the runtime; returns every loss that was written, of steps and of validations."""
+    command = [sys.executable, "-W", "ignore", "-m", "shardgrad", "train", *MICRO, *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
+    done = run([*command, "--run-dir", str(folder)], env=environment, timeout_s=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(event["event"], event["loss"]) for event in lines if "loss" in event]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path: Path) -> None:
+    options = {1: ("--ranks", "1", "--accumulate", "2"), 2: ("--ranks", "2")}
+    curves = {}
+    for ranks, of in options.items():
+        folder = tmp_path / str(ranks)
+        curves[ranks] = trained(folder / "eager", *of, "--graph", "off")
+        assert trained(folder / "graphed", *of, "--graph", "on") == curves[ranks]  # to the bit
+        environment = json.loads((folder / "graphed/environment.json").read_text())
+        assert (environment["world_size"], environment["device"]) == (ranks, "cuda")
+    assert [name for name, _ in curves[1]] == [name for name, _ in curves[2]]
+    assert [loss for _, loss in curves[1]] == pytest.approx([loss for _, loss in curves[2]], rel=1e-5)
+    assert curves[1][-1][1] < curves[1][0][1]
+
+
+def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+    model.cuda()
+    for block in model:
+        if compiled:
+            block.compile(backend="aot_eager", fullgraph=True)  # what else it offers needs triton
+        shardgrad.fully_shard(block)
+    shardgrad.fully_shard(model)
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def step(inputs: torch.Tensor) -> torch.Tensor:
+        loss = model(inputs).square().mean()
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    taken = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
+    found = [taken(torch.full((4, 8), 0.1 * number, device="cuda")).clone() for number in range(1, 7)]
+    if graphed:
+        assert taken.captures == 1
+        taken.close()
+    return torch.stack(found).cpu()
+
+
+def test_blocks_that_are_compiled_are_captured_and_train_alike() -> None:
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        plain = losses(compiled=False, graphed=False)
+        compiled = losses(compiled=True, graphed=False)
+        assert plain[-1] < plain.max()
+        torch.testing.assert_close(compiled, plain)
+        assert torch.equal(losses(compiled=True, graphed=True), compiled)
+    finally:
+        dist.destroy_process_group()
