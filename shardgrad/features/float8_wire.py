@@ -40,6 +40,7 @@ from shardgrad.sharding.layout import ALIGNMENT_NBYTES, TAG_NUMEL, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
 __all__ = [
+    "ErrorFeedback",
     "Float8Exchange",
     "Float8OuterExchange",
     "Float8ReplicaExchange",

@@ -179,6 +179,13 @@ def test_what_float8_messages_lose_is_memory_of_a_byte_for_each_whole_parameter(
     assert "error feedback" not in rehearsal_of(wire_dtype="bf16").resting
 
 
+def test_advice_for_a_plan_with_a_wire_dtype_leaves_the_reduce_dtype_alone() -> None:
+    advice = advise(
+        plan_of([rehearse(TINY.but(wire_dtype="fp8", override={"layers": 1}))], H100), Calibration()
+    )
+    assert not any("reduce-dtype" in each.option for each in advice)
+
+
 def test_a_wire_dtype_is_refused_beside_sums_in_bf16() -> None:
     with pytest.raises(UsageError, match="leave --reduce-dtype out"):
         TINY.but(wire_dtype="fp8", reduce_dtype="bf16")
