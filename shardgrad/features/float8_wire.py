@@ -182,9 +182,8 @@ def _sent(mesh: DataParallelMesh, layout: ShardLayout) -> Iterator[tuple[str, in
             yield _OTHER_AXIS, mesh.levels.outer.size() * chunk_numel
     elif replicas is not None and replicas.size() > 1:
         yield _OTHER_AXIS, chunk_numel
-        begin, end = _part(chunk_numel, replicas.rank(), replicas.size())
-        if replicas.size() > 2 and end > begin:
-            yield _PARTS, end - begin
+        if replicas.size() > 2:
+            yield _PARTS, _part_numel(chunk_numel, replicas.size())
 
 
 # -- how gradients travel -----------------------------------------------------------------------------------
@@ -262,13 +261,14 @@ def _quantize(
     values: torch.Tensor, message: Chunks, row_numel: int, feedback: ErrorFeedback, what: str, begin: int = 0
 ) -> None:
     """Makes a message of values that lie in chunks from their element `begin` on."""
-    layout = feedback.layout
+    layout, numel = feedback.layout, values.numel()
     period, tail_offset = layout.chunk_numel, layout.tail_offset
     if begin:
-        period, tail_offset = values.numel(), min(max(tail_offset - begin, 0), values.numel())
+        period, tail_offset = numel, min(max(tail_offset - begin, 0), numel)
+    kept = feedback.of(what, max(numel, row_numel), values.device)  # as large on the rank of a short part
     ops.quantize(
         values,
-        feedback.of(what, values.numel(), values.device),
+        kept[: numel + numel // _BLOCK],
         message.whole,
         row_numel=row_numel,
         row_nbytes=_row_nbytes(row_numel),

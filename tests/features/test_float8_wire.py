@@ -469,10 +469,9 @@ def memory_per_element(replicas: int) -> None:
     params = sum(p.numel() for p in model.parameters())
     shards = ranks // replicas
     # All gradients where they are sent to shards, a shard of their sums where it is sent to other replicas,
-    # and of more than two replicas a part of what they sum, of which the last rank's may be empty.
-    least = params * (shards > 1) + params / shards * (replicas > 1)
-    most = least + params / ranks * (replicas > 2)
-    assert least * 129 / 128 <= kept.total() < most * 129 / 128 * 1.01 + 129 * 2 * 3 * ranks
+    # and of more than two replicas a part of what they sum.
+    elements = params * (shards > 1) + params / shards * (replicas > 1) + params / ranks * (replicas > 2)
+    assert elements * 129 / 128 <= kept.total() < elements * 129 / 128 * 1.01 + 129 * 2 * 3 * ranks
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
