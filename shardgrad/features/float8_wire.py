@@ -53,12 +53,6 @@ _BLOCK = ops.FLOAT8_BLOCK_NUMEL
 _SHARDS, _OTHER_AXIS, _PARTS = "shards", "other axis", "parts"
 
 
-def _row_nbytes(numel: int) -> int:
-    """Returns the bytes of a row of a message, which ends in room for a tag."""
-    nbytes = numel + numel // _BLOCK + TAG_NUMEL
-    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
-
-
 # -- what is kept -------------------------------------------------------------------------------------------
 
 
