@@ -1,14 +1,19 @@
-"""Loss curves with gradients in bfloat16 on the wire, beside float32 and beside the spread of three seeds.
+"""Loss curves with gradients in bfloat16 and in float8 on the wire, beside float32 and other seeds.
 
 Not a timing. What it answers: does training go the same way? A difference in the last digit of a gradient
 grows with training, so the curves are judged by how far three float32 runs with other initial values and
-other data lie apart. `reduce_dtype=torch.bfloat16` is shown too, which sends as little.
+other data lie apart. `reduce_dtype=torch.bfloat16` is shown too, which sends as little as bfloat16.
+
+A curve takes minutes. With `--keep FOLDER` each is written there when it is through, and a call that was cut
+short goes on behind it.
 """
 
 from __future__ import annotations
 
+import json
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 import torch
@@ -23,38 +28,83 @@ from shardgrad.train.corpus import Sampler, load_corpus
 
 _SEQ_LEN, _SEQUENCES = 64, 4  # of a rank
 _BASE = "float32"
-_WIRE = "bfloat16 on the wire"
-_SEEDS = ("float32, second seed", "float32, third seed")
-_REDUCED = "bfloat16 reduction"
+
+
+class _Curve(NamedTuple):
+    seed: int
+    options: dict[str, Any]  # of `fully_shard`
+
+
+def _on_the_wire(dtype: torch.dtype) -> _Curve:
+    return _Curve(0, {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=dtype)})
+
+
+_CURVES = {
+    _BASE: _Curve(0, {}),
+    "float8 on the wire": _on_the_wire(torch.float8_e4m3fn),
+    "bfloat16 on the wire": _on_the_wire(torch.bfloat16),
+    "bfloat16 reduction": _Curve(0, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
+    "float32, second seed": _Curve(1, {}),
+    "float32, third seed": _Curve(2, {}),
+}
 
 
 @click.command()
 @option("--preset", type=click.Choice(list(MODELS)), default="small", help="Model.")
 @option("--ranks", type=click.IntRange(2), default=2, help="Ranks.")
-@option("--steps", type=click.IntRange(2), default=500, help="Steps of each of the five runs.")
+@option("--steps", type=click.IntRange(2), default=500, help="Steps of each of the six runs.")
+@option(
+    "--keep",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Folder for curves that are through; those of this commit that lie there are not run again.",
+)
 @click.pass_obj
-def main(run: Run, preset: str, ranks: int, steps: int) -> None:
-    """Train with either wire dtype and with other seeds, and compare the losses."""
+def main(run: Run, preset: str, ranks: int, steps: int, keep: Path | None) -> None:
+    """Train with each wire dtype and with other seeds, and compare the losses."""
     if run.smoke:
         preset, steps = "tiny", 3
-    curves = on_ranks("benchmarks.wire_dtype:train_all", ranks, preset, steps)[0]
+    config = {"preset": preset, "ranks": ranks, "steps": steps}
+    curves = {}
+    for name in _CURVES:
+        known = {**config, "curve": name, "git": run.environment["git"]}
+        curves[name] = _kept(keep, known) or _run(keep, known, ranks, preset, steps, name)
     run.finish(
         "wire_dtype",
-        config={"preset": preset, "ranks": ranks, "steps": steps},
+        config=config,
         samples=curves,
         summary={name: _summarise(curve, curves[_BASE]) for name, curve in curves.items()},
     )
 
 
-def train_all(preset: str, steps: int) -> dict[str, list[float]]:
-    """Returns the mean loss over ranks of every step of every run."""
-    train = partial(_train, preset, steps)
-    curves = {
-        _BASE: train(0),
-        _WIRE: train(0, gradient_policy=shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)),
-        _REDUCED: train(0, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-    }
-    return curves | {name: train(seed) for seed, name in enumerate(_SEEDS, 1)}
+def _file(keep: Path, known: dict[str, Any]) -> Path:
+    return keep / f"{known['curve'].replace(', ', '-').replace(' ', '_')}.json"
+
+
+def _kept(keep: Path | None, known: dict[str, Any]) -> list[float] | None:
+    """Returns a curve that is through, if it was measured as this one would be."""
+    if keep is None or not _file(keep, known).exists():
+        return None
+    found = json.loads(_file(keep, known).read_text())
+    return found["losses"] if found["of"] == known else None
+
+
+def _run(
+    keep: Path | None, known: dict[str, Any], ranks: int, preset: str, steps: int, name: str
+) -> list[float]:
+    losses: list[float] = on_ranks("benchmarks.wire_dtype:train", ranks, preset, steps, name)[0]
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        part = _file(keep, known).with_suffix(".part")
+        part.write_text(json.dumps({"of": known, "losses": losses}))
+        part.replace(_file(keep, known))
+    return losses
+
+
+def train(preset: str, steps: int, name: str) -> list[float]:
+    """Returns the mean loss over ranks of every step of one run."""
+    curve = _CURVES[name]
+    return _train(preset, steps, curve.seed, **curve.options)
 
 
 def _train(preset: str, steps: int, seed: int, **options: Any) -> list[float]:

@@ -24,6 +24,7 @@ _SECTIONS = {
         "precision",
         "reduce_dtype",
         "gradient_dtype",
+        "wire_dtype",
         "activation_checkpointing",
         "compile",
         "optimizer",
@@ -113,6 +114,9 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 @click.option("--reduce-dtype", metavar="fp32|bf16", help="Dtype of gradient reductions.  [default: fp32]")
 @click.option(
     "--gradient-dtype", metavar="fp32|bf16", help="Dtype of stored gradients.  [default: that of the weights]"
+)
+@click.option(
+    "--wire-dtype", metavar="bf16|fp8", help="Dtype that gradients travel in.  [default: the reduce dtype]"
 )
 @click.option(
     "--activation-checkpointing",

@@ -409,11 +409,11 @@ class GradGroup:
         """Returns how the gradients travel, worked out again where something about that was changed."""
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
-            transport, ring = self.group.collectives.for_reduce(comm_ctx, self.group.mesh.gather_group)
-            streams = comm_ctx.streams
+            group, streams, layout = self.group, comm_ctx.streams, self.packer.layout
+            transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group, layout)
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
-                end, room = streams.second, self._second.room(comm_ctx, self.packer.layout.chunk_numel)
+                end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
             divisors, is_local = self._divisors(), self._is_local(transport)
             self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), is_local)
         return self._route

@@ -202,7 +202,8 @@ class ParamGroup:
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        self.wire_dtype = wire_dtype if self.mesh.gather_group.size() > 1 else self.reduce_dtype
+        is_packed = wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1  # float8 is made later
+        self.wire_dtype = wire_dtype if is_packed else self.reduce_dtype
         self.alignment = alignment_numel(
             [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype, wire_dtype]
         )

@@ -215,6 +215,8 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
+        for grads, _ in launched:
+            grads.group.collectives.backward_failed(self.comm_ctx.streams)
         for grads in groups:
             if grads.abandon_backward():
                 lost.append(grads)
@@ -224,9 +226,9 @@ class ReductionScheduler:
 
     def abort(self, groups: Iterable[GradGroup]) -> None:
         """Drops everything that is not in a gradient shard, and what has been written there since."""
-        for reduction in self._earlier:
+        for reduction in [*self._earlier, *(reduction for _, reduction in self._launched)]:
             reduction.abandon()
-        self._earlier = []
+        self._earlier, self._launched = [], []
         self._entered.clear()
         self.enrolment = None
         self.abandon_backward(groups)

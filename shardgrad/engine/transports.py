@@ -242,11 +242,8 @@ class ExchangeTransport(Transport):
             self._write(tag, send.ends, receive)
         if self.size == 2:
             return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive, tag, entry)
-        work = checked(
-            tag.what,
-            self.group,
-            lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group, async_op=True),
-        )
+        exchange = partial(dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True)
+        work = checked(tag.what, self.group, exchange)
         return _PendingExchange(work, list(receive.parts), entry, self._log, self.group, receive, tag)
 
     def _swap(
@@ -256,11 +253,8 @@ class ExchangeTransport(Transport):
         taken, splits = received.whole, [0, 0]
         splits[1 - self.rank] = given.numel()
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        work = checked(
-            tag.what,
-            self.group,
-            lambda: dist.all_to_all_single(taken, given, splits, splits, group=self.group, async_op=True),
-        )
+        swap = partial(dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True)
+        work = checked(tag.what, self.group, swap)
         return _PendingExchange(work, chunks, entry, self._log, self.group, received, tag)
 
     def _write(self, tag: MessageTag, ends: torch.Tensor, received: Chunks) -> None:

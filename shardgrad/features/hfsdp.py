@@ -23,7 +23,7 @@ import torch
 from shardgrad.engine.all_gather import AllGather, AllGatherInput
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext
-from shardgrad.engine.transports import MessageTag, Work
+from shardgrad.engine.transports import MessageTag, Transport, Work
 from shardgrad.features.offload import OffloadedInput
 from shardgrad.sharding.mesh import DataParallelMesh, TwoLevels
 
@@ -121,7 +121,10 @@ class OuterReduceScatter:
 
     def room(self, context: CommContext, chunk_numel: int) -> tuple[int, int]:
         """See `SecondStep`: what the transport receives into."""
-        return context.transport(self._levels.outer).receive_chunks, chunk_numel
+        return self._transport(context).receive_chunks, chunk_numel
+
+    def _transport(self, context: CommContext) -> Transport:
+        return context.transport(self._levels.outer)
 
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
@@ -162,6 +165,6 @@ class OuterReduceScatter:
         Capture: safe after the first call.
         """
         size = self._levels.outer.size()
-        return context.transport(self._levels.outer).reduce_scatter(
+        return self._transport(context).reduce_scatter(
             Chunks(summed, summed.split(summed.numel() // size)), room, tag
         )

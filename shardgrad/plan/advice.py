@@ -126,7 +126,7 @@ def _changes(plan: Plan) -> Iterator[_Change]:
     yield from _sharding_changes(plan, but)
     if request.precision == "fp32":
         yield but("--precision bf16-mixed", "tensor cores, and half the traffic", precision="bf16-mixed")
-    elif request.reduce_dtype != "bf16":
+    elif request.reduce_dtype != "bf16" and request.wire_dtype is None:
         yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
     if machine.launch_s and plan.host_s > 0.9 * plan.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)

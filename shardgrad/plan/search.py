@@ -76,6 +76,7 @@ class Setting:
             for flag, value in (
                 ("--reduce-dtype", request.reduce_dtype),
                 ("--gradient-dtype", request.gradient_dtype),
+                ("--wire-dtype", request.wire_dtype),
             ):
                 words += [flag, value] if value else []
             for unit in request.units:
@@ -92,6 +93,7 @@ class Setting:
             and request.precision != "bf16"
             and request.reduce_dtype != "bf16"
             and request.gradient_dtype is None
+            and request.wire_dtype is None
             and not request.units
         )
 

@@ -24,6 +24,7 @@ from shardgrad.train.recompute import checkpointed
 __all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_WIRE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 def policies_of(request: Request) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def policies_of(request: Request) -> dict[str, Any]:
     gradient_dtype = None if request.gradient_dtype is None else DTYPES[request.gradient_dtype]
     return {
         "mp_policy": mixed,
-        "gradient_policy": GradientPolicy(dtype=gradient_dtype),
+        "gradient_policy": GradientPolicy(dtype=gradient_dtype, wire_dtype=_WIRE_DTYPES[request.wire_dtype]),
         "reshard_after_forward": request.reshard_to,
         "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
     }

@@ -22,7 +22,6 @@ from shardgrad.errors import (
     OptionError,
     OptionTypeError,
     RankDisagreementError,
-    UnsupportedError,
 )
 from shardgrad.sharding import zero_copy
 from tests.support.parity import (
@@ -375,11 +374,6 @@ def refuses(error: type[Exception], says: list[str], policy: GradientPolicy, **o
 @pytest.mark.parametrize(
     ("dtype", "error", "says"),
     [
-        (
-            torch.float8_e4m3fn,
-            UnsupportedError,
-            ["wire_dtype=torch.float8_e4m3fn", "wire_dtype=torch.bfloat16"],
-        ),
         (torch.float16, OptionError, ["wire_dtype=torch.float16", "expected:", "wire_dtype=torch.bfloat16"]),
         (torch.float32, OptionError, ["wire_dtype=torch.float32", "None for the reduce dtype"]),
         ("bf16", OptionTypeError, ["GradientPolicy.wire_dtype must be a torch.dtype", "'bf16'"]),

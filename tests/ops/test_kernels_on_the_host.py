@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.long  # compiles the kernels
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
 @pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
-@pytest.mark.parametrize("tests", ["test_movement.py", "test_norm.py", "test_update.py"])
+@pytest.mark.parametrize("tests", ["test_float8.py", "test_movement.py", "test_norm.py", "test_update.py"])
 def test_the_cuda_kernels_pass_the_tests_of_the_ops(tests: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.on_host", f"tests/ops/{tests}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -164,6 +164,9 @@ def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
     VirtualRanks(1).run(modes)
 
 
+KEEPS_LOSSES = {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=torch.float8_e4m3fn)}
+
+
 # -- what cannot be captured --------------------------------------------------------------------------------
 
 
@@ -264,16 +267,19 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
         assert found[1].startswith(apart)
 
 
-def exception_in_the_step(graphed: Callable[..., Any]) -> list[Any]:
+def exception_in_the_step(graphed: Callable[..., Any], setup: Setup, half_way: bool) -> list[Any]:
     """The function raises while it is captured, once; the call is repeated and trains as if nothing was."""
-    model = build(Setup())
+    model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     raises = False
 
     @graphed(model, optimizer)
     def step(x: Tensor) -> Tensor:
+        hook = model[0].register_forward_hook(_raises_in_backward) if raises and half_way else None
         loss = loss_of(model, x)
-        if raises:
+        if hook is not None:
+            hook.remove()
+        elif raises:
             loss.register_hook(_raise)
         loss.backward()
         optimizer.step()
@@ -299,8 +305,16 @@ def _raise(grad: Tensor) -> Tensor:
     raise OnPurposeError
 
 
-def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated() -> None:
-    same_on(2, exception_in_the_step)
+def _raises_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
+    out.register_hook(_raise)
+
+
+@pytest.mark.parametrize("half_way", [False, True])
+@pytest.mark.parametrize("options", [{}, KEEPS_LOSSES], ids=["plain", "float8 on the wire"])
+def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(
+    options: dict[str, Any], half_way: bool
+) -> None:
+    same_on(2, exception_in_the_step, Setup(options=options), half_way)
 
 
 def refusals() -> None:
@@ -479,8 +493,8 @@ def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None
 # -- trust --------------------------------------------------------------------------------------------------
 
 
-def verified(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup(dropout=0.3))
+def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
+    model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     settings = {} if graphed is eager else {"verify": 2, "replay_twice_every": 2}
 
@@ -495,8 +509,9 @@ def verified(graphed: Callable[..., Any]) -> list[Any]:
     return [step(batch(number)).item() for number in range(9)] + weights(model)
 
 
-def test_looking_again_changes_nothing() -> None:
-    same_on(2, verified)
+@pytest.mark.parametrize("options", [{}, KEEPS_LOSSES], ids=["plain", "float8 on the wire"])
+def test_looking_again_changes_nothing(options: dict[str, Any]) -> None:
+    same_on(2, verified, Setup(dropout=0.3, options=options))
 
 
 class Counter(shardgrad.graphs.Capturable):

@@ -90,16 +90,26 @@ CASES: dict[str, Scenario] = {
     "low precision": _case(low_precision=True),
     "low precision in one stream": _in_one_stream(low_precision=True),
     "low precision, two ranks": _case(ranks=2, low_precision=True),
-    "narrow on the wire, two ranks": _case(ranks=2, narrow=True),
+    "narrow on the wire, two ranks": _case(ranks=2, wire="bfloat16"),
     "narrow on the wire, reduced at the end": _case(
-        ranks=2, narrow=True, micro_batches=2, deferred="reduce", low_precision=True
+        ranks=2, wire="bfloat16", micro_batches=2, deferred="reduce", low_precision=True
     ),
-    "narrow on the wire, direct parameters": _case(ranks=2, narrow=True, direct=True, low_precision=True),
+    "narrow on the wire, direct parameters": _case(ranks=2, wire="bfloat16", direct=True, low_precision=True),
     "narrow on the wire, replicas summed after the last micro-batch": _case(
-        ranks=4, replicas=2, narrow=True, micro_batches=2, deferred="all-reduce"
+        ranks=4, replicas=2, wire="bfloat16", micro_batches=2, deferred="all-reduce"
     ),
-    "narrow on the wire, four replicas": _case(ranks=4, replicas=4, narrow=True),
-    "narrow on the wire, both axes": _case(ranks=4, replicas=2, stage="hfsdp", narrow=True),
+    "narrow on the wire, four replicas": _case(ranks=4, replicas=4, wire="bfloat16"),
+    "narrow on the wire, both axes": _case(ranks=4, replicas=2, stage="hfsdp", wire="bfloat16"),
+    "float8 on the wire": _case(
+        ranks=2, wire="float8_e4m3fn", micro_batches=2, overlapped=True, reshard=True
+    ),
+    "float8 on the wire, a backward that fails": _with(
+        _in_one_stream(ranks=2, wire="float8_e4m3fn"), {1: {"fails": True}}
+    ),
+    "float8 on the wire, four replicas, reduced at the end": _case(
+        ranks=4, replicas=4, wire="float8_e4m3fn", micro_batches=2, deferred="reduce"
+    ),
+    "float8 on the wire, both axes": _case(ranks=4, replicas=2, stage="hfsdp", wire="float8_e4m3fn"),
     "tied weights": _case(tied=True),
     "tied weights, two ranks": _case(ranks=2, tied=True),
     "unused parameters": _case(unused=True),

@@ -311,8 +311,8 @@ def _sharded(model: Model, streams: Streams) -> tuple[Net, list[Tensor]]:
     options["zero_stage"] = model.stage
     if policy is not None:
         options["mp_policy"] = policy
-    if model.narrow:
-        options["gradient_policy"] = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
+    if model.wire:
+        options["gradient_policy"] = shardgrad.GradientPolicy(wire_dtype=getattr(torch, model.wire))
     for place, layer in zip(born, net.layers, strict=False):
         streams.call(place, lambda layer=layer: layer.to(device.NAME))
     net.tie()  # moving to another kind of device makes new parameters
@@ -461,7 +461,7 @@ def require_right(scenario: Scenario, outcome: Outcome) -> None:
     right, ours = expected(scenario.model, *steps), outcome.losses[: len(plans)]
     # Float32: sums in another order, a few roundings of 6e-8 in each step, which Adam's division by the root
     # of a small square enlarges. Bfloat16, of weights or on the wire: a rounding is 4e-3.
-    is_low = scenario.model.low_precision or scenario.model.narrow
+    is_low = bool(scenario.model.low_precision or scenario.model.wire)
     tolerance = 5e-2 if is_low else 1e-4
     if torch.allclose(ours, right, rtol=tolerance, atol=tolerance):
         return

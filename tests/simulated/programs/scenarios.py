@@ -91,7 +91,7 @@ class Model:
         overlapped: `set_is_last_backward(False)` for all micro-batches but the last.
         moves: the second micro-batch runs units and their branches in other streams.
         low_precision: bfloat16 parameters in forward, float32 reductions.
-        narrow: gradients travel in bfloat16.
+        wire: dtype that gradients travel in, "" for the reduce dtype.
         tied: the first and the last unit share a weight, which goes up to the root.
         unused: every unit has a parameter that nobody uses.
         frozen: the first branch of every unit does not train.
@@ -126,7 +126,7 @@ class Model:
     overlapped: bool = False
     moves: bool = False
     low_precision: bool = False
-    narrow: bool = False
+    wire: str = ""
     tied: bool = False
     unused: bool = False
     frozen: bool = False
