@@ -199,6 +199,15 @@ def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: 
     assert names == [transfer.name for transfer in transfers(rehearsal_of())]
 
 
+def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
+    counts = []
+    for outer in (4, 256):
+        with mock.patch.object(world, "_view", wraps=world._view) as view:
+            rehearse(TINY.but(mesh=f"{outer}x2", ranks=outer * 2, stage="hfsdp"))
+        counts.append(view.call_count)
+    assert counts[0] == counts[1]
+
+
 # -- the clock ------------------------------------------------------------------------------------------
 
 
