@@ -1,9 +1,9 @@
 """Sharding over both axes of a mesh, with messages that go over one axis at a time (HFSDP).
 
 [Note: Two levels]
-Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between machines,
-*inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk `r * S + s`. What
-the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
+Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between
+machines, *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk
+`r * S + s`. What the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
 
     all-gather:      outer once after each optimizer step, into the inner shard, which is kept;
                      inner in every forward and backward, from inner shards to unsharded parameters
@@ -138,12 +138,12 @@ class OuterReduceScatter:
             cut = flat.split(inner * shard_numel) if flat.numel() else ()
             parts += [*cut, *[flat[:0]] * (outer - len(cut))]
         if self._places is None or self._places[0] is not table:
-            places = [
-                (min(max(numel - r * inner * shard_numel, 0), inner * shard_numel), shard_numel)
-                + (span, offset + r * chunk_numel, unsharded)
-                for numel, shard_numel, span, offset, unsharded in shapes
-                for r in range(outer)
-            ]
+            places = []
+            for numel, shard_numel, span, offset, unsharded in shapes:
+                step = inner * shard_numel
+                for r in range(outer):
+                    length = min(max(numel - r * step, 0), step)
+                    places.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
             self._places = table, torch.tensor(places, dtype=torch.int64, device="cpu")
         return parts, self._places[1], outer * chunk_numel
 

@@ -33,7 +33,7 @@ from shardgrad.plan.planning import Plan, make_plan, plan_of
 from shardgrad.plan.recording import Change, Event, Kernel, Marked, Transfer, Waited
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.repeats import key_of
-from shardgrad.plan.request import Request
+from shardgrad.plan.request import Request, parts_of_preset
 from shardgrad.plan.search import Setting, search
 from shardgrad.plan.timeline import play
 from shardgrad.train.failure import UsageError
@@ -441,6 +441,15 @@ def test_advice_rehearses_nothing_whose_states_alone_are_too_large() -> None:
     for change in _changes(tight):
         hopeless = is_hopeless(tight.request.but(**change.fields), change.machine, tight.parameters)
         assert hopeless == (change.fields.get("mesh") == "8x2"), change.option
+
+
+def test_the_classes_that_can_be_units_are_known_without_building_a_preset() -> None:
+    assert list(parts_of_preset("8b")) == build_plan_model(TINY).parts_of_blocks()
+    small = TransformerConfig(width=64, layers=2, heads=2, kv_heads=2, hidden=64)
+    config = MoeConfig(small, dense_layers=1, experts=4, expert_hidden=32, top_k=1, groups=2)
+    with mock.patch.dict(MOE_PRESETS, {"moe-670b": config}):
+        built = build_plan_model(TINY.but(preset="moe-670b"))
+    assert list(parts_of_preset("moe-670b")) == built.parts_of_blocks()
 
 
 def test_experts_leave_no_rank_without_rows() -> None:
