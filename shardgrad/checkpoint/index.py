@@ -173,14 +173,16 @@ def _refuse_other_version(raw: Any) -> None:
     """Raises the error for an index of another version of the format, whatever else is in it."""
     version = raw.get("version") if isinstance(raw, dict) and raw.get("format") == _FORMAT else _VERSION
     if type(version) is int and version != _VERSION:
-        age = "a newer" if version > _VERSION else "an older"
+        convert = (
+            "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights --to torch`"
+        )
+        is_newer = version > _VERSION
         raise CheckpointVersionError(
-            f"the checkpoint was written by {age} shardgrad",
+            f"the checkpoint was written by {'a newer' if is_newer else 'an older'} shardgrad",
             expected=f"version {_VERSION} of the format",
             got=f"version {printable(version)}",
             where="index.json",
-            fix="the shardgrad that wrote it, with `shardgrad checkpoint convert PATH weights --to torch`; "
-            "or a newer one here",
+            fix=f"pip install --upgrade shardgrad, or {convert}" if is_newer else convert,
         )
 
 

@@ -46,10 +46,11 @@ def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
 def _for_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
     """Refuses a path where no checkpoint can be written, before PyTorch is imported."""
     try:
-        others = (os.listdir(path) or _PARTS) if path.is_dir() else [path.name] if path.exists() else _PARTS
-        if not any(fnmatch(name, part) for name in others for part in _PARTS):
+        names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
+        if names and "complete" not in names:
             raise click.BadParameter(
-                f"{path} is not a checkpoint, and would be replaced by one: choose another name."
+                f"{path} is not a checkpoint of shardgrad, and would be replaced: choose another name, or "
+                "remove what is there."
             )
         with tempfile.TemporaryDirectory(dir=path.absolute().parent):
             pass

@@ -84,7 +84,9 @@ def _require_writable(folder: Path) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"{folder} cannot be written ({reason}): choose another --run-dir.") from error
+        raise UsageError(
+            f"{folder} cannot be written ({reason}): make it writable, or choose another --run-dir."
+        ) from error
 
 
 def _has_checkpoint(folder: str | None) -> bool:

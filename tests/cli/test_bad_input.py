@@ -51,6 +51,7 @@ LINES = [
     *("train --hf llama --override num_hidden_layers=-2", "train --hf gpt2 --override n_embd=wide"),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
+    *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
     *("checkpoint convert ran missing/out --to torch", "checkpoint convert ran /proc/x --to shardgrad"),
     *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
@@ -91,6 +92,8 @@ def in_folder(folder: Path) -> None:
     (folder / "empty.json").write_text('{"traceEvents": []}')
     (folder / "kind.json").write_text('{"model_type": "no-such-type"}')
     (folder / "sizes.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "exported").mkdir()
+    (folder / "exported" / "model.safetensors").touch()
     (folder / "folder").mkdir()
     (folder / "folder" / "notes").touch()
     (folder / "build.py").write_text("number = 3\ndef with_arguments(x): ...\n")

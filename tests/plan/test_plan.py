@@ -547,6 +547,19 @@ def test_a_measurement_on_this_machine_scales_the_plan() -> None:
     assert plan.step_range_s == (plan.step_s, plan.step_s)
 
 
+def test_the_scale_of_a_measurement_is_the_median_over_the_roofline() -> None:
+    request = TINY.but(on_host=True, precision="fp32", ranks=2, override={"layers": 1})
+    part = request.but(blocks=1)
+    with (
+        mock.patch("shardgrad.plan.measuring._part_of", return_value=(part, 0.25)),
+        mock.patch("shardgrad.plan.measuring._times", return_value=[0.5, 0.25, 8.0, 0.75, 0.5]),
+    ):
+        measured = measure(request, machine_of("cpu"))
+    assert measured.scale == 2
+    assert "in 500.0 ms" in measured.sentence
+    assert "2.00 times the roofline's" in measured.sentence
+
+
 def test_a_measured_step_adds_to_no_gradient_of_the_one_before() -> None:
     part = TINY.but(on_host=True, precision="fp32", ranks=1, blocks=1)
     plan_model = build_plan_model(part)

@@ -75,7 +75,7 @@ def test_another_version_of_the_format_is_no_damage(tmp_path: Path) -> None:
         index = (folder / "index.json").read_bytes().replace(b'"version":1', b'"version":2')
         (folder / "index.json").write_bytes(index)
         (folder / "complete").write_text(marker_of(index))
-    assert "the shardgrad that wrote it" in advice(tmp_path)
+    assert "pip install --upgrade shardgrad, or convert it with the one that wrote it" in advice(tmp_path)
 
 
 def test_checkpoints_that_take_long_to_read_are_left_to_the_command_that_verifies(

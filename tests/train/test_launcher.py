@@ -60,7 +60,7 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
     monkeypatch.setattr("shardgrad.train.launch.run_rank", None)
     for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
         job = prepare({"run_dir": folder}, resume=None, debug=False)
-        with pytest.raises(UsageError, match=f"{folder} cannot be written .*: choose another --run-dir"):
+        with pytest.raises(UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"):
             start(job)
 
 
