@@ -14,6 +14,7 @@ __all__ = [
     "CaptureError",
     "CheckpointError",
     "CheckpointSaveError",
+    "CheckpointVersionError",
     "CollectiveError",
     "ContainerError",
     "CustomCommError",
@@ -207,6 +208,10 @@ class CheckpointError(ShardgradError, RuntimeError, ValueError):
 
 class CheckpointSaveError(ShardgradError, RuntimeError):
     """A checkpoint could not be written; those written before are untouched."""
+
+
+class CheckpointVersionError(CheckpointError):
+    """A checkpoint that another version of shardgrad wrote, in a format that this one does not read."""
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):

@@ -28,7 +28,7 @@ import torch
 from shardgrad.checkpoint.boxes import Box, tile
 from shardgrad.checkpoint.text import printable
 from shardgrad.checkpoint.tree import Value
-from shardgrad.errors import CheckpointError
+from shardgrad.errors import CheckpointError, CheckpointVersionError
 
 __all__ = [
     "BLOCK_NBYTES",
@@ -133,12 +133,14 @@ class Index:
         """Parses and validates the text of `index.json`.
 
         Raises:
-            CheckpointError: the text is malformed or inconsistent.
+            CheckpointError: the text is malformed or inconsistent, or (`CheckpointVersionError`) of another
+                version of the format.
         """
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise _malformed("index.json", "JSON", printable(error)) from None
+        _refuse_other_version(raw)
         head = _table(raw, "index.json", {"format", "version", "byte_order", "block", *_BODY})
         expected = {
             "format": _FORMAT,
@@ -165,6 +167,23 @@ class Index:
 
 
 _BODY = ("files", "values", "tensors")
+
+
+def _refuse_other_version(raw: Any) -> None:
+    """Raises the error for an index of another version of the format, whatever else is in it."""
+    version = raw.get("version") if isinstance(raw, dict) and raw.get("format") == _FORMAT else _VERSION
+    if type(version) is int and version != _VERSION:
+        convert = (
+            "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights --to torch`"
+        )
+        is_newer = version > _VERSION
+        raise CheckpointVersionError(
+            f"the checkpoint was written by {'a newer' if is_newer else 'an older'} shardgrad",
+            expected=f"version {_VERSION} of the format",
+            got=f"version {printable(version)}",
+            where="index.json",
+            fix=f"pip install --upgrade shardgrad, or {convert}" if is_newer else convert,
+        )
 
 
 def _files(raw: Any) -> list[tuple[str, int]]:

@@ -10,13 +10,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
-from shardgrad.errors import CheckpointError, CheckpointSaveError, ShardgradError
+from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError, ShardgradError
 
 __all__ = ["Peers"]
 
 _Result = TypeVar("_Result")
 _ERRORS: dict[str, type[ShardgradError]] = {
-    error.__name__: error for error in (CheckpointError, CheckpointSaveError)
+    error.__name__: error for error in (CheckpointError, CheckpointSaveError, CheckpointVersionError)
 }
 
 

@@ -35,8 +35,8 @@ class Series:
         keep: number of checkpoints to keep.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path | str, *, keep: int = 2) -> None:
+        self._folder = Path(folder)
         self._keep = keep
         self._lock: FileLock | None = None
         self._published: set[int] = set()

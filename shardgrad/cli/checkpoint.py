@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -39,6 +40,23 @@ def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
         raise click.BadParameter(f"{path} cannot be read ({error.strerror}): correct the path.") from error
     if not any(fnmatch(name, part) for name in names for part in _PARTS):
         raise click.BadParameter(f"There is no checkpoint in {path}: correct the path.")
+    return path
+
+
+def _for_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
+    """Refuses a path where no checkpoint can be written, before PyTorch is imported."""
+    try:
+        names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
+        if names and "complete" not in names:
+            raise click.BadParameter(
+                f"{path} is not a checkpoint of shardgrad, and would be replaced: choose another name, or "
+                "remove what is there."
+            )
+        with tempfile.TemporaryDirectory(dir=path.absolute().parent):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise click.BadParameter(f"{path} cannot be written ({reason}): choose another path.") from error
     return path
 
 
@@ -96,7 +114,7 @@ def inspect(path: Path, everything: bool) -> None:
     cls=Command, examples=["shardgrad checkpoint convert runs/first weights --to safetensors --only model"]
 )
 @_PATH
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=click.Path(path_type=Path), callback=_for_checkpoint)
 @click.option(
     "--to",
     type=click.Choice(_FORMATS),

@@ -232,8 +232,10 @@ def _plan(
     **options: Any,
 ) -> None:
     from shardgrad.function_named import function_named
+    from shardgrad.plan.hardware import require_same_kind
     from shardgrad.plan.request import require_share
-    from shardgrad.train.model_types import require_model_type
+    from shardgrad.train.accelerators import may_see_accelerator
+    from shardgrad.train.model_types import require_fitting_sizes, require_model_type
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
@@ -244,12 +246,15 @@ def _plan(
             _check_file(flag, path)
     if request.hf is not None:
         require_model_type(request.hf)
+        require_fitting_sizes(request.hf, request.override)
     if request.model is not None:
         function_named(request.model, flag="--model")
     if trace is not None and request.on_host:
         raise click.UsageError("A trace of a plan is of an accelerator: choose another --device.")
     if tokens_per_step is not None:
         require_share(request, tokens_per_step)
+    if is_measured and not may_see_accelerator():
+        require_same_kind(machine, None)
     _check_preset(request)
 
     import json
@@ -332,15 +337,18 @@ def _check_file(flag: str, path: Path) -> None:
 
 
 def _check_preset(request: Request) -> None:
-    from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS
+    from shardgrad.plan.request import DENSE_PRESETS, PLAN_PRESETS, parts_of_preset, require_units
     from shardgrad.train.failure import UsageError
     from shardgrad.train.presets import suggestion, transformer_config
 
-    if request.hf is None and request.model is None and request.preset not in PLAN_PRESETS:
+    if request.hf is not None or request.model is not None:
+        return
+    if request.preset not in PLAN_PRESETS:
         known = suggestion(request.preset, list(PLAN_PRESETS))
         raise UsageError(f"There is no preset {request.preset!r}: {known}")
-    if request.hf is None and request.model is None and request.preset in DENSE_PRESETS:
+    if request.preset in DENSE_PRESETS:
         transformer_config(request.preset, request.override, presets=DENSE_PRESETS)
+    require_units(request.units, parts_of_preset(request.preset))
 
 
 def _asked(options: dict[str, Any]) -> tuple[Request, Machine, Calibration]:

@@ -2,9 +2,8 @@
 
 [Note: Two levels]
 Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between
-machines,
-*inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk `r * S + s`. What
-the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
+machines, *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk
+`r * S + s`. What the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
 
     all-gather:      outer once after each optimizer step, into the inner shard, which is kept;
                      inner in every forward and backward, from inner shards to unsharded parameters
@@ -135,22 +134,26 @@ class OuterReduceScatter:
         consecutive chunks of all ranks, and comes to lie one in each inner shard.
         """
         outer, inner = self._levels.outer.size(), self._levels.inner.size()
+        shapes = table.tolist()
         parts: list[torch.Tensor] = []
-        places = []
-        for grad, (numel, shard_numel, *rest) in zip(rows, table.tolist(), strict=True):
-            flat, step = grad.view(-1), inner * shard_numel
-            span, offset, unsharded = rest
-            for r in range(outer):
-                length = min(max(numel - r * step, 0), step)
-                parts.append(flat.narrow(0, r * step, length) if length and flat.numel() else flat[:0])
-                places.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
+        for grad, (_, shard_numel, *_) in zip(rows, shapes, strict=True):
+            flat = grad.view(-1)
+            cut = flat.split(inner * shard_numel) if flat.numel() else ()
+            parts += [*cut, *[flat[:0]] * (outer - len(cut))]
         if self._places is None or self._places[0] is not table:
+            places = []
+            for numel, shard_numel, span, offset, unsharded in shapes:
+                step = inner * shard_numel
+                for r in range(outer):
+                    length = min(max(numel - r * step, 0), step)
+                    places.append((length, shard_numel, span, offset + r * chunk_numel, unsharded))
             self._places = table, torch.tensor(places, dtype=torch.int64, device="cpu")
         return parts, self._places[1], outer * chunk_numel
 
     def result(self, summed: torch.Tensor) -> torch.Tensor:
         """Returns this rank's chunk of an inner shard."""
-        return summed.chunk(self._levels.outer.size())[self._levels.outer.rank()]
+        numel = summed.numel() // self._levels.outer.size()
+        return summed.narrow(0, self._levels.outer.rank() * numel, numel)
 
     def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext) -> Work:
         """Starts a reduce-scatter over the outer axis.

@@ -15,7 +15,7 @@ from shardgrad.plan.request import MOST_RANKS, require_range
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import suggestion
 
-__all__ = ["DEVICES", "LINKS", "NETWORKS", "Device", "Link", "Machine", "machine_of"]
+__all__ = ["DEVICES", "LINKS", "NETWORKS", "Device", "Link", "Machine", "machine_of", "require_same_kind"]
 
 GB, GIB = 1e9, 2**30
 
@@ -297,6 +297,26 @@ def machine_of(
         _look_up(network, NETWORKS, "--network"),
         cards_per_node or devices_per_node,
         launch_s=0.0 if is_graphed else EAGER_LAUNCH_S,
+    )
+
+
+def require_same_kind(machine: Machine, here: str | None) -> None:
+    """Refuses to measure for a machine whose devices are of another kind than this machine's.
+
+    Args:
+        machine: the machine of the plan.
+        here: name of the accelerator of this machine, as PyTorch gives it; None if it has none.
+
+    Raises:
+        UsageError: they are.
+    """
+    wanted = machine.device
+    if wanted.is_synchronous or (here is not None and wanted.name.split("-")[0].upper() in here.upper()):
+        return
+    raise UsageError(
+        f"--measure runs on this machine, which has {here or 'no accelerator'}, and the plan is for "
+        f"{wanted.name}: run it on a machine that has one, plan for --device cpu, or give --mfu or "
+        "--compute-s."
     )
 
 

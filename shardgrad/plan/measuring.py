@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from shardgrad.plan.cost import CostModel, compute_s
-from shardgrad.plan.hardware import Machine
+from shardgrad.plan.hardware import Machine, require_same_kind
 from shardgrad.plan.models import PlanModel, build_plan_model
 from shardgrad.plan.rehearsal import rehearse
 from shardgrad.plan.request import Request
@@ -80,17 +80,13 @@ def measure(request: Request, machine: Machine) -> Measured:
 
 
 def _device_here(machine: Machine) -> torch.device:
-    wanted = machine.device
-    if wanted.is_synchronous:
+    if machine.device.is_synchronous:
         return torch.device("cpu")
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    name = "no accelerator" if here is None else str(torch.get_device_module(here).get_device_name(here))
-    if here is None or wanted.name.split("-")[0].upper() not in name.upper():
-        raise UsageError(
-            f"--measure runs on this machine, which has {name}, and the plan is for {wanted.name}: run it on "
-            "a machine that has one, plan for --device cpu, or give --mfu or --compute-s."
-        )
-    return here
+    require_same_kind(
+        machine, None if here is None else str(torch.get_device_module(here).get_device_name(here))
+    )
+    return here or torch.device("cpu")
 
 
 def _part_of(request: Request, machine: Machine) -> tuple[Request, float]:

@@ -48,6 +48,11 @@ class PlanModel:
         """Returns the blocks with their names in the list."""
         return list(self.module.get_submodule(self.blocks).named_children()) if self.blocks else []
 
+    def parts_of_blocks(self) -> list[str]:
+        """Returns the names of the classes of the blocks' submodules, sorted."""
+        parts = [part for _, block in self.named_blocks() for part in block.modules() if part is not block]
+        return sorted({type(part).__name__ for part in parts})
+
     def alike(self) -> range:
         """Returns the positions of the longest run of blocks that are alike."""
         blocks = self.module.get_submodule(self.blocks) if self.blocks else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -85,7 +86,10 @@ def _describe(values: Sequence[Any], key: list[Hashable]) -> bool:
                 device = value.fake_device
             key += (value.shape, value.stride(), value.dtype, device, isinstance(value, FakeTensor))
         elif isinstance(value, list | tuple):
-            if not _describe(value, key):
+            # The chunks of 16,384 ranks are one tensor as many times; see `_one_piece_for_many`.
+            runs = [list(run) for _, run in groupby(value, id)]
+            key.append(tuple(map(len, runs)))
+            if not _describe([run[0] for run in runs], key):
                 return False
         elif isinstance(value, _PLAIN):
             key.append((type(value), value))  # 1, 1.0 and True are equal

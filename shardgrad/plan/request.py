@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardgrad.train.config import mesh_shape
@@ -17,8 +17,10 @@ __all__ = [
     "PLAN_PRESETS",
     "PRECISIONS",
     "Request",
+    "parts_of_preset",
     "require_range",
     "require_share",
+    "require_units",
 ]
 
 # With presets for plans only. Of the last, `plan/moe.py` has the configuration.
@@ -169,6 +171,23 @@ def require_share(request: Request, tokens_per_step: int) -> int:
             f"in multiples of {share}; try {near}."
         )
     return tokens_per_step // share
+
+
+def require_units(units: Sequence[str], known: Sequence[str]) -> None:
+    """Refuses a class that no submodule of a block is of; `known` are the names of those."""
+    for unit in units:
+        if unit not in known:
+            raise UsageError(
+                f"--unit {unit}: no block has a module of this class; there are {', '.join(known) or 'none'}."
+            )
+
+
+def parts_of_preset(preset: str) -> tuple[str, ...]:
+    """Returns the names of the classes of the submodules of a preset's blocks, sorted."""
+    dense = ("Attention", "FeedForward", "Projection", "RMSNorm")
+    return (
+        dense if preset in DENSE_PRESETS else tuple(sorted((*dense, "ExpertGroup", "Experts", "ModuleList")))
+    )
 
 
 def require_range(flag: str, value: float | None, most: float) -> None:

@@ -15,10 +15,9 @@ from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.unit import units_under
 from shardgrad.plan.models import PlanModel
-from shardgrad.plan.request import Request
+from shardgrad.plan.request import Request, require_units
 from shardgrad.policies import GradientPolicy, MixedPrecisionPolicy
 from shardgrad.sharding.layout import ShardLayout
-from shardgrad.train.failure import UsageError
 from shardgrad.train.recompute import checkpointed
 
 __all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
@@ -48,23 +47,18 @@ def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) 
     Raises:
         UsageError: no module is of a class that was named as a unit.
     """
+    require_units(request.units, plan_model.parts_of_blocks())
     policies = policies_of(request)
     weights = torch.bfloat16 if request.precision == "bf16" else None
-    found: set[str] = set()
     for name, block in plan_model.named_blocks():
         for part in block.modules():
             if part is not block and type(part).__name__ in request.units:
-                found.add(type(part).__name__)
                 _materialise(part, weights)
                 fully_shard(part, mesh=mesh, **policies)
         _materialise(block, weights)
         block = checkpointed(block, request.activation_checkpointing, preserve_rng_state=False)
         plan_model.module.get_submodule(plan_model.blocks).register_module(name, block)
         fully_shard(block, mesh=mesh, **policies)
-    missing = [name for name in request.units if name not in found]
-    if missing:
-        classes = sorted({type(part).__name__ for part in plan_model.module.modules()})
-        raise UsageError(f"--unit {missing[0]}: no block has a module of this class: {', '.join(classes)}.")
     _materialise(plan_model.module, weights)
     fully_shard(plan_model.module, mesh=mesh, **policies)
 

@@ -4,9 +4,8 @@
 Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from such
 tensors alone, are real. The engine's tables are of this kind, and it reads them for its checks. Other tensors
 are fake: shapes without values. Reading a fake value in forward raises an error, since the model would branch
-    on
-it. In the engine's backward and in the optimizer it returns 0, which means: no other rank touched a parameter
-that this rank did not touch, and every parameter has changed.
+on it. In the engine's backward and in the optimizer it returns 0, which means: no other rank touched a
+parameter that this rank did not touch, and every parameter has changed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardgrad.checkpoint import Saving, Series, load, open_checkpoint, save, save_async
 from shardgrad.checkpoint.boxes import Box
 from shardgrad.checkpoint.peers import Peers
-from shardgrad.errors import CheckpointError, CheckpointSaveError
+from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError
 from shardgrad.train.failure import CheckpointUnusable, TrainingError, UsageError
 from shardgrad.train.parallel import World
 from shardgrad.train.sharding import LanguageModel
@@ -152,6 +152,8 @@ class Checkpoints:
 
     def _advice(self, path: Path, error: CheckpointError) -> str:
         """What to do instead of loading a checkpoint: nothing that would load a damaged one."""
+        if isinstance(error, CheckpointVersionError):
+            return error.fix or "use the shardgrad that wrote it"
         older = [other for other in self._series.complete() if other.name < path.name]
         if any(_nbytes(one) > _QUICKLY_READ_NBYTES for one in (path, *older)):
             return self._any_older

@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardgrad.extras import require
+from shardgrad.train.accelerators import require_accelerator
 from shardgrad.train.config import TrainConfig, mesh_shape, read_settings, read_text, resumed
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launcher import (
@@ -22,7 +24,7 @@ from shardgrad.train.launcher import (
     require_room,
     torchrun_world_size,
 )
-from shardgrad.train.model_types import require_model_type
+from shardgrad.train.model_types import require_fitting_sizes, require_model_type
 from shardgrad.train.rank import Job, Report, run_rank
 from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
@@ -62,14 +64,29 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
 def start(job: Job) -> Report:
     """Trains, and returns a report of how the run ended."""
     if torchrun_world_size() is not None:
+        _require_writable(job.folder)
         require_resolvable_master()
         return run_rank(job, init_method="env://")
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a path that no folder can have
         raise UsageError(f"{job.folder} cannot be made ({error}): choose another --run-dir.") from error
+    _require_writable(job.folder)
     ranks = job.config.ranks or _fitting_ranks(job.config)
     return spawn(dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks)
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuses a run folder that cannot be written, or made. Makes none: torchrun's ranks may name several."""
+    try:
+        there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(
+            f"{folder} cannot be written ({reason}): make it writable, or choose another --run-dir."
+        ) from error
 
 
 def _has_checkpoint(folder: str | None) -> bool:
@@ -131,8 +148,11 @@ def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> 
 
 
 def _check_inputs(config: TrainConfig) -> None:
+    if config.device == "accelerator":
+        require_accelerator()
     if config.hf is not None:
         require_model_type(config.hf)
+        require_fitting_sizes(config.hf, config.override)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
     if config.wandb:

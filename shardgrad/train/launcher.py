@@ -8,12 +8,16 @@ from __future__ import annotations
 import os
 import socket
 import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardgrad.train.failure import UsageError
 
 _ORDER = (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
 _LOOK_UP_S = 10.0  # a machine that starts at the same time may get its name late
 _PAUSE_S = 0.5
+_TURN_S = 3.0
 _RANKS_PER_CORE = 16  # more only wait for each other
 _CORRECT = "Correct the launcher, or unset RANK and WORLD_SIZE to start without one."
 
@@ -65,6 +69,17 @@ def torchrun_world_size() -> int | None:
         )
     _number("LOCAL_RANK")
     return _number("WORLD_SIZE")
+
+
+@contextmanager
+def first_rank_speaks() -> Iterator[None]:
+    """Lets the first rank of a machine say what all refuse; a launcher ends the others when it has ended."""
+    try:
+        yield
+    except UsageError:
+        if torchrun_world_size() is not None and _number("LOCAL_RANK") > 0:
+            time.sleep(_TURN_S)
+        raise
 
 
 def is_restarted() -> bool:

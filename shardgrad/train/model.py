@@ -165,8 +165,7 @@ def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed
 
     Each module draws from a generator seeded by `seed` and the module's name in `model`, so the values do not
     depend on the rank, on the number of ranks or on the order of calls: a caller may materialize a block,
-        shard
-    it, and then materialize the next. The global generators are left unchanged.
+    shard it, and then materialize the next. The global generators are left unchanged.
 
     Args:
         model: the whole model.

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardgrad.diagnosis.flight_recorder import recorder
 from shardgrad.diagnosis.hang_watchdog import HangWatchdog, OnStall
 from shardgrad.diagnosis.rank_watch import leave_to_program
+from shardgrad.train.accelerators import NO_ACCELERATOR
 from shardgrad.train.config import TrainConfig, mesh_shape
 from shardgrad.train.failure import UsageError
 from shardgrad.train.heap import keep_freed_memory
@@ -151,7 +152,7 @@ def _choose_device(wish: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator() if present else None
     if accelerator is None:
-        raise UsageError("PyTorch sees no accelerator here: use --device cpu, or install PyTorch for yours.")
+        raise UsageError(NO_ACCELERATOR)
     count = torch.accelerator.device_count()
     if local_rank >= count:
         raise UsageError(f"This machine has {count} accelerators but more ranks: use --ranks {count}.")

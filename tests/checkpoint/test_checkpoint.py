@@ -419,7 +419,6 @@ def changes() -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
     yield "float checksum", piece(4, [1.5])
     yield "value of another type", lambda index: index["values"].update(bad=[1, 2])
     yield "both", lambda index: index["values"].update({"model/weight": 1})
-    yield "other version", lambda index: index.update(version=2)
     yield "boolean version", lambda index: index.update(version=True)
     yield "unknown key", lambda index: index.update(extra=1)
 
@@ -428,6 +427,14 @@ def changes() -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
 def test_an_index_that_lies_is_refused(saved: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     rewrite(saved, change)
     refused(saved, "malformed")
+
+
+@pytest.mark.parametrize(("version", "age"), [(0, "an older"), (2, "a newer"), (10**30, "a newer")])
+def test_a_checkpoint_of_another_version_says_so_whatever_else_is_in_it(
+    saved: Path, version: int, age: str
+) -> None:
+    rewrite(saved, lambda index: index.update(version=version, unknown={}))
+    refused(saved, rf"was written by {age} shardgrad[^?]*version 1 [^?]*version {version}[^?]*convert")
 
 
 @pytest.mark.parametrize("text", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b"9" * 5_000])

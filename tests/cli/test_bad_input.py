@@ -45,6 +45,14 @@ LINES = [
         "plan --measure --mfu 0.4",
         "plan --mfu 0.4 --compute-s 1",
     ),
+    *("plan --unit Nothing", "plan --preset moe-670b --unit Expert", "plan --measure"),
+    *("plan --hf sizes.json", "plan --hf gpt2 --override n_head=5 --override n_embd=768"),
+    *("train --device accelerator", "train --hf sizes.json", "train --hf llama --override vocab_size=17"),
+    *("train --hf llama --override num_hidden_layers=-2", "train --hf gpt2 --override n_embd=wide"),
+    *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
+    *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
+    *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
+    *("checkpoint convert ran missing/out --to torch", "checkpoint convert ran /proc/x --to shardgrad"),
     *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
@@ -61,6 +69,7 @@ LINES = [
         "checkpoint convert missing out --to nothing",
     ),
 ]
+SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
 # Its name is more than a pipe holds.
 LONG_OPERATION = {"ph": "X", "cat": "cpu_op", "name": "x" * 100_000, "pid": 1, "tid": 1, "ts": 0, "dur": 5}
 CALL = """
@@ -82,6 +91,11 @@ def in_folder(folder: Path) -> None:
     (folder / "broken.json").write_text("{")
     (folder / "empty.json").write_text('{"traceEvents": []}')
     (folder / "kind.json").write_text('{"model_type": "no-such-type"}')
+    (folder / "sizes.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "exported").mkdir()
+    (folder / "exported" / "model.safetensors").touch()
+    (folder / "folder").mkdir()
+    (folder / "folder" / "notes").touch()
     (folder / "build.py").write_text("number = 3\ndef with_arguments(x): ...\n")
     (folder / "raises.py").write_text("raise RuntimeError('while it is imported')\n")
     (folder / "exits.py").write_text("raise SystemExit(3)\n")

@@ -183,6 +183,18 @@ def test_a_step_without_a_duration_cannot_be_made_shorter() -> None:
     assert [(saving.change.name, saving.share) for saving in saved] == [("graphed", 0.0)]
 
 
+def test_half_the_bytes_of_a_reduction_take_its_latency_as_before() -> None:
+    """The shortest collective of the link shows it. Gathers, and what is bf16 already, stay as they are."""
+    ops = [
+        Op("r", "24", "reduce-scatter", 100e-6, link="x", dtype="fp32"),
+        Op("g", "20", "all-gather", 4e-6, link="x", dtype="bf16"),
+        Op("r", "24", "reduce-scatter", 100e-6, link="x", dtype="bf16"),
+        Op("r", "25", "all-reduce", 3e-6, link="y", dtype="fp32"),
+    ]
+    changed = changes.half_precision_reductions(ops)
+    assert [op.seconds for op in changed] == pytest.approx([52e-6, 4e-6, 100e-6, 3e-6])
+
+
 def test_collectives_of_one_link_follow_each_other() -> None:
     ops = [
         Op("a", "20", "all-gather", 1.0, link="collectives"),

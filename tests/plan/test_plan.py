@@ -33,7 +33,7 @@ from shardgrad.plan.planning import Plan, make_plan, plan_of
 from shardgrad.plan.recording import Change, Event, Kernel, Marked, Transfer, Waited
 from shardgrad.plan.rehearsal import Rehearsal, rehearse
 from shardgrad.plan.repeats import key_of
-from shardgrad.plan.request import Request
+from shardgrad.plan.request import Request, parts_of_preset
 from shardgrad.plan.search import Setting, search
 from shardgrad.plan.timeline import play
 from shardgrad.train.failure import UsageError
@@ -228,6 +228,15 @@ def test_a_plan_says_the_same_again_in_the_same_process() -> None:
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
     names = [transfer.name for transfer in transfers(rehearsal_of(ranks=ranks)) if " of " in transfer.name]
     assert names == [transfer.name for transfer in transfers(rehearsal_of())]
+
+
+def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
+    counts = []
+    for outer in (4, 256):
+        with mock.patch.object(world, "_view", wraps=world._view) as view:
+            rehearse(TINY.but(mesh=f"{outer}x2", ranks=outer * 2, stage="hfsdp"))
+        counts.append(view.call_count)
+    assert counts[0] == counts[1]
 
 
 # -- the clock ------------------------------------------------------------------------------------------
@@ -465,6 +474,15 @@ def test_advice_rehearses_nothing_whose_states_alone_are_too_large() -> None:
         assert hopeless == (change.fields.get("mesh") == "8x2"), change.option
 
 
+def test_the_classes_that_can_be_units_are_known_without_building_a_preset() -> None:
+    assert list(parts_of_preset("8b")) == build_plan_model(TINY).parts_of_blocks()
+    small = TransformerConfig(width=64, layers=2, heads=2, kv_heads=2, hidden=64)
+    config = MoeConfig(small, dense_layers=1, experts=4, expert_hidden=32, top_k=1, groups=2)
+    with mock.patch.dict(MOE_PRESETS, {"moe-670b": config}):
+        built = build_plan_model(TINY.but(preset="moe-670b"))
+    assert list(parts_of_preset("moe-670b")) == built.parts_of_blocks()
+
+
 def test_experts_leave_no_rank_without_rows() -> None:
     request = Request(
         preset="moe-670b",
@@ -558,6 +576,19 @@ def test_a_measurement_on_this_machine_scales_the_plan() -> None:
     plan = make_plan(request, cpu, Calibration(scale=measured.scale))
     assert plan.compute_scale == measured.scale
     assert plan.step_range_s == (plan.step_s, plan.step_s)
+
+
+def test_the_scale_of_a_measurement_is_the_median_over_the_roofline() -> None:
+    request = TINY.but(on_host=True, precision="fp32", ranks=2, override={"layers": 1})
+    part = request.but(blocks=1)
+    with (
+        mock.patch("shardgrad.plan.measuring._part_of", return_value=(part, 0.25)),
+        mock.patch("shardgrad.plan.measuring._times", return_value=[0.5, 0.25, 8.0, 0.75, 0.5]),
+    ):
+        measured = measure(request, machine_of("cpu"))
+    assert measured.scale == 2
+    assert "in 500.0 ms" in measured.sentence
+    assert "2.00 times the roofline's" in measured.sentence
 
 
 def test_a_measured_step_adds_to_no_gradient_of_the_one_before() -> None:

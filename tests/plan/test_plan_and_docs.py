@@ -41,11 +41,12 @@ def test_the_benchmark_compares_memory_and_time(tmp_path: Path) -> None:
 MOE = ["--preset=moe-670b", "--seq-len=4096", "--unit=ExpertGroup"]
 LARGEST = {
     "70b": ["--preset=70b", "--ranks=16384"],
+    "70b on two levels": ["--preset=70b", "--mesh=2048x8", "--stage=hfsdp"],
     "moe": [*MOE, "--ranks=1024"],
     "wide moe": [*MOE, "--ranks=16384"],
 }
 # Seconds of one core.
-LIMITS_S = {"70b": 30, "moe": 60, "wide moe": 60}
+LIMITS_S = {"70b": 30, "70b on two levels": 30, "moe": 60, "wide moe": 60}
 
 
 @pytest.mark.long

@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shlex
 import sys
 import textwrap
 from pathlib import Path
 
+import click
 import pytest
 
+from benchmarks.__main__ import _RECORDS, BENCHMARKS
+from shardgrad.cli import main
 from tests.support.processes import run
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +104,78 @@ def test_the_readme_example_trains_on_two_ranks_as_printed(tmp_path: Path) -> No
     losses = [float(loss) for loss in printed]
     assert len(losses) == 10, done.stdout
     assert losses[-1] < losses[0]
+
+
+# A command in prose, code or a block, to the end of its line or of what quotes it.
+NAMED_COMMAND = re.compile(r"\bshardgrad ((?:checkpoint )?[a-z]+)((?: +[^\s`;|>#()]+)*)")
+TEXTS = [*PAGES, *(ROOT / "shardgrad").rglob("*.py"), *(ROOT / "examples").rglob("*.*")]
+
+
+def command_named(words: str) -> click.Command | None:
+    command: click.Command | None = main
+    for word in words.split():
+        if not isinstance(command, click.Group):
+            return None
+        command = command.get_command(click.Context(command), word)
+    return None if isinstance(command, click.Group) else command
+
+
+def flags_of(command: click.Command) -> set[str]:
+    params = command.get_params(click.Context(command))
+    return {flag for param in params for flag in (*param.opts, *param.secondary_opts)}
+
+
+def test_options_that_pages_and_messages_name_are_those_of_the_commands() -> None:
+    seen = 0
+    for path in TEXTS:
+        if path == HISTORY:
+            continue
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        text = re.sub(r'make train ARGS="([^"]*)"', r"shardgrad train \1 ;", text)
+        for words, rest in NAMED_COMMAND.findall(text):
+            command = command_named(words)
+            if command is None:  # prose, such as "shardgrad trains"
+                continue
+            named_flags = re.findall(r"(?<=\s)--[a-z][a-z-]*", rest)
+            assert set(named_flags) <= flags_of(command), (path, words, rest)
+            seen += len(named_flags)
+    assert seen > 100
+
+
+def test_commands_in_blocks_of_pages_are_complete() -> None:
+    seen = 0
+    for page in WITH_CODE:
+        for line in "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines():
+            for part in re.split(r"[;>]", line):
+                words = shlex.split(part, comments=True)
+                if words[:1] != ["shardgrad"] and words[1:4] != ["-m", "shardgrad"]:
+                    continue
+                name = " ".join(words[1:3]) if words[1:2] == ["checkpoint"] else words[1]
+                command = command_named(name)
+                assert command is not None, line
+                context = click.Context(command)
+                _, left, _ = command.make_parser(context).parse_args(words[len(name.split()) + 1 :])
+                assert not left, line
+                seen += 1
+    assert seen > 15
+
+
+def test_modules_and_targets_that_commands_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z0-9-]+):", makefile, flags=re.MULTILINE))
+    seen = set()
+    for path in TEXTS:
+        text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+        for module, first in re.findall(
+            r"(?:python|torchrun.*|launch.*) -m ([a-z_.]*[a-z])(?: +([a-z_]+))?", text
+        ):
+            assert importlib.util.find_spec(module) is not None, (path, module)
+            if module == "benchmarks" and first and "`" not in first:
+                assert first in (*BENCHMARKS, *_RECORDS, "all"), (path, first)
+            seen.add(module)
+        for target in re.findall(r"(?:^|`)make ([a-z0-9-]+)(?:`| *$|  | [A-Z])", text, flags=re.MULTILINE):
+            assert target in targets, (path, target)
+    assert {"benchmarks", "shardgrad", "shardgrad.patch"} <= seen
 
 
 def test_files_that_pages_name_exist() -> None:

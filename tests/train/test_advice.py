@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from shardgrad import checkpoint
+from shardgrad.checkpoint.source import marker_of
 from shardgrad.errors import CheckpointError
 from shardgrad.train.checkpoint import Checkpoints
 
@@ -65,6 +66,16 @@ def test_advice_never_names_a_damaged_checkpoint(
     assert "step_000004" not in words
     damage(tmp_path / "step_000002" / name)
     assert advice(tmp_path) == "no older checkpoint is whole, so start the run again, with another --run-dir"
+
+
+def test_another_version_of_the_format_is_no_damage(tmp_path: Path) -> None:
+    for step in (2, 4):
+        folder = tmp_path / f"step_{step:06d}"
+        checkpoint.save({"x": torch.full((64,), float(step)), "n": step}, folder)
+        index = (folder / "index.json").read_bytes().replace(b'"version":1', b'"version":2')
+        (folder / "index.json").write_bytes(index)
+        (folder / "complete").write_text(marker_of(index))
+    assert "pip install --upgrade shardgrad, or convert it with the one that wrote it" in advice(tmp_path)
 
 
 def test_checkpoints_that_take_long_to_read_are_left_to_the_command_that_verifies(

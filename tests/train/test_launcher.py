@@ -13,7 +13,7 @@ import pytest
 
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launch import prepare, start
-from shardgrad.train.launcher import require_resolvable_master, torchrun_world_size
+from shardgrad.train.launcher import first_rank_speaks, require_resolvable_master, torchrun_world_size
 from tests.support.processes import FairClock, run
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +49,33 @@ def test_a_run_folder_that_cannot_be_made_is_named_before_ranks_start(tmp_path: 
     job = prepare({"run_dir": str(tmp_path / "file" / "run")}, resume=None, debug=False)
     with pytest.raises(UsageError, match=r"file/run cannot be made .*: choose another --run-dir"):
         start(job)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs a file system that takes no files")
+def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shardgrad.train.launch.run_rank", None)
+    for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
+        job = prepare({"run_dir": folder}, resume=None, debug=False)
+        with pytest.raises(UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"):
+            start(job)
+
+
+def test_the_first_rank_of_a_machine_is_given_time_to_say_what_all_refuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    for local_rank in (None, "0", "1"):
+        if local_rank is not None:
+            for name, value in (LAUNCHED | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}).items():
+                monkeypatch.setenv(name, value)
+        with pytest.raises(UsageError, match="refused"), first_rank_speaks():
+            raise UsageError("refused")
+        assert len(slept) == (local_rank == "1")
 
 
 def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_started_again(

@@ -1,0 +1,219 @@
+"""The Python examples of tutorials and how-to pages run on two ranks, in the order of the page."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+
+import shardgrad
+from shardgrad.train.model import Transformer, materialise
+from shardgrad.train.presets import TransformerConfig
+from tests.support.ranks import Ranks
+
+DOCS = Path(__file__).parents[2] / "docs"
+SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
+# What a page begins with: a model that it shards, a sharded one, or nothing.
+UNSHARDED = ("compile", "from_ddp", "from_deepspeed", "from_fsdp1", "from_megatron_fsdp", "send_fewer_bytes")
+SHARDED = (
+    *("accumulate_gradients", "check_your_streams", "checkpoints", "explain_a_step"),
+    *("migrate_to_graphed_step", "optimize_and_clip", "ranks_without_a_batch", "read_an_error"),
+)
+WHOLE = ("audit_a_program", "plan_a_run", "tied_weights", "use_muon", "use_a_framework")
+# Blocks that cannot run here, by page and number, and why.
+NOT_HERE = {
+    ("check_your_streams", 1): "a stream of CUDA",
+    ("explain_a_step", 0): "events of CUDA's streams",
+    ("optimize_and_clip", 2): "reads what an earlier version of a program saved",
+}
+
+
+def blocks(page: str) -> list[str]:
+    text = (DOCS / page).with_suffix(".md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+class Model(Transformer):
+    """Has what pages call a model's parts."""
+
+    @property
+    def blocks(self) -> Any:
+        return self.layers
+
+
+class ScalarModel(Model):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens).mean()
+
+
+def built(kind: type[Model] = Model, *, sharded: bool = False) -> Model:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = kind(SIZES)
+    materialise(model, model, device=torch.device("cpu"), seed=0)
+    if sharded:
+        for block in model.layers:
+            shardgrad.fully_shard(block)
+        shardgrad.fully_shard(model)
+    return model
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(256, (2, 8))
+
+
+def surroundings(page: str, folder: str) -> dict[str, Any]:
+    """Returns what a page takes for granted."""
+    names: dict[str, Any] = {"torch": torch, "shardgrad": shardgrad, "F": functional, "folder": folder}
+    if page in UNSHARDED:
+        names["model"] = built(ScalarModel if page == "from_deepspeed" else Model)
+        names |= {"mesh": init_device_mesh("cpu", (2,)), "batches": [tokens() for _ in range(8)]}
+    if page in SHARDED:
+        model = built(sharded=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if page == "migrate_to_graphed_step":
+            optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)  # type: ignore[assignment]
+            for name in ("generator", "critic"):
+                names[name] = shardgrad.fully_shard(torch.nn.Linear(8, 8))
+                names[f"{name}_optimizer"] = shardgrad.optim.AdamW(names[name].parameters(), lr=1e-3)
+
+        def step() -> None:
+            model.loss(tokens(), tokens()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        names |= {
+            **{"model": model, "optimizer": optimizer, "step": step, "batch": tokens()},
+            **{"micro_batches": [tokens() for _ in range(4)], "loader": [(tokens(), tokens())] * 5},
+            "schedule": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        }
+        if page == "checkpoints":
+            step()
+            names["step"] = 3
+    if page == "use_a_framework":
+        names["main"] = lambda: shardgrad.fully_shard(torch.nn.Linear(4, 4))
+    return names
+
+
+def after(page: str, number: int, names: dict[str, Any]) -> None:
+    """Does with a block's functions what the page says of them."""
+    if page == "audit_a_program":
+        *_, step = names["build"]()
+        step(0, [dist.get_rank()])
+    elif page == "plan_a_run":
+        names["MyModel"] = lambda width: torch.nn.Linear(width, 2)
+        model, loss = names["build"]()
+        loss(model, 1, 2).backward()
+    elif page == "checkpoints" and number == 0:
+        assert names["step"] == 3
+        names["folder"] += "/weights"
+    elif page == "compile":
+        names["model"](tokens()).mean().backward()
+    elif page == "migrate_to_graphed_step" and number == 1:
+        names["Average"](names["model"]).update()
+    elif page == "migrate_to_graphed_step" and number == 3:
+        (padded, targets), _ = names["to_a_multiple_of_128"](tokens(), tokens())
+        assert padded.shape == targets.shape == (2, 128)
+    elif page == "migrate_to_graphed_step" and number == 4:
+        for _ in range(4):
+            names["step"](torch.randn(2, 8))
+    elif page == "migrate_to_graphed_step" and number == 5:
+        for _ in range(4):
+            names["step"](tokens(), tokens())
+        names["step"] = lambda: names["model"].loss(tokens(), tokens()).backward()
+
+
+def run_page(page: str) -> None:
+    with tempfile.TemporaryDirectory() as own, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = [own]
+        dist.broadcast_object_list(folder)
+        names = surroundings(page, folder[0])
+        for number, block in enumerate(blocks(f"how_to/{page}")):
+            if (page, number) in NOT_HERE:
+                continue
+            # What a program has in these places is its own.
+            code = re.sub(r"^(model = )?\.\.\..*$", "pass", block, flags=re.MULTILINE)
+            exec(compile(code, f"{page}.md, block {number}", "exec"), names)
+            after(page, number, names)
+        dist.barrier()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param("compile", marks=pytest.mark.long),
+        *sorted({*UNSHARDED, *SHARDED, *WHOLE} - {"compile"}),
+    ],
+)
+def test_the_examples_of_a_page_run(page: str, two_ranks: Ranks) -> None:
+    two_ranks.run(run_page, page)
+
+
+def printed(code: str, names: dict[str, Any]) -> str:
+    """Runs a whole program, but for its last line, which would leave no process group to the next one."""
+    text = io.StringIO()
+    code = code.replace("torch.distributed.destroy_process_group()", "")
+    with contextlib.redirect_stdout(text):
+        exec(compile(code, "tutorial", "exec"), names)
+    return text.getvalue()
+
+
+def calls_of(names: dict[str, Any]) -> list[Callable[[], Any]]:
+    """Returns, for the blocks of the tutorial on graphs that define a step, the calls that it describes."""
+
+    def batch() -> torch.Tensor:
+        return torch.randn(16, 32)
+
+    def plain() -> None:
+        for _ in range(60):
+            names["loss"], names["norm"] = names["step"](batch())
+
+    def listed() -> None:
+        assert set(names["step"]([batch() for _ in range(4)])) == {"loss", "norm"}
+
+    def marked() -> None:
+        for number in range(4):
+            names["step"](batch(), last=number == 3)
+
+    return [plain, listed, marked]
+
+
+def run_tutorials() -> list[str]:
+    os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
+    said = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first, *parts, whole = blocks("tutorials/first_graphed_step")
+        names: dict[str, Any] = {"__name__": "__main__", "losses": []}
+        said.append(printed(first, names))
+        calls = calls_of(names)
+        for part in parts:
+            said.append(printed(part, names))
+            if "def step" in part:
+                calls.pop(0)()
+        said.append(printed(whole, {"__name__": "__main__"}))
+        said += [printed(block, {"__name__": "__main__"}) for block in blocks("tutorials/first_run")[1:]]
+    return said
+
+
+def test_the_programs_of_the_tutorials_run_and_learn(two_ranks: Ranks) -> None:
+    said = two_ranks.run(run_tutorials)[0]
+    for program in (said[0], said[-1]):
+        losses = [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)", program, flags=re.MULTILINE)]
+        assert len(losses) == 4, program
+        assert losses[-1] < losses[0], program
+    assert "60 eager, 0 captured, 0 replayed" in "".join(said)
+    assert "held out" in said[-2]
