@@ -447,26 +447,27 @@ def test_a_unit_that_was_gathered_ahead_and_did_not_run_is_sharded_after_forward
     two_ranks.run(what_was_gathered_ahead_and_not_run_is_dropped, reshard_after_forward)
 
 
-def the_next_unit_is_being_gathered_while_one_computes() -> None:
+def only_the_next_unit_is_being_gathered_while_one_computes() -> None:
     model: Any = SHARDGRAD.shard_tower(tower())
     seen: dict[str, list[bool]] = {"forward": [], "backward": []}
 
-    def look(what: str, at: int) -> None:
-        if 0 <= at < len(model.layers):
-            (group,) = model.layers[at]._unit.groups
-            seen[what].append(group.state is not ParamState.SHARDED)
+    def look(what: str, *, past: int, ahead: int) -> None:
+        units = {at: model.layers[at]._unit for at in (past, ahead) if 0 <= at < len(model.layers)}
+        if len(units) == 2:
+            has_memory = [units[at].groups[0].state is not ParamState.SHARDED for at in (past, ahead)]
+            seen[what] += has_memory
 
-    for number, layer in enumerate(model.layers):
-        layer.down.register_forward_pre_hook(lambda *_, at=number + 1: look("forward", at))
-        layer.down.register_full_backward_pre_hook(lambda *_, at=number - 1: look("backward", at))
+    for i, layer in enumerate(model.layers):
+        layer.down.register_forward_pre_hook(lambda *_, i=i: look("forward", past=i - 1, ahead=i + 1))
+        layer.down.register_full_backward_pre_hook(lambda *_, i=i: look("backward", past=i + 1, ahead=i - 1))
     for step in range(2):  # in the first one, the engine notes the order
         seen.update(forward=[], backward=[])
         token_loss(model, SHARDGRAD.tokens(step)).backward()
-    assert seen == {"forward": [True] * 2, "backward": [True] * 2}
+    assert seen == {"forward": [False, True], "backward": [False, True]}
 
 
-def test_the_next_unit_is_being_gathered_while_one_computes(two_ranks: Ranks) -> None:
-    two_ranks.run(the_next_unit_is_being_gathered_while_one_computes)
+def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded(two_ranks: Ranks) -> None:
+    two_ranks.run(only_the_next_unit_is_being_gathered_while_one_computes)
 
 
 def test_by_default_the_unit_that_backward_needs_first_stays_whole(two_ranks: Ranks) -> None:

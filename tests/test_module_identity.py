@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
 from shardgrad.errors import DeepcopyError
-from tests.support.parity import SHARDGRAD, WIDTH, Block, Tower, many_small, stack, tower, train
+from tests.support.parity import SHARDGRAD, UNSHARDED, WIDTH, Block, Tower, many_small, stack, tower, train
 from tests.support.ranks import Ranks
 
 
@@ -99,6 +99,33 @@ def a_replaced_parameter_is_taken_over() -> None:
     model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
     model.unshard()
     assert torch.equal(model[0].weight, 2 * plain[0].weight)
+
+
+class Product(nn.Module):
+    """Multiplies by integers, until they are replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(3 * WIDTH).reshape(WIDTH, 3), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.to(x.dtype)
+
+
+def integers_that_become_floats_are_trained() -> None:
+    model = SHARDGRAD.fully_shard(Product())
+    x = SHARDGRAD.inputs(0, WIDTH)
+    assert torch.equal(model(x), Product()(x))
+    model.reshard()
+    model.weight = nn.Parameter(model.weight.detach().float() / 2)
+    model(x).sum().backward()
+    plain = Product().weight.float().div(2).requires_grad_()
+    (UNSHARDED.inputs(0, WIDTH) @ plain).sum().div(dist.get_world_size()).backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.grad)
+
+
+def test_integers_that_are_replaced_by_floats_are_trained(two_ranks: Ranks) -> None:
+    two_ranks.run(integers_that_become_floats_are_trained)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -324,7 +324,7 @@ def _check_file(flag: str, path: Path) -> None:
 
     from shardgrad.train.failure import UsageError
 
-    if path.is_dir() or (flag == "--picture" and path.suffix not in _PICTURES):
+    if flag == "--picture" and path.suffix not in _PICTURES:
         raise UsageError(f"{flag} {path} cannot be written: try a name that ends in .png.")
     is_new = not path.exists()
     try:

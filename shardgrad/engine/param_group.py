@@ -39,6 +39,7 @@ from shardgrad.engine.unsharded import UnshardedMemory, UnshardedParams
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE, GradientPolicy
 from shardgrad.sharding.byte_params import from_bytes, stored_shape, travels_as_bytes
 from shardgrad.sharding.dtensor import in_own_storage
+from shardgrad.sharding.gradient_objects import keep_for_current_stream
 from shardgrad.sharding.layout import ShardLayout, alignment_numel
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
@@ -298,6 +299,7 @@ class ParamGroup:
         for p, new, local, view in zip(self.params, shown, locals_, self.local_views(), strict=True):
             if local.data_ptr() != view.data_ptr() or local.numel() == 0:
                 view.copy_(local)
+                keep_for_current_stream(local)
             p.sharded = new
             p.alias(view)
             p.register(new)

@@ -51,6 +51,7 @@ class RootContext:
         self._position = 0
         self._gathered = 0
         self._backward_order: list[Unit] = []
+        self._order_before = 0  # length of that order when the latest forward began
         # The host has to wait for these before a program may write their shards.
         self._offloaded = [g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded]
 
@@ -69,9 +70,10 @@ class RootContext:
         Streams: later all-gathers start after the current stream, where the optimizer wrote the parameters.
         """
         opens_again = self._forward_root is unit and unit.methods_running > 0
-        if self.scheduler.backward_running or (
-            self._forward_root is unit and not opens_again and not unit.runs_in_itself
-        ):
+        has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
+        if unit is self.root and self._forward_root not in (None, unit):
+            has_failed = True  # that unit was run by itself: the root is inside of none
+        if self.scheduler.backward_running or has_failed:
             self.recover()
         if self._forward_root is not None and not opens_again:
             return args, kwargs
@@ -86,7 +88,7 @@ class RootContext:
                 self.quiesce()
             with span("inputs_to_device", unit.name) if profiler._is_profiler_enabled else NO_SPAN:
                 (args,), (kwargs,) = _to_kwargs(args, kwargs, device, False)
-        self._forward_root, self._position = unit, 0
+        self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
         if not self._order_frozen:
             self._order.clear()
         event, self.post_optim_event = self.post_optim_event, None
@@ -219,6 +221,7 @@ class RootContext:
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
+            del self._backward_order[self._order_before :]  # those before it may have a backward yet
             for unit in self.units:
                 unit.abandon_forward()
         else:
@@ -227,7 +230,8 @@ class RootContext:
             if device.type not in ("cpu", "meta") and not is_capturing(device):
                 wait_for_device(device)  # autograd joins the streams of a backward only at its end
             for unit in self.units:
-                unit.abandon()
+                unit.abandon_forward()
+                unit.finish_backward()
             lost = self.scheduler.abandon_backward(self.grad_groups)
             added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
             warnings.warn(
@@ -243,7 +247,8 @@ class RootContext:
         self.keep_unsharded = False
         self._backward_order.clear()
         for unit in self.units:
-            unit.abandon()
+            unit.abandon_forward()
+            unit.finish_backward()
         self.scheduler.abort(self.grad_groups)
 
     def quiesce(self) -> None:

@@ -207,11 +207,7 @@ class ReductionScheduler:
         self._earlier += other._earlier
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
-        """Takes back a failed backward; returns the names of the units with gradients that are lost.
-
-        What it has sent or added to is lost, the rest is kept.
-        """
-        self._queue.clear()
+        """Takes back a failed backward; returns the units that lose what it has sent or added to."""
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]

@@ -178,6 +178,7 @@ class Unit:
         self._lazy_init = lazy_init
         self.methods_running = 0
         self._outstanding = 0
+        self._outstanding_before = 0  # the latest forward
         self._open = 0  # calls whose backward has begun and not ended; several if a module calls itself
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
@@ -247,7 +248,7 @@ class Unit:
 
     def refresh(self) -> bool:
         """Takes over, before an outermost forward, what changed; True if the current stream wrote shards."""
-        replaced = False
+        replaced, self._outstanding_before = False, self._outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if not group.registration.holds():
                 replaced |= adopt(group)
@@ -457,15 +458,11 @@ class Unit:
             self.reshard()
 
     def abandon_forward(self) -> None:
-        """Forgets a forward that failed: parameters are resharded."""
+        """Forgets a forward that failed, and the calls in it: parameters are resharded."""
+        self._outstanding = min(self._outstanding, self._outstanding_before)
         self._waiting_modules.clear()
         self._running.clear()
         self.reshard(drop_kept=True)
-
-    def abandon(self) -> None:
-        """Forgets a backward that failed, or a forward as well."""
-        self.finish_backward()
-        self.abandon_forward()
 
 
 class _InputsWatch(torch.autograd.Function):

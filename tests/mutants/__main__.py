@@ -97,6 +97,7 @@ def try_(
         chosen = [each for each in chosen if each.name in before and not before[each.name].noticed_by]
     verdicts = [before[each.name] for each in chosen if each.name in before] if resume else []
     left = [each for each in chosen if not (resume and each.name in before)]
+    resumed = len(verdicts)
     began_s = time.monotonic()
     preload()
     control(left, seed=seed, is_whole=draw is None)
@@ -104,7 +105,7 @@ def try_(
         verdicts.append(verdict)
         click.echo(verdict)
     wall_s = time.monotonic() - began_s
-    click.echo(report(verdicts, wall_s=wall_s, out=out, is_whole=draw is None and not only))
+    click.echo(report(verdicts, wall_s=wall_s, out=out, is_whole=draw is None and not only, resumed=resumed))
     if any(not verdict.noticed_by for verdict in verdicts):
         sys.exit(1)
 

@@ -166,15 +166,17 @@ def latest() -> dict[str, Verdict]:
     return {verdict.name: verdict for verdict in verdicts}
 
 
-def report(verdicts: Sequence[Verdict], *, wall_s: float, out: Path | None, is_whole: bool) -> str:
-    """Returns the shares by folder; records them."""
+def report(
+    verdicts: Sequence[Verdict], *, wall_s: float, out: Path | None, is_whole: bool, resumed: int
+) -> str:
+    """Returns the shares by folder; records them. `resumed` of the verdicts are of earlier runs."""
     by_room: dict[str, list[bool]] = {}
     for verdict in verdicts:
         by_room.setdefault(verdict.room, []).append(bool(verdict.noticed_by))
     rows = {room: (sum(found), len(found)) for room, found in sorted(by_room.items())}
     noticed, tried = sum(row[0] for row in rows.values()), sum(row[1] for row in rows.values())
     if out is not None:
-        _record(out, rows, verdicts, wall_s=wall_s, is_whole=is_whole)
+        _record(out, rows, verdicts, wall_s=wall_s, config={"whole": is_whole, "resumed": resumed})
     width = max([5, *map(len, rows)])
     table = [f"{room:<{width}} {part:4} of {of:4}  {part / of:6.1%}" for room, (part, of) in rows.items()]
     total = f"{'all':<{width}} {noticed:4} of {tried:4}  {noticed / max(1, tried):6.1%}   in {wall_s:.0f} s"
@@ -185,7 +187,12 @@ def report(verdicts: Sequence[Verdict], *, wall_s: float, out: Path | None, is_w
 
 
 def _record(
-    out: Path, rows: dict[str, tuple[int, int]], verdicts: Sequence[Verdict], *, wall_s: float, is_whole: bool
+    out: Path,
+    rows: dict[str, tuple[int, int]],
+    verdicts: Sequence[Verdict],
+    *,
+    wall_s: float,
+    config: dict[str, bool | int],
 ) -> None:
     from benchmarks.records import append, environment, make_record
 
@@ -196,7 +203,7 @@ def _record(
         make_record(
             "mutants",
             environment=environment(),
-            config={"whole": is_whole, "lists": str(HERE.relative_to(ROOT))},
+            config={**config, "lists": str(HERE.relative_to(ROOT))},
             samples={
                 "wall_s": wall_s,
                 "noticed_by": {verdict.name: verdict.noticed_by for verdict in verdicts},

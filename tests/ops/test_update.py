@@ -166,12 +166,13 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
     ):
         if param == torch.float32 and master is not None:
             continue
-        exact = None if master is None else params.to(master if master.is_floating_point else torch.int16)
+        exact = None if master is None else params.clone()
         if master == torch.int16:
             exact = torch.zeros(params.shape, dtype=torch.int16)
         s = replace(
-            Segment.of((1,), taken=0), param=params.to(param), grad=grads, first=torch.zeros_like(params),
-            second=torch.zeros_like(params), master=exact, rows=rows, tiles=tiles,
+            Segment.of((1,), taken=0), param=params.to(param, copy=True), grad=grads,
+            first=torch.zeros_like(params), second=torch.zeros_like(params), master=exact,
+            rows=rows, tiles=tiles,
         )  # fmt: skip
         other = s.clone()
         for is_stochastic in (False, True):
@@ -424,6 +425,45 @@ def test_each_parameter_counts_its_own_steps(backend: str) -> None:
         s.touched[2] = step % 2
         run_adam(backend, s.with_gradients(step))
     assert s.steps.tolist() == [4, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "ours", "cls", "keywords"),
+    [adam_like(torch.optim.AdamW, weight_decay=0.1), sgd_like(momentum=0.9, dampening=0.3)],
+    ids=["adam", "sgd"],
+)
+def test_each_parameter_is_moved_as_far_as_its_own_steps_say(
+    backend: str, rule: str, values: Any, ours: Any, cls: Any, keywords: Any
+) -> None:
+    s = Segment.of((4, 4, 4), param=torch.float64, grad=torch.float64, state=torch.float64, taken=0)
+    theirs = [param.clone().requires_grad_() for param in s.params()]
+    optimizer = cls(theirs, **keywords)
+    for step in range(4):
+        now = s.with_gradients(step)
+        s.touched[2] = step % 2  # of the parameter in the middle
+        for i, (param, grad) in enumerate(zip(theirs, now.grads(), strict=True)):
+            param.grad = None if i == 1 and step % 2 == 0 else grad.clone()
+        optimizer.step()
+        RUN[rule](backend, now, values, **ours)
+    for our, their in zip(s.params(), theirs, strict=True):
+        torch.testing.assert_close(our, their.detach(), rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("rule", "values", "ours", "cls", "keywords"),
+    [adam_like(torch.optim.Adam), sgd_like()],
+    ids=["adam", "sgd"],
+)
+def test_infinite_parameters_that_do_not_decay_stay_as_they_are(
+    backend: str, rule: str, values: Any, ours: Any, cls: Any, keywords: Any
+) -> None:
+    s = Segment.of((4,), taken=0)
+    s.params()[0][:2] = torch.tensor([math.inf, -math.inf])
+    (theirs,) = (param.clone().requires_grad_() for param in s.params())
+    theirs.grad = s.grads()[0].clone()
+    cls([theirs], **keywords).step()
+    RUN[rule](backend, s, values, **ours)
+    torch.testing.assert_close(s.params()[0], theirs.detach())
 
 
 def test_a_segment_without_elements_still_counts_steps(backend: str) -> None:

@@ -652,6 +652,8 @@ def test_a_search_returns_what_fits_fastest_first_with_the_command_that_trains_s
         assert CliRunner().invoke(main, [*command[1:], "--print-config"]).exit_code == 0, command
     layouts = {each.request.mesh for each in found}
     assert layouts & {None, "2x2"}
+    assert len({each.command() for each in found}) == len(found), "each setting is tried once"
+    assert any(each.request.no_sync for each in found), "the fastest reduces once a step"
 
 
 @pytest.mark.parametrize(
@@ -682,11 +684,12 @@ def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> 
 def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> None:
     plan = plan_of([rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1}))], H100)
     assert plan.fits
-    advice = advise(plan, Calibration())
+    advice = advise(plan, Calibration(), most=10)
     speeds = [each.tokens_per_s for each in advice]
-    assert len(speeds) > 1
+    assert len(speeds) > 3
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[-1] > plan.tokens_per_s
+    assert advise(plan, Calibration()) == advice[:3]
 
 
 # -- the command ----------------------------------------------------------------------------------------
@@ -749,6 +752,18 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
     ):
         assert words in " ".join(result.stdout.split()), "wherever a line ends"
     assert result.stdout.count("tokens/s, a rank") == 2, "from the least to the most, and what is likely"
+
+
+def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    with mock.patch("shardgrad.plan.planning.make_plan", side_effect=AssertionError("work was begun")):
+        result = run("--picture", "plan.txt")
+    assert result.exit_code == 2, result.output
+    assert "--picture plan.txt cannot be written: try a name that ends in .png" in result.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_picture_shows_all_memory_to_the_end_and_all_work() -> None:

@@ -408,6 +408,31 @@ def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> N
     same_on(ranks, evaluated_at_rest, setup)
 
 
+def evaluated_with_other_weights(graphed: Callable[..., Any]) -> list[Any]:
+    """Between evaluations, other parameters are assigned, which no address or number of them shows."""
+    model = build(Setup())
+
+    @graphed(model, warmup=2)
+    def evaluate(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return loss_of(model, x)
+
+    seen = []
+    for number in range(10):
+        if number == 5:
+            for block in model:
+                block.first.weight = nn.Parameter(block.first.weight.detach() * 0.5)
+        seen.append(evaluate(batch(number)).item())
+    if isinstance(evaluate, shardgrad.graphs.GraphedStep):
+        assert evaluate.replays >= 4
+        evaluate.close()
+    return seen + weights(model)
+
+
+def test_an_evaluation_in_a_graph_computes_with_parameters_that_were_assigned() -> None:
+    same_on(2, evaluated_with_other_weights)
+
+
 def shapes(graphed: Callable[..., Any]) -> list[Any]:
     model = build(Setup())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardgrad.graphs import GraphedStep
+from shardgrad.train import loop
 from shardgrad.train.checkpoint import TrainState
 from shardgrad.train.config import TrainConfig
 from shardgrad.train.corpus import Sampler
@@ -187,6 +189,48 @@ def test_a_dump_holds_the_first_bad_step(tmp_path: Path) -> None:
         "second": math.inf,
         "third": 2.0,
     }
+
+
+def test_neither_a_validation_nor_a_save_counts_in_the_speed_of_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s = 100.0
+
+    def takes(seconds: float, returned: Any) -> Callable[..., Any]:
+        def work(*_: Any) -> Any:
+            nonlocal now_s
+            now_s += seconds
+            return returned
+
+        return work
+
+    monkeypatch.setattr(loop, "time", SimpleNamespace(perf_counter=lambda: now_s))
+    monkeypatch.setattr(loop, "validation_loss", takes(30.0, 1.0))
+    config, run, display = config_of(), object.__new__(loop.Run), mock.Mock()
+    run.__dict__.update(
+        _config=config,
+        _world=alone(),
+        _state=SimpleNamespace(step=2, model=None),
+        _corpus=mock.Mock(),
+        _checkpoints=mock.Mock(save=takes(50.0, Path("step_000002"))),
+        _display=display,
+        _record=None,
+        _losses=torch.ones(2),
+        _nonfinite=mock.Mock(**{"examine.return_value": None}),
+        _silent_faults=mock.Mock(),
+        _first_step=0,
+        _entropy=5.0,
+        _began_s=now_s,
+        _reported_s=now_s,
+        _unreported_steps=2,
+    )
+    now_s += 4.0  # two steps
+    run._validate()
+    run._save()
+    run._report(result(1.0, 1.0))
+    (metrics,) = display.progress.call_args.args
+    assert metrics.elapsed_s == 84.0
+    assert metrics.tokens_per_s == 2 * config.global_batch(1) * config.seq_len / 4.0
 
 
 def result(loss: float, norm: float, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> StepResult:
