@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("tests", ["test_float8.py", "test_movement.py", "test_norm.py", "test_update.py"])
 def test_the_cuda_kernels_pass_the_tests_of_the_ops(tests: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.on_host", f"tests/ops/{tests}"]
+    command += ["-k", "not on_the_host"]  # the host does not read what lies on a device
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " skipped" not in done.stdout

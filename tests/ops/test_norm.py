@@ -188,9 +188,6 @@ def test_the_python_function_passes_every_argument_on() -> None:
         (lambda a: a.update(out=torch.zeros(3).double()), "out must be float64 with 2 elements"),
         (lambda a: a.update(scratch=torch.zeros(2048).double()), "scratch must be float64 with 2049"),
         (lambda a: a.update(flat=torch.zeros(9).int()), "flat must be float32"),
-        (lambda a: a.update(flat=torch.zeros(9)), "row 1 does not fit"),
-        (lambda a: a.update(touched=torch.ones(1)), "row 0 does not fit"),
-        (lambda a: a.update(tiles=1), "rows have 3 tiles, but tiles says 1"),
         (lambda a: a.update(norm_type=math.nan), "norm_type must be a number"),
         (lambda a: a.update(scale=torch.ones(2)), "scale must be float32 or float64"),
     ],
@@ -198,6 +195,24 @@ def test_the_python_function_passes_every_argument_on() -> None:
 def test_arguments_that_would_leave_their_memory_are_refused(
     backend: str, call: Callable[[dict[str, Any]], None], message: str
 ) -> None:
+    require_refused(backend, call, message)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda a: a.update(flat=torch.zeros(9)), "row 1 does not fit"),
+        (lambda a: a.update(touched=torch.ones(1)), "row 0 does not fit"),
+        (lambda a: a.update(tiles=1), "rows have 3 tiles, but tiles says 1"),
+    ],
+)
+def test_rows_that_would_leave_their_memory_are_refused_where_they_are_on_the_host(
+    backend: str, call: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    require_refused(backend, call, message)
+
+
+def require_refused(backend: str, call: Callable[[dict[str, Any]], None], message: str) -> None:
     names = ("out", "scratch", "flat", "touched", "rows", "tiles", "norm_type", "scale")
     arguments: dict[str, Tensor | float] = dict(zip(names, example_arguments(), strict=True))
     call(arguments)
