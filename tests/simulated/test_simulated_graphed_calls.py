@@ -214,42 +214,6 @@ def test_a_failed_capture_changes_nothing_and_the_loop_goes_on_eagerly(policy: s
     VirtualRanks(1).run(failing_equals_eager, policy)
 
 
-def failing_between_micro_batches(graphed: Callable[..., Any]) -> list[Any]:
-    """A capture fails when a sum waits for its last micro-batch: nothing of it is added to the step's own."""
-    model = build(Setup())
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
-    reads = False
-
-    @graphed(model, optimizer, **({} if graphed is eager else {"on_uncapturable": "eager"}))
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        model.set_requires_gradient_sync(False)
-        loss = loss_of(model, x)
-        loss.backward()
-        if reads and loss.item() > 1e9:
-            raise AssertionError
-        model.set_requires_gradient_sync(True)
-        loss_of(model, y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    seen = []
-    for number in range(10):
-        # With other shapes later: then a capture allocates what the first graph has written.
-        rows, reads = (4, False) if number < 6 else (2, number > 6)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", shardgrad.UncapturableStepWarning)
-            seen.append(step(batch(number, rows), batch(-1 - number, rows)).item())
-    if isinstance(step, shardgrad.graphs.GraphedStep):
-        assert (step.captures, step.replays) == (1, 3)
-        step.close()
-    return seen + weights(model)
-
-
-def test_what_a_failed_capture_has_summed_is_not_a_part_of_the_next_step() -> None:
-    same_on(1, failing_between_micro_batches)
-
-
 def capture_fails_on_rank_1(policy: str) -> str:
     """Returns what the call ended with that rank 1 cannot capture."""
     model = build(Setup())
