@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import processes
 from tests.support.processes import FairClock, communicate, run
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +47,19 @@ def test_time_in_which_a_program_waits_for_a_core_does_not_count_also_in_what_it
         fair_s, wall_s = clock.elapsed_s(), time.monotonic() - began_s
     assert wall_s > 1.0, "it had to share the core"
     assert fair_s < 0.7 * wall_s
+
+
+def test_a_wait_that_the_system_counts_only_when_it_is_over_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, queued_s = 0.0, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(processes, "_queued_s", lambda pid: {pid: queued_s})
+    clock = FairClock()
+    now_s = 20.0
+    assert clock.elapsed_s() == 20.0
+    now_s, queued_s = 30.0, 25.0
+    assert clock.elapsed_s() == 5.0
 
 
 def test_time_in_which_a_program_does_nothing_counts() -> None:

@@ -24,14 +24,12 @@ def _queued_s(pid: int) -> dict[int, float]:
     """Returns for how long threads of a process, and of each below it, were ready and no core was free."""
     found, waiting = {}, [pid]
     while waiting:
-        pid, total_ns = waiting.pop(), 0
-        for thread in Path(f"/proc/{pid}/task").glob("*"):
+        for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
             try:
-                total_ns += int((thread / "schedstat").read_text().split()[1])
+                found[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
                 waiting += map(int, (thread / "children").read_text().split())
             except (OSError, IndexError):  # it ended meanwhile, or this kernel does not count
                 continue
-        found[pid] = total_ns / 1e9
     return found
 
 
@@ -47,20 +45,20 @@ class FairClock:
     def __init__(self, pids: Sequence[int] = ()) -> None:
         self._pids = list(pids) or [os.getpid()]
         self._queued = self._read()
-        self._seen_s = time.monotonic()
-        self._elapsed_s = 0.0
+        self._began_s = time.monotonic()
+        self._waited_s = 0.0
 
     def elapsed_s(self) -> float:
         """Returns the seconds that count."""
-        now_s, queued = time.monotonic(), self._read()
-        waited_s = max((after - self._queued.get(pid, 0.0) for pid, after in queued.items()), default=0.0)
-        passed_s, self._seen_s = now_s - self._seen_s, now_s
-        self._queued = queued
-        self._elapsed_s += max(passed_s - max(waited_s, 0.0), passed_s * _COUNTS_AT_LEAST)
-        return self._elapsed_s
+        queued, passed_s = self._read(), time.monotonic() - self._began_s
+        # Of the whole time: the system counts a wait when it is over, which may be many calls later.
+        waits = (after - self._queued.get(thread, 0.0) for thread, after in queued.items())
+        self._waited_s += max((0.0, *waits))
+        self._queued |= queued
+        return max(passed_s - self._waited_s, passed_s * _COUNTS_AT_LEAST)
 
     def _read(self) -> dict[int, float]:
-        return {pid: queued for root in self._pids for pid, queued in _queued_s(root).items()}
+        return {thread: queued for root in self._pids for thread, queued in _queued_s(root).items()}
 
 
 def communicate(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, str]:
