@@ -63,6 +63,7 @@ DOORS = {
     "integrations/probe.py load": "",
     "train/sinks.py _TensorBoard.__init__": "",
     "train/sinks.py _WeightsAndBiases.__init__": "",
+    "train/accelerators.py may_see_accelerator": "",  # torch's own
     "version.py commit": "",  # written when this package was built
 }
 # Functions that read text that others have read.
