@@ -9,7 +9,7 @@ of NaN, and has no influence on the scale.
 
 What the codes have lost is kept as float8, too, with the same exponent less 4: half a unit of the largest
 code is 16, so 16 times the loss fits. `quantize` adds what is kept of the last message to the next. What is
-lost for good is a sixteenth of a sixteenth: a value arrives, over two messages, to 2**-8 of itself, as it
+not kept either is a sixteenth of a sixteenth: a value arrives, over two messages, to 2**-8 of itself, as it
 would in bfloat16.
 
 A block of zeros is sent as zeros, and what is kept of it stays: a rank without a gradient for a parameter
