@@ -235,7 +235,7 @@ def _plan(
     from shardgrad.plan.hardware import require_same_kind
     from shardgrad.plan.request import require_share
     from shardgrad.train.accelerators import may_see_accelerator
-    from shardgrad.train.model_types import require_fitting_sizes, require_model_type
+    from shardgrad.train.model_types import require_fitting_sizes, require_known_fields, require_model_type
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
@@ -247,6 +247,7 @@ def _plan(
     if request.hf is not None:
         require_model_type(request.hf)
         require_fitting_sizes(request.hf, request.override)
+        require_known_fields(request.hf, request.override)
     if request.model is not None:
         function_named(request.model, flag="--model")
     if trace is not None and request.on_host:

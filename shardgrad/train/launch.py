@@ -24,7 +24,7 @@ from shardgrad.train.launcher import (
     require_room,
     torchrun_world_size,
 )
-from shardgrad.train.model_types import require_fitting_sizes, require_model_type
+from shardgrad.train.model_types import require_fitting_sizes, require_known_fields, require_model_type
 from shardgrad.train.rank import Job, Report, run_rank
 from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
@@ -153,6 +153,7 @@ def _check_inputs(config: TrainConfig) -> None:
     if config.hf is not None:
         require_model_type(config.hf)
         require_fitting_sizes(config.hf, config.override)
+        require_known_fields(config.hf, config.override)
     if config.tensorboard:
         require("tensorboard", feature="--tensorboard")
     if config.wandb:

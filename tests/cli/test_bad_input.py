@@ -49,6 +49,9 @@ LINES = [
     *("plan --hf sizes.json", "plan --hf gpt2 --override n_head=5 --override n_embd=768"),
     *("train --device accelerator", "train --hf sizes.json", "train --hf llama --override vocab_size=17"),
     *("train --hf llama --override num_hidden_layers=-2", "train --hf gpt2 --override n_embd=wide"),
+    *("train --hf llama --override hidden=64", "plan --hf gpt2 --override n_heads=4"),
+    *("train --hf llama --override num_attention_heads=7", "plan --hf qwen3 --override rms_norm_eps=small"),
+    *("plan --hf llama --override hidden_act=3", "train --hf typed.json"),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
     *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
@@ -92,6 +95,7 @@ def in_folder(folder: Path) -> None:
     (folder / "empty.json").write_text('{"traceEvents": []}')
     (folder / "kind.json").write_text('{"model_type": "no-such-type"}')
     (folder / "sizes.json").write_text(json.dumps({"model_type": "llama", **SIZES}))
+    (folder / "typed.json").write_text('{"model_type": "mixtral", "num_local_experts": "eight"}')
     (folder / "exported").mkdir()
     (folder / "exported" / "model.safetensors").touch()
     (folder / "folder").mkdir()

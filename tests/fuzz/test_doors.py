@@ -46,7 +46,9 @@ DOORS = {
     "train/config.py read_settings": "file of settings",
     "train/config.py read_regular": "file of settings",
     "train/config.py read_text": "file of settings",
-    "train/model_types.py require_model_type": "",  # tables of transformers
+    "train/model_types.py _classes_of": "",  # code of transformers
+    "train/model_types.py _tables_of_types": "",  # tables of transformers
+    "train/model_types.py _with_bases": "",  # code of transformers
     "train/model_types.py settings_in": "configuration of transformers",
     "train/corpus.py _read": "text to train on",
     "train/launch.py _step_of_latest": "latest",
