@@ -27,10 +27,10 @@ def worlds() -> Iterator[dict[int, Ranks]]:
 @pytest.fixture
 def two_ranks(worlds: dict[int, Ranks]) -> Ranks:
     """A world of two ranks."""
-    return worlds[2]
+    return worlds[2].renewed()
 
 
 @pytest.fixture
 def four_ranks(worlds: dict[int, Ranks]) -> Ranks:
     """A world of four ranks."""
-    return worlds[4]
+    return worlds[4].renewed()

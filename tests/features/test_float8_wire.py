@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,13 +13,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 import shardgrad
 from shardgrad import GradientPolicy
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.unit import units_under
-from shardgrad.errors import CustomCommError, OptionError, RankDisagreementError
 from shardgrad.features.float8_wire import ErrorFeedback, _quantize, error_feedback_of
 from shardgrad.sharding import zero_copy
 from shardgrad.sharding.layout import ShardLayout
@@ -28,7 +26,6 @@ from tests.features.test_wire_dtype import (
     Case,
     bytes_of_a_backward,
     grads_of_every_rank,
-    refuses,
     sum_in_order,
     whole_gradients,
 )
@@ -43,7 +40,6 @@ from tests.support.parity import (
     stack,
     token_loss,
     tower,
-    train,
 )
 from tests.support.ranks import Ranks
 
@@ -157,18 +153,6 @@ def test_four_ranks_sum_what_was_sent_in_float8_and_send_later_what_that_has_los
     four_ranks: Ranks, name: str
 ) -> None:
     four_ranks.run(gradients_are_right, ON_FOUR[name])
-
-
-def nothing_changes_on_one_rank() -> None:
-    trained = [
-        train(SHARDGRAD, SHARDGRAD.shard_tower(tower(), gradient_policy=policy), micro_batches=2)
-        for policy in (WIRE, GradientPolicy())
-    ]
-    assert_same_bits(*trained)
-
-
-def test_one_rank_sends_nothing_and_loses_nothing(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(nothing_changes_on_one_rank)
 
 
 def hook_sees_float32(replicas: int) -> None:
@@ -477,39 +461,3 @@ def memory_per_element(replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_what_is_kept_is_a_byte_for_each_element_that_is_sent(four_ranks: Ranks, replicas: int) -> None:
     four_ranks.run(memory_per_element, replicas)
-
-
-# -- what is refused ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu])
-def test_other_float8_dtypes_are_refused_by_name(worlds: dict[int, Ranks], dtype: torch.dtype) -> None:
-    says = [f"wire_dtype={dtype}", " GradientPolicy(wire_dtype=torch.float8_e4m3fn)"]
-    worlds[1].run(refuses, OptionError, says, GradientPolicy(wire_dtype=dtype))
-
-
-def test_a_reduce_dtype_that_is_not_float32_is_refused(worlds: dict[int, Ranks]) -> None:
-    says = ["parameter 0.weight", "reduce_dtype=torch.bfloat16", "reduce_dtype=torch.float32"]
-    policy: Any = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=BF16)
-    worlds[1].run(refuses, OptionError, says, WIRE, mp_policy=policy)
-
-
-def own_reduce_scatter() -> None:
-    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=WIRE)
-    with pytest.raises(CustomCommError, match=r"(?s)wire_dtype.*parameter 0.weight"):
-        model.set_custom_reduce_scatter(object())
-
-
-def test_a_reduce_scatter_of_the_program_is_refused(worlds: dict[int, Ranks]) -> None:
-    worlds[1].run(own_reduce_scatter)
-
-
-def ranks_disagree() -> None:
-    policy = WIRE if dist.get_rank() else GradientPolicy(wire_dtype=BF16)
-    model = SHARDGRAD.fully_shard(stack(4, 4), gradient_policy=policy)
-    with pytest.raises(RankDisagreementError, match="wire_dtype"):
-        model(torch.ones(2, 4))
-
-
-def test_ranks_with_different_wire_dtypes_are_told(two_ranks: Ranks) -> None:
-    two_ranks.run(ranks_disagree)

@@ -1,7 +1,8 @@
 """Running a function on every rank of a small world, within a time limit.
 
-Workers start once for each world size and serve every test: they keep what torch has imported, compiled and
-cached. A test that fails, or breaks the process group, leaves workers behind that are replaced.
+Workers start once for each world size and serve many tests: they keep what torch has imported, compiled and
+cached. They are replaced after a test that fails or breaks the process group, and once too many process
+groups were left behind.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from tests.support.processes import CONTEXT, FairClock
 # Longer than the limit of a test, which ends ranks that hang: this one counts the time that a rank waits for
 # one that has no core.
 COLLECTIVE_TIMEOUT_S = 300.0
+# Process groups that a worker may keep. Each has a thread of gloo that looks for work 100 times a second.
+MOST_GROUPS = 12
 # How long the other ranks may go on after one has raised: they may wait for it in a collective.
 GRACE_S = 5.0
 
@@ -58,9 +61,9 @@ def _serve(
         try:
             torch.manual_seed(0)
             result = getattr(importlib.import_module(module), name)(*args, **kwargs)
-            pipe.send((True, result))
+            pipe.send((True, result, len(dist.distributed_c10d._world.pg_map)))
         except BaseException:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), 0))
 
 
 class Ranks:
@@ -72,6 +75,7 @@ class Ranks:
         self.world_size = world_size
         self._backend = backend
         self._timeout_s = collective_timeout_s
+        self._groups = 0  # that a worker has
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -102,7 +106,13 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._groups = [], [], 0
+
+    def renewed(self) -> Ranks:
+        """Returns these ranks, with other workers if those of before keep many process groups."""
+        if self._groups > MOST_GROUPS:
+            self.stop()
+        return self
 
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, **kwargs: Any
@@ -119,7 +129,7 @@ class Ranks:
         self.start()
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__qualname__, args, kwargs))
-        results: dict[int, tuple[bool, Any]] = {}
+        results: dict[int, tuple[bool, Any, int]] = {}
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         clock, limit_s = FairClock([process.pid for process in self._processes]), timeout_s
         while waiting:
@@ -128,15 +138,16 @@ class Ranks:
                 try:
                     results[rank] = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    results[rank] = (False, "the process died")
+                    results[rank] = (False, "the process died", 0)
                 if not results[rank][0]:
                     limit_s = min(limit_s, clock.elapsed_s() + GRACE_S)
             if waiting and clock.elapsed_s() > limit_s:
                 late = f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another rank"
-                results.update((rank, (False, late)) for rank in waiting.values())
+                results.update((rank, (False, late, 0)) for rank in waiting.values())
                 break
-        failed = {rank: text for rank, (ok, text) in results.items() if not ok}
+        failed = {rank: text for rank, (ok, text, _) in results.items() if not ok}
         if failed:
             self.stop()
             raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
+        self._groups = max(groups for _, _, groups in results.values())
         return [results[rank][1] for rank in range(self.world_size)]
