@@ -16,7 +16,7 @@ from shardgrad.train.failure import UsageError
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
 
 FAKES = "tests.benchmarks.fake_engines:FakeEngine"
-LENGTH = Length(rounds=4, steps=1, warmup=5, answer_s=20.0)
+LENGTH = Length(rounds=4, steps=1, warmup=5)
 TASK = Task()
 
 
