@@ -152,11 +152,12 @@ class AllGather:
             CollectiveError: it failed.
         """
         chunks, *_ = [work.wait() for work in self._works]
+        self._works = []
         self._slot.start_reading(stream)
         return self._source.in_rank_order(chunks)
 
     def release(self, stream: Stream) -> None:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
-        if not self._source.ring.keeps:
-            self._slot.give_back()
+        if self._works or not self._source.ring.keeps:
+            self._slot.give_back(is_written=bool(self._works))  # if it failed, some may be on their way

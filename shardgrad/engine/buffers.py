@@ -101,17 +101,17 @@ class Slot:
             # Their last user may still be at work on this stream, and the first writer on another.
             self._free.record(self._allocated_on)
 
-    def give_back(self, joined: Stream = None) -> None:
+    def give_back(self, joined: Stream = None, *, is_written: bool = False) -> None:
         """Returns what was lent, and gives the bytes back; the slot has none until `reserve`."""
         self.return_lent()
         # Their next user, on the stream they were allocated on, must come after our last one.
         if self.nbytes and (joined is None or joined != self._allocated_on):
             self._free.wait(self._allocated_on)
         self.nbytes = 0
-        if self._allocate is _allocate:
+        if self._allocate is _allocate and not is_written:
             self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
             return
-        self._views.clear()
+        self._views.clear()  # a collective that failed, and may still end and write to them, holds them
         self._sizes.clear()
         self._bytes = self._nothing
 
@@ -125,8 +125,7 @@ class Slot:
                 raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
             with torch.inference_mode(mode=False):
                 whole = self._bytes[begin:end].view(dtype)
-                # One operation, however many ranks there are.
-                parts = whole.split(numel) if whole.numel() else (whole,) * count
+                parts = whole.split(numel) if whole.numel() else (whole,) * count  # one operation
             chunks = self._views[key] = Chunks(whole, parts)
         self._taken += chunks.whole.nbytes
         return chunks

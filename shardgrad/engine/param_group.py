@@ -385,6 +385,7 @@ class ParamGroup:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:
+                self.keeps_memory |= gather.is_zero_copy  # messages may still be on their way into it
                 self._move(_AFTER_CANCEL[self.state])
                 raise
             finally:

@@ -19,6 +19,7 @@ from shardgrad.engine.comm_context import CommContext, SecondStep
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
+from shardgrad.errors import CollectiveError
 
 __all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReductionMemory", "SecondStep"]
 
@@ -185,8 +186,10 @@ class Reduction:
         try:
             for _, _, work in self.works:
                 work.wait()
-        finally:
-            self._finish()
+        except CollectiveError:  # the next one of the group fails as well
+            for slot in self.memory.slots:
+                slot.give_back(is_written=True)
+        self._finish()
         return is_written
 
     def _finish(self) -> None:

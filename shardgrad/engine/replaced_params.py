@@ -32,7 +32,14 @@ def adopt(group: ParamGroup) -> bool:
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
         if group.is_in_use:
-            _refuse_late_extensions(shown, group)
+            names = [p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)]
+            raise ExtensionError(
+                f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",
+                expected="both methods on the local tensor before the first forward of the root, or neither",
+                got="a parameter that already travels in a flat shard",
+                where=f"unit {group.name or 'root'!r}",
+                fix="put the methods there after to_empty() or loading, and before the model first runs",
+            )
         return False
     if any(param.device.type == "meta" for param in shown):
         return False  # half-loaded; `require_data` names the rest if a forward comes too early
@@ -72,17 +79,6 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
             "or remove parameters, before fully_shard",
         )
     return shown  # type: ignore[return-value]
-
-
-def _refuse_late_extensions(shown: list[nn.Parameter], group: ParamGroup) -> None:
-    names = [p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)]
-    raise ExtensionError(
-        f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",
-        expected="both methods on the local tensor before the first forward of the root, or neither",
-        got="a parameter that already travels in a flat shard",
-        where=f"unit {group.name or 'root'!r}",
-        fix="put the methods there after to_empty() or loading, and before the model first runs",
-    )
 
 
 def _validate(shown: list[nn.Parameter], group: ParamGroup) -> None:

@@ -1,0 +1,118 @@
+"""A collective that was given up may still end; what it then writes to is memory that nothing else has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.engine.buffers import Chunks, SlotRing
+from shardgrad.engine.comm_context import CommContext
+from shardgrad.engine.reduction import PartialSum, Reduction, ReductionMemory
+from shardgrad.engine.transports import MessageTag, PendingWork
+from shardgrad.errors import CollectiveError
+from tests.support.parity import SHARDGRAD
+from tests.support.ranks import Ranks
+
+FEW, MANY = 100, 200  # features: room for the one is not enough for the other
+NUMEL = 5000
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Does what the rank watch does about the last collective that this rank has started in a group."""
+    error = CollectiveError("it cannot end", expected="every rank", where="here", fix="go on")
+    recorder.verdict = recorder.group_log(group).recent[-1], error
+
+
+def sevens(nbytes: int) -> list[Tensor]:
+    """Returns tensors of about this size; one of them gets memory of this size that was just freed."""
+    return [torch.full((nbytes,), 7, dtype=torch.uint8) for _ in range(64)]
+
+
+def are_sevens(tensors: Sequence[Tensor]) -> bool:
+    return all(bool((tensor == 7).all()) for tensor in tensors)
+
+
+def an_all_gather_is_given_up() -> None:
+    group = dist.new_group(backend="gloo")
+    store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
+    mesh = DeviceMesh.from_group(group, "cpu")
+    torch.manual_seed(0)
+    layers = few, second, many = [nn.Linear(n, n) for n in (FEW, FEW, MANY)]
+    right = few.weight.detach().clone(), many.weight.detach().clone()
+    model = nn.Sequential(*(SHARDGRAD.fully_shard(layer, mesh=mesh) for layer in layers))
+    SHARDGRAD.fully_shard(model, mesh=mesh).unshard()  # nothing but lazy init
+    if dist.get_rank() == 0:
+        handle = few.unshard(async_op=True)
+        give_up(group)
+        with pytest.raises(CollectiveError, match="cannot end"):
+            handle.wait()
+        handles = [second.unshard(async_op=True), many.unshard(async_op=True)]
+        kept = sevens(4 * FEW * FEW // 2)  # the third one is in the slot of the first, which had to grow
+        store.set(go_on, "")
+        for handle in handles:
+            handle.wait()  # after the first message, in the order in which the other rank sends them
+        assert are_sevens(kept)
+    else:
+        store.wait([go_on])
+        for layer in layers:
+            layer.unshard()
+    assert torch.equal(many.weight, right[1])
+    few.reshard()
+    few.unshard()
+    assert torch.equal(few.weight, right[0])
+
+
+def a_reduction_is_given_up() -> None:
+    group = dist.new_group(backend="gloo")
+    store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
+    comm_ctx, tag = CommContext(torch.device("cpu")), MessageTag.of("reduce-scatter of few", 2)
+    ring = SlotRing(comm_ctx.streams, comm_ctx.device, depth=1, elastic=False)
+    slot = ring.acquire(3 * 4 * NUMEL)
+    send, receive = slot.take(torch.float32, 2, NUMEL), slot.take(torch.float32, 1, NUMEL)
+    send.whole.fill_(1.0)
+    if dist.get_rank() == 1:
+        store.wait([go_on])
+    work = comm_ctx.transport(group).reduce_scatter(send, receive, tag)
+    if dist.get_rank() == 1:
+        work.wait()
+        return
+    memory = ReductionMemory([slot], send.parts[0], Chunks(receive.whole, ()), None)
+    slot.holder = reduction = Reduction(
+        works=[(0, NUMEL, work)],
+        memory=memory,
+        shard=None,
+        touched=(),
+        divisor=2.0,
+        partial=PartialSum(),
+        second=None,
+        tag=tag,
+        hook=None,
+        comm_ctx=comm_ctx,
+        end=None,
+        done=comm_ctx.streams.event(),
+    )
+    give_up(group)
+    with suppress(CollectiveError):
+        reduction.abandon()
+    ring.acquire(2 * slot.nbytes + 4 * NUMEL)
+    kept = sevens(3 * 4 * NUMEL)
+    store.set(go_on, "")
+    assert isinstance(work, PendingWork)
+    assert work._work is not None
+    work._work.wait()
+    assert are_sevens(kept)
+
+
+def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memory(two_ranks: Ranks) -> None:
+    two_ranks.run(an_all_gather_is_given_up)
+
+
+def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(two_ranks: Ranks) -> None:
+    two_ranks.run(a_reduction_is_given_up)
