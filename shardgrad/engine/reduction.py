@@ -172,10 +172,7 @@ class Reduction:
             self.shard.wait_on_host()
 
     def abandon(self) -> bool:
-        """Takes back a reduction of a backward that failed: what is in flight is waited for and dropped.
-
-        Returns whether it was added to gradients or sums, which are then lost along with it.
-        """
+        """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost with it."""
         is_written = self.is_complete or self._has_started_second
         if is_written:
             self.partial.is_live = False
@@ -186,10 +183,13 @@ class Reduction:
         try:
             for _, _, work in self.works:
                 work.wait()
-        except CollectiveError:  # the next one of the group fails as well
+        except BaseException as error:
             for slot in self.memory.slots:
                 slot.give_back(is_written=True)
-        self._finish()
+            if not isinstance(error, CollectiveError):  # the next one of the group fails as well
+                raise
+        finally:
+            self._finish()
         return is_written
 
     def _finish(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from unittest import mock
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def an_all_gather_is_given_up() -> None:
     assert torch.equal(few.weight, right[0])
 
 
-def a_reduction_is_given_up() -> None:
+def a_reduction_is_given_up(reason: type[BaseException]) -> None:
     group = dist.new_group(backend="gloo")
     store, go_on = dist.distributed_c10d._get_default_store(), f"{group.group_name}: go on"
     comm_ctx, tag = CommContext(torch.device("cpu")), MessageTag.of("reduce-scatter of few", 2)
@@ -98,9 +98,13 @@ def a_reduction_is_given_up() -> None:
         end=None,
         done=comm_ctx.streams.event(),
     )
-    give_up(group)
-    with suppress(CollectiveError):
+    if reason is CollectiveError:
+        give_up(group)
         reduction.abandon()
+    else:
+        with mock.patch.object(type(work), "wait", side_effect=reason), pytest.raises(reason):
+            reduction.abandon()
+    assert slot.holder is None
     ring.acquire(2 * slot.nbytes + 4 * NUMEL)
     kept = sevens(3 * 4 * NUMEL)
     store.set(go_on, "")
@@ -114,5 +118,8 @@ def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memor
     two_ranks.run(an_all_gather_is_given_up)
 
 
-def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(two_ranks: Ranks) -> None:
-    two_ranks.run(a_reduction_is_given_up)
+@pytest.mark.parametrize("reason", [CollectiveError, KeyboardInterrupt])
+def test_what_an_abandoned_reduction_brings_is_written_to_its_old_memory(
+    two_ranks: Ranks, reason: type[BaseException]
+) -> None:
+    two_ranks.run(a_reduction_is_given_up, reason)
