@@ -11,9 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.support import processes
 from tests.support.processes import FairClock, communicate, run
+from tests.support.ranks import MOST_GROUPS, Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -93,3 +95,19 @@ def test_the_limit_of_a_test_is_for_what_hangs(works: bool, tmp_path: Path) -> N
         )
     assert done.returncode == (pytest.ExitCode.OK if works else pytest.ExitCode.TESTS_FAILED), done.stdout
     assert works or "Timeout" in done.stdout
+
+
+def makes_groups(count: int) -> int:
+    for _ in range(count):
+        dist.new_group()
+    return os.getpid()
+
+
+def test_ranks_that_keep_many_process_groups_are_replaced_before_the_next_test() -> None:
+    ranks = Ranks(1)
+    try:
+        first = ranks.run(makes_groups, 1)
+        assert ranks.renewed().run(makes_groups, MOST_GROUPS) == first
+        assert ranks.renewed().run(makes_groups, 0) != first
+    finally:
+        ranks.stop()
