@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,15 +13,45 @@ import pytest
 from shardgrad import ops
 
 ROOT = Path(__file__).parents[2]
+TESTS = ["test_float8.py", "test_movement.py", "test_norm.py", "test_starts.py", "test_update.py"]
+
+pytestmark = [
+    pytest.mark.long,  # compiles the kernels
+    pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH"),
+    pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built"),
+]
 
 
-@pytest.mark.long  # compiles the kernels
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ is not on PATH")
-@pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
-@pytest.mark.parametrize("tests", ["test_float8.py", "test_movement.py", "test_norm.py", "test_update.py"])
-def test_the_cuda_kernels_pass_the_tests_of_the_ops(tests: str) -> None:
+def require_passed(tests: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.on_host", f"tests/ops/{tests}"]
     command += ["-k", "not on_the_host"]  # the host does not read what lies on a device
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " skipped" not in done.stdout
+
+
+def library(name: str) -> str:
+    command = ["g++", f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.parametrize("tests", TESTS)
+def test_the_cuda_kernels_pass_the_tests_of_the_ops(tests: str) -> None:
+    require_passed(tests)
+
+
+def test_the_cuda_kernels_index_more_than_2_to_31_elements() -> None:
+    require_passed("on_host/far_elements.py")
+
+
+@pytest.mark.parametrize("tests", TESTS)
+def test_the_cuda_kernels_stay_in_the_memory_of_their_arguments(tests: str) -> None:
+    require_passed(
+        tests,
+        ON_HOST_SANITIZE="address,undefined",
+        ON_HOST_SEED="1",
+        ASAN_OPTIONS="detect_leaks=0",
+        LD_PRELOAD=f"{library('libasan.so')} {library('libubsan.so')}",
+    )
