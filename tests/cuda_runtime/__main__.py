@@ -22,6 +22,7 @@ from pathlib import Path
 from tests.cuda_runtime import build
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+ON_HOST = REPOSITORY / "tests/ops/on_host"  # has our kernels compiled for the host
 TORCH = "2.11.0"
 NOT_HERE = 3
 # What torch imports, and what tests do.
@@ -74,7 +75,7 @@ def main() -> None:
     ops = [path for path in sorted((REPOSITORY / "csrc").rglob("*")) if path.is_file()]
     _unless_done(
         folder / "hostcuda/ops",
-        _contents([*ops, REPOSITORY / "setup.py"]),
+        _contents([*ops, REPOSITORY / "setup.py", *ON_HOST.glob("*.*")]),
         lambda: _build_ops(folder, python),
     )
 
@@ -107,7 +108,9 @@ def _install(folder: Path, python: Path, version: str) -> None:
 
 
 def _build_ops(folder: Path, python: Path) -> None:
-    """Compiles csrc/ with nvcc, if there is one; else the ops are the references."""
+    """Compiles csrc/ with nvcc, and its kernels for the host. Without an nvcc the ops are the references."""
+    from tests.ops.on_host.build import compile_library, copy_sources
+
     if shutil.which("nvcc") is None:
         print("cuda_runtime: there is no nvcc, so the ops on CUDA are the Python references")
         return
@@ -115,6 +118,11 @@ def _build_ops(folder: Path, python: Path) -> None:
     command += ["--build-temp", str(folder / "hostcuda/objects"), "--build-lib", str(folder / "hostcuda")]
     environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0", "SHARDGRAD_CUDA_RUNTIME": "shared"}
     subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
+    sources = copy_sources(folder / "hostcuda/kernels/csrc")
+    checked = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    compile_library(
+        folder / "hostcuda/kernels/kernels.so", [*sources, ON_HOST / "control.cpp"], checked, checked
+    )
 
 
 def _leave(why: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 OPS = Path(sys.prefix, "hostcuda/shardgrad/_C.so")  # our kernels, linked to the shared runtime
+KERNELS = Path(sys.prefix, "hostcuda/kernels/kernels.so")  # the same, compiled for the host
 
 os.environ.setdefault("HOSTCUDA_DEVICES", "1")
 # Cores are for ranks, and a blocked sum in another order has other bits.
@@ -55,10 +56,18 @@ def prepare(torch: Any) -> None:
         # The checkout may have been built for another torch.
         ours = OPS if Path(path).parts[-2:] == OPS.parts[-2:] and OPS.exists() else path
         load(ours)
+        if ours == OPS and KERNELS.exists() and os.environ.get("HOSTCUDA_KERNELS") != "0":
+            _add_kernels()
         if set_values is not None:
             set_values(b"shardgrad")
 
     torch.ops.load_library = load_library
+
+
+def _add_kernels() -> None:
+    """Has launches of our kernels run what was compiled for the host, with their arguments."""
+    add = ctypes.CDLL("libcudart.so.13").hostcuda_add_kernel
+    ctypes.CDLL(str(KERNELS)).on_host_name_kernels(add)
 
 
 def _values(torch: Any) -> Any:

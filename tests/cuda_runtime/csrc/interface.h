@@ -30,6 +30,7 @@ struct Work {
   const void* in_line = nullptr;  // work with the same one runs in the order of its launches
   uint64_t label = 0;             // the operator that launched it, if one did
   int stream = 0;
+  bool computes = false;  // what it starts has its values, also inside of an operator
 };
 
 // A start for work that only has to be done.
@@ -66,6 +67,7 @@ struct Launched {
   uint64_t eager = 0, captured = 0;  // pieces of work
   uint64_t graph = 0;                // of the captured ones
   bool waited = false;               // the host has waited for some of them already
+  bool computes = false;             // they have their values themselves
 };
 HOSTCUDA void begin_operator(uint64_t label);
 // Gives what was launched since `begin_operator` its values: `start` is that of the last piece of work.

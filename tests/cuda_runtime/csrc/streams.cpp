@@ -42,7 +42,8 @@ cudaError_t give(const char* api, Stream* stream, Work work) {
   Thread& me = self();
   work.stream = stream->index;
   work.label = me.label;
-  if (me.label) work.start = nullptr;  // its values are the operator's
+  if (work.computes) me.launched.computes = true;
+  else if (me.label) work.start = nullptr;  // its values are the operator's
   if (Capture* capture = stream->capture) {
     if (capture->broken) return fail(api, cudaErrorStreamCaptureInvalidated);
     auto node = std::make_unique<Node>(Node{capture->graph, ++state().ids, std::move(work), stream->nodes});

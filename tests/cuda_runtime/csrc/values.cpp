@@ -263,6 +263,10 @@ void wrapper(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   kernel.callBoxed(op, keys, stack);
   const hostcuda::Launched launched = hostcuda::launched();
   if (!launched.eager && !launched.captured) return;
+  if (launched.computes) {
+    scope.ended = true;
+    return hostcuda::end_operator(name.c_str(), ranges_of(op, inputs, {}), {});
+  }
   std::vector<at::Tensor> outputs, written;
   for (auto it = stack->end() - returns; it != stack->end(); ++it) flatten(*it, outputs);
   for (auto& each : outputs) written.push_back(on_cpu(each));
