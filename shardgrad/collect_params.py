@@ -31,7 +31,7 @@ __all__ = ["Collected", "collect", "refuse_unresolved_ties", "validate_modules"]
 
 
 # torch's own; a sharded module is an instance of `FSDPModule` too.
-_ENGINES = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+_ENGINES: tuple[type, ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 @dataclass(frozen=True)

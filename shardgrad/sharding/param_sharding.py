@@ -96,7 +96,7 @@ class ParamSharding:
         As `nn.Parameter(...)` does, which would first detach it, through DTensor's dispatch.
         """
         param = self.sharded_dtensor(local, requires_grad=requires_grad)
-        param._is_param = True  # type: ignore[attr-defined]
+        param._is_param = True
         return cast(nn.Parameter, param)
 
     def unsharded_tensor(self, packed: torch.Tensor) -> torch.Tensor:
