@@ -21,10 +21,10 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 
     torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one piece of
     a flat buffer saves all of it. The memory stays alive as long as either tensor. Version counters are
-    separate. Where there is no memory (meta and fake tensors), the view itself is returned.
+    separate. Where there is no memory (meta and fake tensors), the storage is the view's.
     """
     if view.untyped_storage().device.type == "meta":
-        return view
+        return view.data
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
