@@ -254,10 +254,9 @@ class ParamGroup:
             values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
             if values.device.type != "meta":
                 view.copy_(piece.of(values, rank))
-            sharded = p.sharding.sharded_dtensor(in_own_storage(view))
-            p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
+            p.expected_local = in_own_storage(view)
+            p.sharded = p.sharding.sharded_param(p.expected_local, requires_grad=original.requires_grad)
             p.sharded.__dict__.update(original.__dict__)
-            p.expected_local = local_of(p.sharded)
         self._note_params()
 
     def _note_params(self) -> None:
