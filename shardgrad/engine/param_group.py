@@ -345,6 +345,8 @@ class ParamGroup:
             self._inputs = self._make_inputs(comm_ctx)
         source = self._inputs[-1]
         source.refresh(self.name, version)
+        if source.local is not None and self.is_flat:
+            return source.local
         if len(self._inputs) == 1:
             return AllGather(source, self.name, self.wait_for_unshard)
         unsharded = self._unsharded_params(comm_ctx.streams)
