@@ -181,8 +181,7 @@ class GradShard:
             arrived.wait_on_host()
             self.flagged = self._read(flags)
             self._bind(list(map(gt, self.flagged, self.touched)))
-        if self._brought is not None:
-            self._brought.wait_on_host()
+        self.wait_on_host()
 
     def _read(self, flags: torch.Tensor) -> list[bool]:
         """Returns which parameters were touched on some rank, and remembers it for captures."""
