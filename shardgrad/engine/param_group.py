@@ -29,7 +29,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
+from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -344,6 +344,8 @@ class ParamGroup:
             self._inputs = self._make_inputs(comm_ctx)
         source = self._inputs[-1]
         source.refresh(self.name, version)
+        if source.is_local and self.is_flat:
+            return LocalAllGather(source)
         if len(self._inputs) == 1:
             return AllGather(source, self.name, self.wait_for_unshard)
         unsharded = self._unsharded_params(comm_ctx.streams)
