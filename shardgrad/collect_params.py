@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
@@ -31,7 +32,7 @@ __all__ = ["Collected", "collect", "refuse_unresolved_ties", "validate_modules"]
 
 
 # torch's own; a sharded module is an instance of `FSDPModule` too.
-_ENGINES: tuple[type, ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+_ENGINES: tuple[type[Any], ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
 
 
 @dataclass(frozen=True)
