@@ -2,7 +2,7 @@
 #
 #   make train ARGS="--help"      make test ARGS="-k pack"      make test-cuda drills mutants lint types docs bench
 #   make wheels clean
-#   make test-torch VERSION=2.15.0
+#   make test-torch test-cuda VERSION=2.15.0
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -29,15 +29,19 @@ train: .venv/program
 test: .venv/installed
 	.venv/bin/python -m pytest $(ARGS)
 
+# Of torch, where it is not the usual one.
+VERSION :=
+
 # torch.cuda without a GPU: see tests/cuda_runtime/README.md.
 CUDA_TESTS := tests/cuda_runtime tests/gpu
+CUDA_VENV := .venv-cuda$(addprefix -,$(VERSION))
 test-cuda: .venv/installed
-	.venv/bin/python -m tests.cuda_runtime .venv-cuda
-	.venv-cuda/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
+	.venv/bin/python -m tests.cuda_runtime $(CUDA_VENV) $(addprefix --torch=,$(VERSION))
+	$(CUDA_VENV)/bin/python -m pytest $(or $(ARGS),$(CUDA_TESTS))
 
 # What compares with FSDP2, under another version of torch; on the CPU, so without NVIDIA's libraries.
-VERSION := 2.15.0
-OTHER := .venv-torch-$(VERSION)
+OTHER_TORCH := $(or $(VERSION),2.15.0)
+OTHER := .venv-torch-$(OTHER_TORCH)
 test-torch: $(OTHER)/installed
 	$(OTHER)/bin/python -m pytest $(or $(ARGS),tests/compat tests/engine/test_training_parity.py)
 
@@ -93,7 +97,7 @@ clean:
 # The ops that .venv has compiled serve every version.
 $(OTHER)/installed: Makefile tests/support/nvidia_stubs.py | .venv/installed
 	"$(PYTHON)" -m venv $(OTHER)
-	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(VERSION)
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch==$(OTHER_TORCH)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check filelock typing-extensions sympy networkx \
 		jinja2 fsspec numpy 'setuptools>=77' pytest pytest-timeout hypothesis
 	$(OTHER)/bin/python -m tests.support.nvidia_stubs

@@ -5,6 +5,9 @@ the caching allocator, graphs and ProcessGroupNCCL are torch's. Nothing has valu
 nothing touches is free, and one process stands for rank 0 of a world of any size.
 
     .venv-cuda/bin/python -m benchmarks counts
+
+With torch 2.15 there is one more engine: FSDP2 that keeps the memory of its whole parameters, forward and
+backward in a plain CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,22 +22,25 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.engines.program import Trained, micro_batches
 from benchmarks.engines.task import PRECISIONS, Task
-from benchmarks.engines.torch_and_shardgrad import fsdp2, ours, ours_graphed
+from benchmarks.engines.torch_and_shardgrad import fsdp2, fsdp2_graphed, ours, ours_graphed
 from benchmarks.measure import Cost, cost_of, in_turn, ratios, settle, spread
 from benchmarks.models import MODELS, facts_of
 from benchmarks.run import Run, option
 from benchmarks.workers import Worker, Workers
 from tests.cuda_runtime import inspection
 
-_ENGINES: Mapping[str, Callable[[Task, torch.device], Trained]] = {
+_ENGINES: dict[str, Callable[[Task, torch.device], Trained]] = {
     "fsdp2": fsdp2,
     "shardgrad": ours,
     "shardgrad, its optimizer": partial(ours, owns_optimizer=True),
     "shardgrad-graphed": ours_graphed,
 }
+if hasattr(FSDPModule, "set_keep_unsharded_storage"):
+    _ENGINES["fsdp2-graphed"] = partial(fsdp2_graphed, keeps_storage=True)
 _WARMUP = 6  # steps; more than a graphed step needs for its capture
 _STEPS = 3  # that are counted
 
@@ -213,12 +219,12 @@ def _summary(
             "reserved_ratio_to_fsdp2": of["peak_reserved_nbytes"] / base["peak_reserved_nbytes"],
             "beyond_fsdp2_and_gradients_nbytes": (
                 None
-                if name == "fsdp2"
+                if name.startswith("fsdp2")
                 else allocated - base["peak_allocated_nbytes"] - round(gradients_nbytes)
             ),
             "requested_beyond_fsdp2_and_gradients_nbytes": (
                 None
-                if name == "fsdp2"
+                if name.startswith("fsdp2")
                 else of["peak_requested_nbytes"] - base["peak_requested_nbytes"] - round(gradients_nbytes)
             ),
         }

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardgrad
 from benchmarks.models import MODELS, build_model
 from benchmarks.run import Run, option
-from benchmarks.workers import on_ranks
+from benchmarks.workers import started
 from shardgrad.train.corpus import Sampler, load_corpus
 
 _SEQ_LEN, _SEQUENCES = 64, 4  # of a rank
@@ -66,9 +66,13 @@ def main(run: Run, preset: str, ranks: int, steps: int, keep: Path | None) -> No
         preset, steps = "tiny", 3
     config = {"preset": preset, "ranks": ranks, "steps": steps}
     curves = {}
-    for name in _CURVES:
-        known = {**config, "curve": name, "git": run.environment["git"]}
-        curves[name] = _kept(keep, known) or _run(keep, known, ranks, preset, steps, name)
+    with started(ranks) as call:
+        for name in _CURVES:
+            known = {**config, "curve": name, "git": run.environment["git"]}
+            curves[name] = _kept(keep, known)
+            if not curves[name]:
+                [curves[name], *_] = call("benchmarks.wire_dtype:train", preset, steps, name)
+                _keep(keep, known, curves[name])
     run.finish(
         "wire_dtype",
         config=config,
@@ -81,24 +85,20 @@ def _file(keep: Path, known: dict[str, Any]) -> Path:
     return keep / f"{known['curve'].replace(', ', '-').replace(' ', '_')}.json"
 
 
-def _kept(keep: Path | None, known: dict[str, Any]) -> list[float] | None:
-    """Returns a curve that is through, if it was measured as this one would be."""
+def _kept(keep: Path | None, known: dict[str, Any]) -> list[float]:
+    """Returns a curve that is through, if it was measured as this one would be; else nothing."""
     if keep is None or not _file(keep, known).exists():
-        return None
+        return []
     found = json.loads(_file(keep, known).read_text())
-    return found["losses"] if found["of"] == known else None
+    return found["losses"] if found["of"] == known else []
 
 
-def _run(
-    keep: Path | None, known: dict[str, Any], ranks: int, preset: str, steps: int, name: str
-) -> list[float]:
-    losses: list[float] = on_ranks("benchmarks.wire_dtype:train", ranks, preset, steps, name)[0]
+def _keep(keep: Path | None, known: dict[str, Any], losses: list[float]) -> None:
     if keep is not None:
         keep.mkdir(parents=True, exist_ok=True)
         part = _file(keep, known).with_suffix(".part")
         part.write_text(json.dumps({"of": known, "losses": losses}))
         part.replace(_file(keep, known))
-    return losses
 
 
 def train(preset: str, steps: int, name: str) -> list[float]:

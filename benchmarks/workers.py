@@ -15,7 +15,7 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -293,10 +293,19 @@ def on_ranks(
     Raises:
         WorkersFailed: at the first failure; the other ranks are ended.
     """
+    with started(ranks, keep_heap=keep_heap, timeout_s=timeout_s) as call:
+        return call(function, *arguments)
+
+
+@contextmanager
+def started(
+    ranks: int, *, keep_heap: bool = True, timeout_s: float = 3600.0
+) -> Iterator[Callable[..., list[Any]]]:
+    """Starts ranks that live as long as the block; yields what calls a function on each, like `on_ranks`."""
     workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s, keep_heap=keep_heap)
     try:
         workers.ready()
-        return workers.call("call", function, arguments)
+        yield lambda function, *arguments: workers.call("call", function, arguments)
     except WorkersFailed as failure:
         raise WorkersFailed(failure.traceback or str(failure)) from None
     finally:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.distributed._composable.contract import _get_registry
@@ -30,6 +31,10 @@ from shardgrad.sharding.shardable import require_one_device, require_shardable
 __all__ = ["Collected", "collect", "refuse_unresolved_ties", "validate_modules"]
 
 
+# torch's own; a sharded module is an instance of `FSDPModule` too.
+_ENGINES: tuple[type[Any], ...] = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+
 @dataclass(frozen=True)
 class Claim:
     """Which unit took a parameter, and as what."""
@@ -48,6 +53,7 @@ class Collected:
         guests: parameters left for a common ancestor.
         inherited: claims of inner units that move to this one because it contains every user.
         managed_modules: modules whose own parameters were looked at.
+        inner_units: all below, in traversal order.
     """
 
     params: dict[nn.Parameter, tuple[str, list[Owner]]] = field(default_factory=dict)
@@ -55,6 +61,7 @@ class Collected:
     guests: list[Guest] = field(default_factory=list)
     inherited: list[Claim] = field(default_factory=list)
     managed_modules: list[nn.Module] = field(default_factory=list)
+    inner_units: Collection[Unit] = ()
 
 
 def validate_modules(modules: Sequence[nn.Module]) -> None:
@@ -90,7 +97,8 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
                 fix="remove the second fully_shard call",
             )
         for name, child in module.named_modules():
-            _refuse_other_engine(name, child, is_root=child is module)
+            if isinstance(child, _ENGINES):
+                _refuse_other_engine(name, child, is_root=child is module)
 
 
 def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None:
@@ -121,7 +129,7 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
     """
     # In traversal order, the same on every rank: a set's order differs between processes.
     inner_units = dict.fromkeys(unit for module in modules for unit in units_under(module))
-    found = Collected()
+    found = Collected(inner_units=inner_units)
     seen: set[nn.Module] = set()
     plain: dict[nn.Parameter, tuple[str, list[Owner]]] = {}
     for root in modules:
@@ -149,8 +157,8 @@ def _managed_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> It
         return
     seen.add(module)
     yield prefix, module
-    for name, child in module.named_children():
-        if unit_of(child) is None:
+    for name, child in module._modules.items():
+        if child is not None and unit_of(child) is None:
             yield from _managed_modules(child, f"{prefix}.{name}" if prefix else name, seen)
 
 

@@ -27,7 +27,7 @@ from shardgrad.engine.param import CLAIM, FSDPParam, is_extension, mark_sharded
 from shardgrad.engine.param_group import GroupSpec, ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import lazy_init
-from shardgrad.engine.unit import Unit, attach_unit, units_under
+from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.custom_comms import set_collectives
 from shardgrad.features.float8_wire import Float8Exchange, Float8OuterExchange, Float8ReplicaExchange
@@ -350,8 +350,7 @@ def _commit(unit: Unit, collected: Collected, params: Iterable[list[nn.Parameter
         if buffer is not None and buffer.device.type not in ("meta", unit.mesh.device.type):
             module._buffers[name] = buffer.to(unit.mesh.device)
     unit.guests = collected.guests
-    inner = {each for module in unit.modules for each in units_under(module)}
-    for each in inner:
+    for each in collected.inner_units:
         each.guests = []
     attach_unit(unit)
     show_to_torch(unit)
@@ -394,8 +393,7 @@ def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     owners = (owner for group in unit.groups for p in group.params for owner, _ in p.owners)
     for module in dict.fromkeys([*managed_modules, *owners]):
         # Names that Dynamo looks for, to treat parameters as something that changes under its feet.
-        module._is_fsdp_managed_module = True  # type: ignore[assignment]
-        module._fsdp_use_orig_params = True  # type: ignore[assignment]
+        module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
         if any(param is not None for param in module._parameters.values()):
             module.register_state_dict_pre_hook(to_shards)
             module.register_load_state_dict_pre_hook(to_own_shards)

@@ -23,7 +23,7 @@ from shardgrad.checks.optimizer_hooks import note_cast
 from shardgrad.compat.backward_finalization import finalize, set_is_last_backward, set_manual
 from shardgrad.compat.torch_views import StateView, state_of
 from shardgrad.engine.comm_context import CommContext
-from shardgrad.engine.grad_group import GradGroup, Waiting
+from shardgrad.engine.grad_group import SWITCHES, GradGroup, Waiting
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of, lazy_init
 from shardgrad.engine.unit import Unit, outside_graphs, unit_of, units_under
@@ -128,7 +128,8 @@ class FSDPModule:
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
         self._unit.reshard(drop_kept=True)
-        self._unit.wait_until_read()
+        for group in self._unit.groups:
+            group.wait_until_read()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.
@@ -552,9 +553,9 @@ def _units_of(modules: Sequence[Any]) -> list[Unit]:
 def _drop_waiting(grads: GradGroup) -> None:
     """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
     if grads.buffers():
-        *settings, waiting, _ = grads.switches[:5]
+        *settings, waiting, _, touched = SWITCHES(grads)
         turn = Waiting.TURN if waiting is Waiting.SUM else waiting
-        grads.switches = (*settings, turn, False, *[False] * len(grads.switches[5:]))
+        grads.set_switches((*settings, turn, False, (False,) * len(touched)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

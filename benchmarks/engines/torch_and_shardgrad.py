@@ -99,9 +99,17 @@ def ours_graphed(task: Task, device: torch.device) -> Trained:
     return Trained(step, lambda: step.pool.nbytes)
 
 
-def fsdp2_graphed(task: Task, device: torch.device) -> Trained:
-    """What trainers do that capture: forward and backward are a graph, clip and optimizer are not."""
+def fsdp2_graphed(task: Task, device: torch.device, *, keeps_storage: bool = False) -> Trained:
+    """What trainers do that capture: forward and backward are a graph, clip and optimizer are not.
+
+    Args:
+        task: what is trained.
+        device: where.
+        keeps_storage: `set_keep_unsharded_storage`, which torch has from 2.15 on: addresses stay.
+    """
     program = _sharded(task, device, torch_fully_shard)
+    if keeps_storage:
+        program.forward.set_keep_unsharded_storage(True)  # type: ignore[attr-defined]
     graph, forward_and_backward = captured(program.forward_and_backward)
 
     def step(micro_batches: list[MicroBatch]) -> Tensor:

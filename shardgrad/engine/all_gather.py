@@ -1,7 +1,6 @@
 """All-gathers: what this rank sends (`AllGatherInput`, made once), and one under way (`AllGather`).
 
-Special inputs (a shard on the host or over two axes of a mesh, tensors that a subclass computes) are
-subclasses under `features/`, chosen in `fully_shard.py`.
+Special inputs, such as a shard on the host, are subclasses under `features/`, chosen in `fully_shard.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ class AllGatherInput:
         transport, ring: what the message goes through, and where it is staged.
         staging_nbytes: bytes of the slot that an all-gather needs.
         ready: recorded where `chunk` was last filled; None if the program or an optimizer does that.
-        supports_zero_copy: True if parameters may be gathered from `chunk` by themselves.
+        supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by themselves.
+        is_local: True if the chunk is all that there is, so that nothing has to be gathered.
     """
 
     supports_zero_copy = True
@@ -52,9 +52,12 @@ class AllGatherInput:
         self.comm_ctx = comm_ctx
         self.process_group = process_group or mesh.gather_group
         self.transport, self.ring = collectives.for_gather(comm_ctx, self.process_group)
+        # True if what is sent is a cast copy; where nothing is sent, the copy-out casts.
+        self._is_cast = chunk.dtype != dtype and self.transport.sends
         gathered_nbytes = self.transport.gather_chunks * chunk.numel() * dtype.itemsize
         self.staging_nbytes = gathered_nbytes + self._extra_nbytes()
         self.ready: StreamEvent | None = None
+        self.is_local = self.supports_zero_copy and not self.transport.sends
 
     def _extra_nbytes(self) -> int:
         """Returns the staging that `stage` needs besides the transport's."""
@@ -64,11 +67,6 @@ class AllGatherInput:
     def _is_staged_apart(self) -> bool:
         """True if what is sent is a copy that must not lie in the transport's staging."""
         return self._is_cast and not self.transport.gathers_in_place
-
-    @property
-    def _is_cast(self) -> bool:
-        """True if what is sent is a cast copy; where nothing is sent, the copy-out casts."""
-        return self.chunk.dtype != self.dtype and self.transport.sends
 
     def refresh(self, name: str, version: object) -> None:
         """Brings the chunk of the unit `name` up to date with a version of the parameters."""
@@ -118,7 +116,7 @@ class AllGather:
         zero_copy: ZeroCopyGather | None = None,
     ) -> None:
         self._source = source
-        self._finish = finish
+        self.complete = finish  # see `Holder`
         self.streams = source.comm_ctx.streams
         self.is_zero_copy = zero_copy is not None
         comm_ctx, transport = source.comm_ctx, source.transport
@@ -141,10 +139,6 @@ class AllGather:
                 self._works = [transport.all_gather(*each) for each in messages]
             slot.finish_writing(stream)
 
-    def complete(self) -> None:
-        """See `Holder`."""
-        self._finish()
-
     def wait(self, stream: Stream) -> list[torch.Tensor]:
         """Ends the collective; returns the chunk of each rank, for `stream` to read until `release`.
 
@@ -161,3 +155,18 @@ class AllGather:
         self._slot.release(stream)
         if self._works or not self._source.ring.keeps:
             self._slot.give_back(is_written=bool(self._works))  # if it failed, some may be on their way
+
+
+class LocalAllGather(AllGather):
+    """Nothing is launched or staged where there is one rank: its parameters are read where they live."""
+
+    def __init__(self, source: AllGatherInput) -> None:
+        self._source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False
+
+    def wait(self, stream: Stream) -> list[torch.Tensor]:
+        """See `AllGather`."""
+        self._source.comm_ctx.parameters_ready.wait(stream)
+        return [self._source.chunk]
+
+    def release(self, stream: Stream) -> None:
+        """See `AllGather`."""

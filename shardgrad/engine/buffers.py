@@ -132,7 +132,8 @@ class Slot:
 
     def start_writing(self, stream: Stream) -> None:
         """Makes `stream` wait until the slot is free; call it before the first write."""
-        self.return_lent()
+        if self._lenders:
+            self.return_lent()
         if self.nbytes:
             self._free.wait(stream)
 
@@ -166,7 +167,7 @@ class Slot:
         self._free.record(stream)
         self._writers.clear()
         self.holder = None
-        if stream is None:  # the CPU has done it
+        if stream is None and self._lenders:  # the CPU has done it
             self.return_lent()
 
 

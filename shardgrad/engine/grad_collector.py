@@ -176,7 +176,7 @@ class GradPacker:
     def pack(
         self,
         collector: GradCollector,
-        slot: Slot,
+        slot: Slot | None,
         target: torch.Tensor,
         streams: Streams,
         divisor: float,
@@ -186,8 +186,8 @@ class GradPacker:
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
         """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
 
-        `target` is 1-D, in `slot` or the gradient shard. With `zero_copy`, `divisor` is 1 and zero-copy
-        parameters are left out.
+        `target` is 1-D, in `slot`, or the gradient shard if that is None. With `zero_copy`, `divisor` is 1
+        and zero-copy parameters are left out.
 
         Returns:
             Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
@@ -197,18 +197,20 @@ class GradPacker:
         """
         stream, layout = collector.pack_stream, self.layout
         flags = collector.flags
-        slot.start_writing(stream)
+        if slot is not None:
+            slot.start_writing(stream)
         collector.wait_for_producers()
         with streams.on(stream):  # nothing here requires grad, so there is nothing to switch off
             grads = self._contiguous(collector.gradients)
             sent_alone = []
-            if zero_copy:
+            if zero_copy and slot is not None:
                 sent_alone = [self._flat(grads[i], layout.pieces[i]) for i in layout.zero_copy]
                 grads = [grads[i] for i in layout.others]
                 slot.lend(sent_alone, collector.streams)
                 layout = layout.packed
             self._fill(grads, self._tail(flags), target, layout, divisor, accumulate=accumulate)
-        slot.finish_writing(stream)
+        if slot is not None:
+            slot.finish_writing(stream)
         collector.let_go(streams)
         return flags, sent_alone
 

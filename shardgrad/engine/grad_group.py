@@ -7,7 +7,7 @@ The table in docs/design/gradient_states.md: what is final, waits, or is half-wr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import Enum, auto
 from functools import partial
 from math import prod
@@ -32,7 +32,7 @@ from shardgrad.engine.transports import MessageTag, Transport
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
 
-__all__ = ["TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
+__all__ = ["SWITCHES", "TRANSITIONS", "GradGroup", "GradState", "Scheduler", "Waiting", "grads_of"]
 
 # Sums of many ranks overflow in these, so they are divided before and after.
 _OVERFLOWING = (torch.float16,)
@@ -114,15 +114,16 @@ class _Route(NamedTuple):
     room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
-    is_local: bool  # gradients are packed straight into the gradient shard
+    pack: Callable[..., _Packed]  # a method of `GradGroup`: how they are packed where nothing waits
 
 
 _NOTHING = torch.empty(0)
 _NO_ROOM = Chunks(_NOTHING, ())
-# What `GradGroup.switches` reads, at every replay of a graph.
-_SETTINGS = attrgetter("requires_sync", "requires_all_reduce", "divide_factor")
+# What the host decides by between backwards, hashable, read at every replay: settings, and what waits.
+SWITCHES = attrgetter(
+    "requires_sync", "requires_all_reduce", "divide_factor", "waiting", "partial.is_live", "touched"
+)
 _REQUIRES_GRAD = attrgetter("requires_grad")
-_WAITING = attrgetter("waiting", "partial.is_live")
 
 
 class GradGroup:
@@ -141,7 +142,7 @@ class GradGroup:
         self.scheduler: Scheduler | None = None  # of the root; None before that is known
         self.partial = PartialSum()
         self._sum: Slot | None = None
-        self._touched: list[bool] = []  # what `_sum` has gradients of
+        self.touched: tuple[bool, ...] = ()  # what `_sum` has gradients of
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
@@ -206,8 +207,8 @@ class GradGroup:
             self.forget()
         else:
             self._move_waiting(old, new)
-        was_touched = dict(zip(map(id, self.params), self._touched, strict=True))
-        self._touched = [was_touched.get(id(p), False) for p in placed]
+        was_touched = dict(zip(map(id, self.params), self.touched, strict=True))
+        self.touched = tuple(was_touched.get(id(p), False) for p in placed)
         self.params = placed
         self._packer = new
         self._route = None
@@ -300,19 +301,14 @@ class GradGroup:
 
     # -- states -----------------------------------------------------------------------------------------
 
-    @property
-    def switches(self) -> tuple[Any, ...]:
-        """What the host decides by between backwards, hashable: settings, and what waits to be reduced."""
-        return (*_SETTINGS(self), *_WAITING(self), *self._touched)
-
-    @switches.setter
-    def switches(self, switches: tuple[Any, ...]) -> None:
+    def set_switches(self, switches: tuple[Any, ...]) -> None:
+        """Makes what `SWITCHES` reads what it was."""
         self.requires_sync, self.requires_all_reduce, self.divide_factor, *waiting = switches
-        self.waiting, self.partial.is_live, *self._touched = waiting
+        self.waiting, self.partial.is_live, self.touched = waiting
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
-        self.requires_sync, self.requires_all_reduce, self.divide_factor = _SETTINGS(other)
+        self.requires_sync, self.requires_all_reduce, self.divide_factor = SWITCHES(other)[:3]
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
@@ -337,22 +333,11 @@ class GradGroup:
     def forget(self) -> None:
         """Drops everything that has arrived and not been reduced."""
         self.collector.forget()
-        self._touched = [False] * len(self.params)
+        self.touched = (False,) * len(self.params)
         self.waiting = Waiting.NOTHING
         self.partial.is_live = False
 
     # -- collecting -------------------------------------------------------------------------------------
-
-    def collect(self, unsharded: torch.Tensor) -> None:
-        """Takes a gradient from autograd. Runs on the stream of the parameter's AccumulateGrad node."""
-        grad, scheduler = unsharded.grad, self.scheduler
-        if grad is None:
-            return
-        if scheduler is None:
-            raise RuntimeError(f"a gradient of unit {self.group.name or 'root'!r} before a root was known")
-        is_last = self.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
-        if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
-            scheduler.arrived(self)
 
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
@@ -388,7 +373,7 @@ class GradGroup:
 
     def _pack(
         self,
-        slot: Slot,
+        slot: Slot | None,
         target: torch.Tensor,
         streams: Streams,
         divisor: float,
@@ -400,7 +385,7 @@ class GradGroup:
         flags, sent_alone = self.packer.pack(
             self.collector, slot, target, streams, divisor, accumulate=accumulate, zero_copy=zero_copy
         )
-        self._touched = list(map(or_, self._touched, flags))
+        self.touched = tuple(map(or_, self.touched, flags))
         return sent_alone
 
     # -- reducing ---------------------------------------------------------------------------------------
@@ -414,8 +399,13 @@ class GradGroup:
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
-            divisors, is_local = self._divisors(), self._is_local(transport)
-            self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), is_local)
+            divisors, pack = self._divisors(), GradGroup._pack_message
+            if divisors[0] == 1 and group.collectives.reduces_plainly:
+                if self._is_local(transport):
+                    pack = GradGroup._pack_later
+                elif layout.zero_copy and group.wire_dtype == group.gather_dtype:
+                    pack = GradGroup._pack_zero_copy
+            self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), pack)
         return self._route
 
     def _is_local(self, transport: Transport) -> bool:
@@ -423,8 +413,8 @@ class GradGroup:
         group, dtype = self.group, self.group.reduce_dtype
         exactly = dtype in (group.gather_dtype, group.gradient_dtype)
         exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
-        plainly = self._second is group.collectives.hook is None and group.collectives.reduces_plainly
-        return exactly and plainly and not (transport.sends or group.shard_memory.is_offloaded)
+        is_alone = self._second is group.collectives.hook is None and not transport.sends
+        return exactly and is_alone and not group.shard_memory.is_offloaded
 
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
@@ -451,26 +441,17 @@ class GradGroup:
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
-        transport, before, end = route.transport, route.before, route.end
-        is_local = route.is_local and before == 1 and self.waiting is Waiting.NOTHING
-        if is_local:
+        transport, end = route.transport, route.end
+        pack = route.pack if self.waiting is Waiting.NOTHING else GradGroup._pack_message
+        if pack is GradGroup._pack_later:
             end = self.collector.pack_stream
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             with streams.on(end):  # which writes it, after the zeros of a new one
                 shard = self.require_shard()
-        is_zero_copy = (
-            bool(self.packer.layout.zero_copy)
-            and before == 1
-            and group.wire_dtype == group.gather_dtype
-            and self.waiting is Waiting.NOTHING
-            and group.collectives.reduces_plainly
-        )
-        pack = self._pack_zero_copy if is_zero_copy else self._pack_message
-        pack = self._pack_later if is_local else pack
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            messages, memory = pack(route, comm_ctx, shard)
+            messages, memory = pack(self, route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -487,7 +468,7 @@ class GradGroup:
                 works=works,
                 memory=memory,
                 shard=shard,
-                touched=tuple(self._touched),
+                touched=self.touched,
                 divisor=route.after,
                 partial=self.partial,
                 second=self._second,
@@ -507,7 +488,7 @@ class GradGroup:
                 shard.part_with_kept(reader)
             if transport.stream_ordered:
                 reduction.complete()
-        self._touched = [False] * len(self._touched)
+        self.touched = (False,) * len(self.touched)
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING
         return reduction
@@ -557,10 +538,9 @@ class GradGroup:
 
     def _pack_later(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
-        slot = route.ring.acquire(0)
-        self._touched = list(map(or_, self._touched, self.collector.flags))
-        write = partial(self._pack, slot, streams=comm_ctx.streams)
-        return [], ReductionMemory([slot], _NOTHING, _NO_ROOM, None, write)
+        self.touched = tuple(map(or_, self.touched, self.collector.flags))
+        write = partial(self._pack, None, streams=comm_ctx.streams)
+        return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
     def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
@@ -595,7 +575,7 @@ class GradGroup:
         self.collector.forget()
         if state is GradState.SUMMED:
             self.waiting = Waiting.NOTHING
-            self._touched = [False] * len(self._touched)
+            self.touched = (False,) * len(self.touched)
         return is_mixed
 
 
@@ -603,7 +583,16 @@ _HOOKED = "_shardgrad_hooked"
 
 
 def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
-    """The hook, which does not keep its owner alive: the garbage collector cannot look into hooks."""
-    grads = owner()
-    if grads is not None:
-        grads.collect(unsharded)
+    """Takes a gradient from autograd, on the stream of the parameter's AccumulateGrad node.
+
+    The hook does not keep its owner alive: the garbage collector cannot look into hooks.
+    """
+    grads, grad = owner(), unsharded.grad
+    if grads is None or grad is None:
+        return
+    scheduler = grads.scheduler
+    if scheduler is None:
+        raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
+    is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
+    if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
+        scheduler.arrived(grads)

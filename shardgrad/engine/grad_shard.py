@@ -89,7 +89,6 @@ class GradShard:
         To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
         """
         self.decide()
-        self.wait_on_host()
         self.nonfinite = None
         self.zeroed.clear()
         if self.objects.are_absent():
@@ -175,13 +174,14 @@ class GradShard:
         return flags, arrived
 
     def decide(self) -> None:
-        """Binds gradients that other ranks alone had; the host may wait: [Note: Missed parameters]."""
+        """Binds what other ranks alone had; the host waits for what comes: [Note: Missed parameters]."""
         told, self._told = self._told, None
         if told is not None:
             flags, arrived = told
             arrived.wait_on_host()
             self.flagged = self._read(flags)
             self._bind(list(map(gt, self.flagged, self.touched)))
+        self.wait_on_host()
 
     def _read(self, flags: torch.Tensor) -> list[bool]:
         """Returns which parameters were touched on some rank, and remembers it for captures."""

@@ -29,7 +29,7 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardgrad.engine.all_gather import AllGather, AllGatherInput
+from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
 from shardgrad.engine.param import FSDPParam, Registration, local_of, mark_sharded
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -254,10 +254,9 @@ class ParamGroup:
             values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
             if values.device.type != "meta":
                 view.copy_(piece.of(values, rank))
-            sharded = p.sharding.sharded_dtensor(in_own_storage(view))
-            p.sharded = nn.Parameter(sharded, requires_grad=original.requires_grad)
+            p.expected_local = in_own_storage(view)
+            p.sharded = p.sharding.sharded_param(p.expected_local, requires_grad=original.requires_grad)
             p.sharded.__dict__.update(original.__dict__)
-            p.expected_local = local_of(p.sharded)
         self._note_params()
 
     def _note_params(self) -> None:
@@ -345,6 +344,8 @@ class ParamGroup:
             self._inputs = self._make_inputs(comm_ctx)
         source = self._inputs[-1]
         source.refresh(self.name, version)
+        if source.is_local and self.is_flat:
+            return LocalAllGather(source)
         if len(self._inputs) == 1:
             return AllGather(source, self.name, self.wait_for_unshard)
         unsharded = self._unsharded_params(comm_ctx.streams)

@@ -112,6 +112,8 @@ class Reduction:
         if self._has_started_second:
             return
         self._has_started_second = True
+        if self.memory.write is not None:
+            return
         pending = self._pending = self._received()
         if self.second is None:
             return
@@ -141,10 +143,13 @@ class Reduction:
 
     def _write(self, shard: GradShard, streams: Streams) -> None:
         """Writes the average into the gradient shard and binds it."""
-        pending, divisor = self._pending or self._received(), self.divisor
-        if self.hook is not None:
-            pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
-        shard.reduce_into(self.memory.write or pending.write, divisor, self.memory.staging, streams)
+        write, divisor = self.memory.write, self.divisor
+        if write is None:
+            pending = self._pending or self._received()
+            if self.hook is not None:
+                pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
+            write = pending.write
+        shard.reduce_into(write, divisor, self.memory.staging, streams)
         shard.bind(self.touched, streams)
 
     def _through_hook(
@@ -169,7 +174,6 @@ class Reduction:
         self.done.wait(stream)
         if self.shard is not None:
             self.shard.decide()
-            self.shard.wait_on_host()
 
     def abandon(self) -> bool:
         """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost with it."""

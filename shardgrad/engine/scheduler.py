@@ -25,7 +25,7 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_GRAD = attrgetter("grad")
+_GRAD, _LENT = attrgetter("grad"), attrgetter("lent")
 _OVER = (GradState.SUMMED, GradState.REDUCED)
 
 
@@ -150,7 +150,7 @@ class ReductionScheduler:
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
             for _, earlier in self._launched[-1:]:
-                if any(slot.lent for slot in earlier.memory.slots):
+                if any(map(_LENT, earlier.memory.slots)):
                     earlier.complete()  # so that whole gradients are there of two groups at most
             self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)

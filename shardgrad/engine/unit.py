@@ -241,11 +241,6 @@ class Unit:
         for group in self.groups:
             group.reshard(drop_kept=drop_kept)
 
-    def wait_until_read(self) -> None:
-        """Makes the host wait until shards that live there have been read."""
-        for group in self.groups:
-            group.wait_until_read()
-
     def refresh(self) -> bool:
         """Takes over, before an outermost forward, what changed; True if the current stream wrote shards."""
         replaced, self._outstanding_before = False, self._outstanding
@@ -285,7 +280,9 @@ class Unit:
             self._waiting_modules.update(self.modules)
             self._prefetch_forward(context)
         self.wait_for_unshard(context)
-        self._refresh_trainable(context)
+        if not context.scheduler.backward_running:  # what the program has frozen inside the forward
+            for grads in self.grad_groups:
+                grads.refresh_trainable()
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
             with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
@@ -316,13 +313,6 @@ class Unit:
                 running += frame.f_locals.get("self") in self.modules
             frame = frame.f_back
         return running > 1
-
-    def _refresh_trainable(self, context: Root) -> None:
-        """Takes note of parameters that the program froze or unfroze inside the forward."""
-        if context.scheduler.backward_running:
-            return
-        for grads in self.grad_groups:
-            grads.refresh_trainable()
 
     def _prefetch_forward(self, context: Root) -> None:
         following = context.upcoming(self)
@@ -364,7 +354,9 @@ class Unit:
         if context is None:
             raise RuntimeError(f"post_forward of {self.name} without pre_forward")
         recomputing = _graph_task() != -1
-        self._refresh_trainable(context)
+        if not context.scheduler.backward_running:
+            for grads in self.grad_groups:
+                grads.refresh_trainable()
         if not recomputing and self._running:  # empty if a registered method has called forward
             self._running.pop()
         if not recomputing and module not in self._running:

@@ -127,4 +127,4 @@ class UnshardedParams(UnshardedMemory):
         (self._unpack or ops.unpack)(chunks, self._flat, layout.table)
         if layout.strided:
             unpack_strided(chunks, self._flat, layout)
-        self.filled()
+        self._filled.record(self._streams.current())

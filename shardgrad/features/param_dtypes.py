@@ -80,6 +80,8 @@ def dtypes_of(
         UnsupportedParameterError: `grad_dtype=None` without `reduce_dtype`, so that no dtype is known.
     """
     wishes = {param: _grad_dtype(param, name, mp_policy) for param, name in names.items()}
+    if getattr(mp_policy, _OVERRIDE, None) is None and not any(wishes.values()):
+        return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy))
     reduce_dtypes: dict[object, torch.dtype] = {}
     for key in {together(param) for param, wish in wishes.items() if wish is not None}:
         dtypes = [wish or p.dtype for p, wish in wishes.items() if together(p) == key and p.requires_grad]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardgrad.engine.grad_group import SWITCHES
 from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
@@ -26,6 +27,7 @@ from shardgrad.graphs.capturable import Capturable, adapt
 from shardgrad.graphs.carried import CarriedScalars
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
+from shardgrad.sharding.gradient_objects import counts_if_none_is_kept, counts_of
 
 __all__ = ["FlatOptimizerState", "GradScalerState", "ModuleState"]
 
@@ -37,7 +39,6 @@ _BACKWARD = attrgetter("scheduler.is_last_backward", "scheduler.reads_again")
 _CONTEXT = attrgetter("context")
 _GENERATION = attrgetter("generation")
 _GRAD_SHARD = attrgetter("shard")
-_GRAD_SWITCHES = attrgetter("switches")
 _SWITCHES = attrgetter("reshard_after_forward", "reshard_after_backward", "unshard_in_backward")
 _FLAGGED = attrgetter("flagged")
 _OWN = attrgetter("own")
@@ -61,6 +62,7 @@ class ModuleState(Capturable):
         self._units = units_under(module)
         self._carried = CarriedScalars()
         self._reader: Stream = None
+        self._is_any_kept = True  # as far as is known
         self._collect()
 
     def _collect(self) -> None:
@@ -120,7 +122,7 @@ class ModuleState(Capturable):
             tuple(map(_TRAINING, self._modules)),
             tuple(map(_SWITCHES, self._units)),
             tuple(map(_BACKWARD, self._contexts)),
-            tuple(map(_GRAD_SWITCHES, self._grad_groups)),
+            tuple(map(SWITCHES, self._grad_groups)),
         )
 
     def _set_switches(self, switches: tuple[Any, ...]) -> None:
@@ -135,7 +137,7 @@ class ModuleState(Capturable):
             context.scheduler.is_last_backward = is_last
             context.scheduler.reads_again = reads_again
         for grads, flags in zip(self._grad_groups, grad_switches, strict=True):
-            grads.switches = flags
+            grads.set_switches(flags)
 
     def quiesce(self) -> None:
         """See `Capturable`, and [Note: The border of a capture] in `engine/streams.py`."""
@@ -173,8 +175,9 @@ class ModuleState(Capturable):
 
     def begin_call(self, reader: Stream) -> None:
         """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
-        self._reader = reader
-        for shard in self._shards():
+        is_known = list(map(_GRAD_SHARD, self._grad_groups)) == self._collected_from[1]
+        self._reader, self._is_any_kept = reader, not is_known or self._gradients.is_any_kept()
+        for shard in self._shards() if self._is_any_kept else ():
             shard.objects.part_with_kept(reader, shard.pending_scale)
 
     def before_replays(self) -> Callable[[], None]:
@@ -185,7 +188,7 @@ class ModuleState(Capturable):
 
         def part_with_overwritten() -> None:
             nonlocal pending
-            for i, (shard, part) in enumerate(found):
+            for i, (shard, part) in enumerate(found if self._is_any_kept else ()):
                 part(self._reader, shard.pending_scale if pending is None else pending[i])
             pending = None
 
@@ -295,15 +298,30 @@ class _GradFacts:
         self._merged: list[dict[int, int]] = []
         self._own: dict[int, int] = {}
         self._carried = carried
+        self._unkept = counts_if_none_is_kept(self._objects, [()] * len(self._objects))
+
+    def is_any_kept(self) -> bool:
+        """Returns whether the program holds a gradient besides those that are bound, in one pass for all.
+
+        See [Note: Kept gradients] in `sharding/gradient_objects.py`.
+        """
+        counts = counts_of(self._objects)
+        if counts == self._unkept:  # as in a steady step, which begins with no gradient bound either
+            return False
+        return counts != counts_if_none_is_kept(self._objects, [each.bound() for each in self._objects])
+
+    def _follow_objects(self) -> None:
+        """Looks up again what objects are, if some of them were replaced."""
+        if not all(map(is_, map(_OWN, self._objects), self._merged)) or not self._merged:
+            self._merged = list(map(_OWN, self._objects))
+            self._own = dict(chain.from_iterable(each.items() for each in self._merged))
 
     def read(self) -> Hashable:
         """Returns what the host decides by: which gradients are bound, scaled, and known to be there.
 
         Tensors that the program has assigned are taken over first, and what gradients owe is carried.
         """
-        if not all(map(is_, map(_OWN, self._objects), self._merged)) or not self._merged:
-            self._merged = list(map(_OWN, self._objects))
-            self._own = dict(chain.from_iterable(each.items() for each in self._merged))
+        self._follow_objects()
         bound = self._bound()
         if None in bound:
             for shard in self._shards:
@@ -317,13 +335,16 @@ class _GradFacts:
 
         Gradients that are None owe nothing. Returns which scalars there are.
         """
-        if any(map(is_not, self.pending(), repeat(None))):
+        pending = self.pending()
+        if any(map(is_not, pending, repeat(None))):
             for shard in self._shards:
                 if shard.objects.are_absent():
                     shard.pending_scale = shard.nonfinite = None
-        pending = self._carried.carry(self.pending())
-        for shard, scale, verdict in zip(self._shards, pending[::2], pending[1::2], strict=True):
-            shard.pending_scale, shard.nonfinite = scale, verdict
+            pending = self.pending()
+        carried = self._carried.carry(pending)
+        if not all(map(is_, carried, pending)):
+            for shard, scale, verdict in zip(self._shards, carried[::2], carried[1::2], strict=True):
+                shard.pending_scale, shard.nonfinite = scale, verdict
         return self._carried.pattern
 
     def pending(self) -> list[torch.Tensor | None]:

@@ -63,7 +63,8 @@ def pack(
         OptionError: `divisor` is zero, or `grads` and `table` have different lengths.
         RuntimeError: any other disagreement between the arguments.
     """
-    _check_divisor(divisor)
+    if divisor == 0:
+        raise _zero_divisor()
     if len(grads) != table.shape[0]:
         raise OptionError(
             "pack needs one gradient per row of its table",
@@ -93,7 +94,8 @@ def unpack(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
         OptionError: `chunks` is empty.
         RuntimeError: any other disagreement between the arguments.
     """
-    _check_chunks(chunks)
+    if not chunks:
+        raise _no_chunks()
     _unpack(chunks, unsharded, table)
 
 
@@ -124,21 +126,19 @@ def sum_chunks(
         OptionError: `divisor` is zero, or `chunks` is empty.
         RuntimeError: any other disagreement between the arguments.
     """
-    _check_divisor(divisor)
-    _check_chunks(chunks)
+    if divisor == 0:
+        raise _zero_divisor()
+    if not chunks:
+        raise _no_chunks()
     _sum_chunks(chunks, out, divisor, accumulate)
 
 
-def _check_divisor(divisor: float) -> None:
-    if divisor == 0:
-        raise OptionError("cannot divide by zero", expected="a divisor other than 0", got=f"{divisor}")
+def _zero_divisor() -> OptionError:
+    return OptionError("cannot divide by zero", expected="a divisor other than 0", got="0")
 
 
-def _check_chunks(chunks: Sequence[Tensor]) -> None:
-    if not chunks:
-        raise OptionError(
-            "there is nothing to read from", expected="the chunk of every rank", got="no chunks"
-        )
+def _no_chunks() -> OptionError:
+    return OptionError("there is nothing to read from", expected="the chunk of every rank", got="no chunks")
 
 
 class _Row(NamedTuple):

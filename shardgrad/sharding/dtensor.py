@@ -13,7 +13,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from shardgrad.errors import ForeignParameterError
 
-__all__ = ["dtensor_like", "dtensor_over", "in_own_storage", "require_own_shards"]
+__all__ = ["dtensor_like", "dtensor_over", "dtensor_with", "in_own_storage", "require_own_shards"]
 
 
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
@@ -21,13 +21,22 @@ def in_own_storage(view: torch.Tensor) -> torch.Tensor:
 
     torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one piece of
     a flat buffer saves all of it. The memory stays alive as long as either tensor. Version counters are
-    separate. Where there is no memory (meta and fake tensors), the view itself is returned.
+    separate. Where there is no memory (meta and fake tensors), the storage is the view's.
     """
     if view.untyped_storage().device.type == "meta":
-        return view
+        return view.data
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
     return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+
+
+def dtensor_with(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
+    """Returns the DTensor of which `local` is this rank's piece; many may have one spec, as in torch.
+
+    Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device; and
+    without `DTensor.__init__`, which does nothing, but imports Dynamo and goes through it.
+    """
+    return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
 
 def dtensor_over(
@@ -46,13 +55,14 @@ def dtensor_over(
         shape: global.
         stride: global.
     """
-    meta = TensorMeta(shape, stride, local.dtype)
-    # Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device.
-    return DTensor(local, DTensorSpec(mesh, placements, tensor_meta=meta), requires_grad=False)
+    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    return dtensor_with(local, spec)
 
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
     """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may differ."""
+    if local.dtype == param.dtype and param._spec.tensor_meta is not None:
+        return dtensor_with(local, param._spec)
     return dtensor_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())
 
 

@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, is_, is_not, ne
 from typing import Protocol, cast
 
@@ -35,6 +35,8 @@ __all__ = [
     "Bound",
     "GradientObjects",
     "KeptGradientWarning",
+    "counts_if_none_is_kept",
+    "counts_of",
     "keep_for_current_stream",
 ]
 
@@ -45,6 +47,7 @@ Bound = int | torch.Tensor
 
 Stream = torch.Stream | None
 _uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+_WATCHED, _STORAGES = attrgetter("_watched"), attrgetter("_storages")
 
 
 class KeptGradientWarning(UserWarning):
@@ -55,6 +58,24 @@ def keep_for_current_stream(tensor: torch.Tensor) -> None:
     """Tells the allocator that the current stream reads a tensor of another one, which is dropped next."""
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+
+
+def counts_of(objects: Sequence[GradientObjects]) -> list[list[int]]:
+    """Returns how often what several shards watch is referred to: tensors of all, then storages of all."""
+    watched = chain.from_iterable(map(_WATCHED, objects))
+    storages = chain.from_iterable(map(_STORAGES, objects))
+    return [list(map(sys.getrefcount, watched)), list(map(_uses_of, storages))]
+
+
+def counts_if_none_is_kept(
+    objects: Sequence[GradientObjects], bound: Sequence[Sequence[Bound]]
+) -> list[list[int]]:
+    """Returns what `counts_of` returns while the program holds nothing but what is `bound`."""
+    expected = [each.counts_if_none_is_kept(what) for each, what in zip(objects, bound, strict=True)]
+    ends = [3 * len(each.plain) for each in objects]
+    tensors = (counts[:end] for counts, end in zip(expected, ends, strict=True))
+    storages = (counts[end:] for counts, end in zip(expected, ends, strict=True))
+    return [list(chain.from_iterable(tensors)), list(chain.from_iterable(storages))]
 
 
 def _references_when_bound() -> int:
@@ -177,7 +198,7 @@ class GradientObjects:
         """Returns how often plain gradients, then scaled ones, local tensors and storages are referred to."""
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
-    def _counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
+    def counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
         """Returns the counts that there are while the program holds nothing but what is bound."""
         expected, size = list(self._unkept), len(self.plain)
         for place, what in enumerate(bound):
@@ -208,7 +229,7 @@ class GradientObjects:
         counts = self._counts()
         if counts != self._unkept and self._is_watched:
             bound = self.bound()
-            kept = self._kept(counts, self._counts_if_none_is_kept(bound))
+            kept = self._kept(counts, self.counts_if_none_is_kept(bound))
             self.part_with([place for place in kept if bound[place] is ABSENT], reader, scale)
 
     def before_replays(self) -> Callable[[Stream, torch.Tensor | None], None]:
@@ -219,7 +240,7 @@ class GradientObjects:
         overwritten: list[int] = []
         self.overwritten = overwritten
         bound = self.bound()
-        expected = self._counts_if_none_is_kept(bound)
+        expected = self.counts_if_none_is_kept(bound)
 
         def part_with_overwritten(reader: Stream, scale: torch.Tensor | None) -> None:
             if overwritten and self._is_watched:

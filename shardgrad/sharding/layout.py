@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -100,6 +100,30 @@ class Piece:
         return math.prod(self.local_shape(rank))
 
 
+@lru_cache(maxsize=1024)  # a model has many groups of few kinds
+def _pieces(
+    shapes: tuple[tuple[int, ...], ...],
+    dims: tuple[int, ...],
+    first: tuple[int, ...],
+    world_size: int,
+    alignment: int,
+) -> tuple[tuple[Piece, ...], int, int]:
+    """Returns pieces in order, elements in a chunk, where `first` come first, and of unsharded parameters."""
+    pieces = []
+    unsharded_offset = 0
+    for shape, dim in zip(shapes, dims, strict=True):
+        shard_rows = -(-shape[dim] // world_size)
+        shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
+        span = _round_up(shard_numel, alignment)
+        pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
+        unsharded_offset += _round_up(math.prod(shape), alignment)
+    shard_offset = 0
+    for i in dict.fromkeys((*first, *range(len(pieces)))):
+        pieces[i] = replace(pieces[i], shard_offset=shard_offset)
+        shard_offset += pieces[i].span
+    return tuple(pieces), shard_offset, unsharded_offset
+
+
 @dataclass(frozen=True)
 class ShardLayout:
     """The pieces of one group over `world_size` ranks. Build it with `ShardLayout.of`.
@@ -143,28 +167,19 @@ class ShardLayout:
             dims: that are sharded; None for dim 0. A dim other than 0 has to divide evenly.
             zero_copy: whether each travels by itself; nothing if none does.
         """
-        pieces = []
-        unsharded_offset = 0
-        for shape, dim in zip(map(tuple, shapes), dims or [0] * len(shapes), strict=True):
-            shard_rows = -(-shape[dim] // world_size)
-            shard_numel = shard_rows * math.prod(shape[:dim] + shape[dim + 1 :])
-            span = _round_up(shard_numel, alignment)
-            pieces.append(Piece(shape, shard_rows, shard_numel, span, 0, unsharded_offset, dim))
-            unsharded_offset += _round_up(math.prod(shape), alignment)
-        first = [i for i, travels_alone in enumerate(zero_copy) if travels_alone]
-        shard_offset = 0
-        for i in dict.fromkeys((*first, *range(len(pieces)))):
-            pieces[i] = replace(pieces[i], shard_offset=shard_offset)
-            shard_offset += pieces[i].span
+        first = tuple(i for i, travels_alone in enumerate(zero_copy) if travels_alone)
+        pieces, shard_offset, unsharded_offset = _pieces(
+            tuple(map(tuple, shapes)), tuple(dims or [0] * len(shapes)), first, world_size, alignment
+        )
         tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
             world_size,
             alignment,
-            tuple(pieces),
+            pieces,
             tail_offset=shard_offset,
             chunk_numel=shard_offset + tail_numel,
             unsharded_numel=unsharded_offset,
-            zero_copy=tuple(first),
+            zero_copy=first,
         )
 
     @cached_property
@@ -230,9 +245,10 @@ class ShardLayout:
 
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
+        shapes = [piece.local_shape(rank) for piece in self.pieces]
         return [
-            chunk.narrow(0, p.shard_offset, p.local_numel(rank)).view(p.local_shape(rank))
-            for p in self.pieces
+            chunk.narrow(0, piece.shard_offset, math.prod(shape)).view(shape)
+            for piece, shape in zip(self.pieces, shapes, strict=True)
         ]
 
     def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,9 @@ class DataParallelMesh:
     device: torch.device
     spmd: SpmdAxes | None = None
     levels: TwoLevels | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.mesh)  # which a mesh keeps
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> DataParallelMesh:
@@ -264,8 +268,15 @@ def _program() -> str:
     return (shlex.join(words) if is_named else sys.argv[0]) or "program.py"
 
 
+# Of each world, by type of device. A mesh keeps its world alive, so it lives only as long as units use it.
+_over_all_ranks: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]
+_over_all_ranks = WeakKeyDictionary()
+
+
 def default_mesh() -> DeviceMesh:
-    """Returns a 1-D mesh over all ranks, starting the default process group if there is none.
+    """Returns the 1-D mesh over all ranks, starting the default process group if there is none.
+
+    The same object for all units of a model: torch takes as long to make a mesh as we to shard a layer.
 
     Raises:
         MeshError: the program was started without a launcher.
@@ -282,7 +293,11 @@ def default_mesh() -> DeviceMesh:
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cpu" if accelerator is None else accelerator.type
-    backend = dist.get_backend_config(dist.group.WORLD)
-    if device_type != "cpu" and f"{device_type}:" not in str(backend):
+    world: Any = dist.group.WORLD
+    if device_type != "cpu" and f"{device_type}:" not in str(dist.get_backend_config(world)):
         device_type = "cpu"
-    return init_device_mesh(device_type, (dist.get_world_size(),))
+    known = _over_all_ranks.setdefault(world, WeakValueDictionary())
+    mesh = known.get(device_type)
+    if mesh is None:
+        mesh = known[device_type] = init_device_mesh(device_type, (dist.get_world_size(),))
+    return mesh

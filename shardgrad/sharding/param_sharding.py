@@ -20,17 +20,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from shardgrad.errors import MeshError, PlacementError, UnsupportedParameterError
-from shardgrad.sharding.dtensor import dtensor_over
+from shardgrad.sharding.dtensor import dtensor_over, dtensor_with
 from shardgrad.sharding.mesh import DataParallelMesh
 
 __all__ = ["ParamSharding", "groups_cut_over", "sharding_of"]
@@ -74,9 +78,26 @@ class ParamSharding:
         """True if the unsharded parameter, and gradients with it, are DTensors."""
         return self._unsharded is not None
 
-    def sharded_dtensor(self, local: torch.Tensor) -> DTensor:
-        """Returns the sharded parameter over this rank's piece."""
-        return dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+    @cached_property
+    def _specs(self) -> dict[torch.dtype, DTensorSpec]:
+        return {}
+
+    def sharded_dtensor(self, local: torch.Tensor, *, requires_grad: bool = False) -> DTensor:
+        """Returns the sharded parameter's tensor over this rank's piece."""
+        spec = self._specs.get(local.dtype)
+        if spec is None:
+            made = dtensor_over(local, self.mesh, self.placements, self.full_shape, self.stride)
+            spec = self._specs[local.dtype] = made._spec
+        return dtensor_with(local, spec, requires_grad=requires_grad)
+
+    def sharded_param(self, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """Returns the sharded parameter over this rank's piece, a plain tensor.
+
+        As `nn.Parameter(...)` does, which would first detach it, through DTensor's dispatch.
+        """
+        param = self.sharded_dtensor(local, requires_grad=requires_grad)
+        param._is_param = True
+        return cast(nn.Parameter, param)
 
     def unsharded_tensor(self, packed: torch.Tensor) -> torch.Tensor:
         """Returns what compute sees over gathered memory of `shape`."""
@@ -120,6 +141,10 @@ def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
     )
 
 
+# Of plain parameters, by shape and dim: a model has many of few shapes.
+_plain: WeakKeyDictionary[DataParallelMesh, dict[tuple[torch.Size, int], ParamSharding]] = WeakKeyDictionary()
+
+
 def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
     """Decides how a parameter is sharded on `dim` over the shard group of `mesh`.
 
@@ -127,8 +152,18 @@ def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
         PlacementError: it has no such dim, or lies where data parallelism cannot shard it.
         UnsupportedParameterError: `dim` is not the outermost, and does not divide evenly.
     """
-    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
     dim = dim + param.ndim if dim < 0 else dim
+    if isinstance(param, DTensor) or mesh.spmd is not None:
+        return _sharding_of(param, name, mesh, dim)
+    known = _plain.setdefault(mesh, {})
+    key = param.shape, dim
+    if key not in known:
+        known[key] = _sharding_of(param, name, mesh, dim)
+    return known[key]
+
+
+def _sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
+    local: torch.Tensor = param._local_tensor if isinstance(param, DTensor) else param
     _require_dim(local, name, mesh, dim)
     unsharded: _Unsharded | None = None
     if mesh.spmd is not None:

@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import venv
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.cuda_runtime import build
@@ -72,22 +72,26 @@ def main() -> None:
         lambda: build.build(site_packages, folder / "hostcuda/stubs", headers),
     )
     (site_packages / "hostcuda.pth").write_text(f"{build.HERE}\nimport startup\n")
-    ops = [path for path in sorted((REPOSITORY / "csrc").rglob("*")) if path.is_file()]
-    _unless_done(
-        folder / "hostcuda/ops",
-        _contents([*ops, REPOSITORY / "setup.py", *ON_HOST.glob("*.*")]),
-        lambda: _build_ops(folder, python),
-    )
+    sources = [path for path in (REPOSITORY / "csrc").rglob("*") if path.is_file()]
+    ops = _contents([*sources, REPOSITORY / "setup.py", *ON_HOST.glob("*.*")])
+    _unless_done(folder / "hostcuda/ops", ops, lambda: _provide_ops(folder, python, ops))
 
 
-def _unless_done(stamp: Path, made_of: Iterable[str], make: Callable[[], None]) -> None:
-    digest = hashlib.sha256("\0".join(made_of).encode()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == digest:
+def _unless_done(stamp: Path, made_of: Sequence[str], make: Callable[[], None]) -> None:
+    if _is_done(stamp, made_of):
         return
     stamp.unlink(missing_ok=True)
     make()
     stamp.parent.mkdir(parents=True, exist_ok=True)
-    stamp.write_text(digest)
+    stamp.write_text(_digest(made_of))
+
+
+def _is_done(stamp: Path, made_of: Sequence[str]) -> bool:
+    return stamp.is_file() and stamp.read_text() == _digest(made_of)
+
+
+def _digest(made_of: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(made_of).encode()).hexdigest()
 
 
 def _contents(paths: Iterable[Path]) -> list[str]:
@@ -105,6 +109,16 @@ def _install(folder: Path, python: Path, version: str) -> None:
         _leave(f"torch {version} for CUDA, or a package that it needs, could not be installed")
     if not list(folder.glob("lib/python3*/site-packages/torch/lib/libtorch_cuda.so")):
         _leave(f"pip installs a torch {version} that was not built for CUDA")
+
+
+def _provide_ops(folder: Path, python: Path, made_of: Sequence[str]) -> None:
+    """Takes the ops of a venv beside this one, or builds them: every version of torch has the same."""
+    for other in folder.parent.glob(".venv-cuda*/hostcuda"):
+        if _is_done(other / "ops", made_of) and (other / "shardgrad").exists():
+            for built in ("shardgrad", "kernels"):
+                shutil.copytree(other / built, folder / "hostcuda" / built, dirs_exist_ok=True)
+            return
+    _build_ops(folder, python)
 
 
 def _build_ops(folder: Path, python: Path) -> None:

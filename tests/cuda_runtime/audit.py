@@ -23,7 +23,7 @@ from unittest.mock import patch
 from shardgrad.sharding import zero_copy
 from tests.cuda_runtime import inspection, on_cuda  # before what uses the simulated accelerator
 from tests.simulated.programs import running
-from tests.simulated.programs.edges import ENDS_OF_ONE_RANK, Edge, watched
+from tests.simulated.programs.edges import NOT_IN_THE_MATRIX, Edge, watched
 from tests.simulated.programs.matrix import CASES
 from tests.support.ranks import RankError, Ranks
 
@@ -159,7 +159,7 @@ def removals(names: Iterable[str], audit: Audit) -> list[Removal]:
         *(
             Removal(str(edge), by, removed=edge)
             for edge, by in sorted(edges.items())
-            if edge != ENDS_OF_ONE_RANK
+            if edge not in NOT_IN_THE_MATRIX
         ),
         *(Removal(f"the marks of {place}", by, not_recorded=place) for place, by in sorted(places.items())),
     ]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CSRC = HERE / "csrc"
-FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wno-unused-function"]
+FLAGS = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", "-Wall", "-Wno-unused-function"]
 RUNTIME = "libcudart.so.13"
 
 
@@ -150,7 +150,9 @@ def _compile_values(site_packages: Path, headers: Path) -> None:
 
 def _imported(folder: Path) -> dict[str, str]:
     """Returns the functions that torch's libraries import, each with its version or ''."""
-    found: dict[str, str] = {}
+    # Torch asks for the driver's by name, and for all of them when it needs one.
+    asked_for = (folder.parent / "include/c10/cuda/driver_api.h").read_text()
+    found = dict.fromkeys(re.findall(r"\b_\((cu\w+), \d+\)", asked_for), "")
     for library in folder.glob("*.so"):
         table = subprocess.run(
             ["readelf", "--dyn-syms", "-W", library], check=True, capture_output=True, text=True

@@ -13,11 +13,13 @@ import torch.distributed as dist
 from torch import nn
 
 import shardgrad.engine.grad_collector
+import shardgrad.engine.grad_group
 import shardgrad.engine.reduction
 import shardgrad.engine.root
 import shardgrad.engine.scheduler
 import shardgrad.engine.unsharded
 from shardgrad import fully_shard, ops
+from shardgrad.engine.all_gather import AllGatherInput
 from shardgrad.engine.buffers import Slot, SlotRing
 from shardgrad.engine.grad_collector import GradCollector
 from shardgrad.engine.grad_group import GradGroup
@@ -31,10 +33,11 @@ _IS_LOCAL = GradGroup._is_local
 def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
     """One rank on recorded streams; the engine's kernels and collectives report what they touch.
 
-    It packs a message, as several ranks do, or straight into the gradient shard, as one alone does.
+    It sends messages, as several ranks do, or reads and writes its shards alone.
     """
     if not request.param:
         monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
+        monkeypatch.setattr(AllGatherInput, "supports_zero_copy", False)  # so its chunk needs a slot
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
 
@@ -83,18 +86,18 @@ def arriving_on(
     This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
     autograd orders after the stream that computed the gradient, and no other stream after it.
     """
-    arrive = GradGroup.collect
+    arrive = shardgrad.engine.grad_group._collect
 
-    def on_chosen_stream(self: GradGroup, unsharded: torch.Tensor) -> None:
+    def on_chosen_stream(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
         computed = streams.event()
         computed.record(streams.current())
         with streams.on(choose(unsharded)):
             computed.wait(streams.current())
             if unsharded.grad is not None:
                 streams.access("backward writes gradient", unsharded.grad, writes=True)
-            arrive(self, unsharded)
+            arrive(owner, unsharded)
 
-    monkeypatch.setattr(GradGroup, "collect", on_chosen_stream)
+    monkeypatch.setattr(shardgrad.engine.grad_group, "_collect", on_chosen_stream)
 
 
 def two_layers() -> nn.Module:
@@ -172,13 +175,15 @@ def test_a_missing_wait_is_found(
         monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
     arriving_on(monkeypatch, streams, lambda param: f"side {param.ndim}")
     if broken == "foreign producers":
-        arrive = GradGroup.collect
+        arrive = shardgrad.engine.grad_group._collect
 
-        def forget(self: GradGroup, unsharded: torch.Tensor) -> None:
-            arrive(self, unsharded)
-            self.collector._foreign.clear()
+        def forget(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
+            arrive(owner, unsharded)
+            grads = owner()
+            assert grads is not None
+            grads.collector._foreign.clear()
 
-        monkeypatch.setattr(GradGroup, "collect", forget)
+        monkeypatch.setattr(shardgrad.engine.grad_group, "_collect", forget)
     elif broken == "ready of the slot":
         monkeypatch.setattr(Slot, "start_reading", lambda self, stream: None)
     else:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from shardgrad import fully_shard
 from shardgrad.errors import MeshError
 from shardgrad.sharding.mesh import DataParallelMesh, default_mesh
 
@@ -67,5 +72,32 @@ def test_without_a_process_group_the_launchers_is_started(monkeypatch: pytest.Mo
     try:
         assert default_mesh().shape == (1,)
         assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_units_share_one_mesh_over_all_ranks_and_each_world_has_another() -> None:
+    meshes = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            meshes.append(default_mesh())
+            assert default_mesh() is meshes[-1]
+            assert meshes[-1].get_group() is dist.group.WORLD
+        finally:
+            dist.destroy_process_group()
+    assert meshes[0] is not meshes[1]
+
+
+def test_the_mesh_over_all_ranks_does_not_outlive_its_units() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+        meshes = {param.device_mesh for param in model.parameters() if isinstance(param, DTensor)}
+        (mesh,) = map(weakref.ref, meshes)
+        meshes.clear()
+        del model
+        gc.collect()
+        assert mesh() is None
     finally:
         dist.destroy_process_group()

@@ -21,7 +21,13 @@ from shardgrad.engine.param_group import ParamGroup
 from tests.simulated.accelerator import device
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
 from tests.simulated.programs.audit import Verdict, _verdict, by_edge, edges_of, ran, table
-from tests.simulated.programs.edges import ENDS_OF_ONE_RANK, Edge, watched
+from tests.simulated.programs.edges import (
+    ENDS_OF_ONE_RANK,
+    NOT_IN_THE_MATRIX,
+    READS_OF_ONE_RANK,
+    Edge,
+    watched,
+)
 from tests.simulated.programs.matrix import CASES
 
 
@@ -67,22 +73,23 @@ def test_edges_are_found_in_every_file_that_orders_streams() -> None:
 
 
 def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
-    edges = dict(_edges())
-    del edges[ENDS_OF_ONE_RANK]
+    edges = {edge: makers for edge, makers in _edges().items() if edge not in NOT_IN_THE_MATRIX}
     _require_all_caught(_without_each_edge(edges))
 
 
 class _Fan(nn.Module):
     """Units that read the batch, each in a stream that the caller chooses; the first is reduced last."""
 
-    def __init__(self, units: int) -> None:
+    def __init__(self, units: int, *, follow_the_caller: bool = True) -> None:
         super().__init__()
+        self.follow_the_caller = follow_the_caller
         self.units = nn.ModuleList(nn.Linear(4, 4) for _ in range(units))
 
     def forward(self, x: torch.Tensor, places: list[torch.Stream]) -> torch.Tensor:
         home, outputs = torch.accelerator.current_stream(), []
         for unit, place in zip(self.units, places, strict=True):
-            place.wait_stream(home)
+            if self.follow_the_caller:
+                place.wait_stream(home)
             with place:
                 outputs.append(unit(x))
         for place, output in zip(places, outputs, strict=True):
@@ -113,6 +120,29 @@ def test_one_rank_writes_a_gradient_after_the_backward_before_wherever_that_ende
     with watched(removed), device.checked(raises=False) as hazards:
         VirtualRanks(1).run(_two_backwards_on_three_streams_each)
     assert {hazard.kind for hazard in hazards} == (set() if removed is None else {"write-after-write"})
+
+
+def _updates_that_no_side_stream_waits_for() -> None:
+    x = torch.ones(2, 4, device=device.NAME)
+    model = _Fan(2, follow_the_caller=False).to(device.NAME)
+    for module in (*model.units, model):
+        shardgrad.fully_shard(module, mesh=init_device_mesh(device.NAME, (1,)))
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    places = [torch.Stream(device.NAME) for _ in range(2)]
+    torch.accelerator.synchronize()
+    for _ in range(3):
+        model(x, places).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("removed", [None, READS_OF_ONE_RANK])
+def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_stream(
+    removed: Edge | None,
+) -> None:
+    with watched(removed), device.checked(raises=False) as hazards:
+        VirtualRanks(1).run(_updates_that_no_side_stream_waits_for)
+    assert {hazard.kind for hazard in hazards} == (set() if removed is None else {"read-after-write"})
 
 
 def test_the_marks_of_every_place_are_needed_by_a_program() -> None:

@@ -84,7 +84,7 @@ def _train(replicas: int, begin: threading.Barrier, end: threading.Barrier) -> N
         shardgrad.fully_shard(layer, mesh=mesh, reshard_after_forward=True)
     shardgrad.fully_shard(model, mesh=mesh)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
-    inputs = torch.randn(4, 8).to("sim")
+    inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to("sim")
     for step in range(STEPS):
         if step == STEPS - 1:
             begin.wait()

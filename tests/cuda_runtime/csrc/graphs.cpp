@@ -65,6 +65,7 @@ API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* out, cudaGraph_t 
   auto exec = std::make_unique<Exec>();
   exec->id = ++state().ids;
   exec->graph = g->id;
+  exec->kept = g->kept;
   std::map<Node*, size_t> position;
   for (auto& node : g->nodes) {
     position[node.get()] = exec->work.size();
@@ -105,9 +106,11 @@ API cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
 }
 API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t handle) {
   std::vector<std::function<Body()>> over;  // destroyed without the lock
+  std::vector<Kept> kept;
   ENTER();
   auto* exec = reinterpret_cast<Exec*>(handle);
   exec->alive = false;  // kept, to be looked at
+  kept.swap(exec->kept);
   for (Work& work : exec->work) over.push_back(std::exchange(work.start, nullptr));
   return cudaSuccess;
 }
@@ -120,6 +123,20 @@ API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
     e->nodes.erase(std::remove_if(e->nodes.begin(), e->nodes.end(), [g](Node* n) { return n->graph == g; }),
                    e->nodes.end());
   over.reset(g);
+  return cudaSuccess;
+}
+// An object belongs to its creator, until that releases it or gives it to a graph; and to each graph that keeps it.
+API cudaError_t cudaUserObjectCreate(cudaUserObject_t* out, void* pointer, cudaHostFn_t destroy, unsigned, unsigned) {
+  return *out = reinterpret_cast<cudaUserObject_t>(new Kept(pointer, destroy)), cudaSuccess;
+}
+API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned) {
+  return delete reinterpret_cast<Kept*>(object), cudaSuccess;
+}
+API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObject_t object, unsigned, unsigned flags) {
+  ENTER();
+  auto* kept = reinterpret_cast<Kept*>(object);
+  as_graph(graph)->kept.push_back(*kept);
+  if (flags & cudaGraphUserObjectMove) delete kept;
   return cudaSuccess;
 }
 API cudaError_t cudaGraphDebugDotPrint(cudaGraph_t graph, const char* path, unsigned) {

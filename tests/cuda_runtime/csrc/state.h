@@ -43,15 +43,20 @@ struct Node {
   std::vector<Node*> before;
 };
 
+// What graphs keep for a library that wants to know when they are gone.
+using Kept = std::shared_ptr<void>;
+
 struct Graph {
   uint64_t id;
   std::vector<std::unique_ptr<Node>> nodes;
+  std::vector<Kept> kept;
 };
 
 struct Exec {
   uint64_t id, graph;
   std::vector<Work> work;  // in the order of recording, which respects the edges
   std::vector<std::vector<size_t>> before;
+  std::vector<Kept> kept;
   uint64_t launches = 0;
   bool alive = true;
 };

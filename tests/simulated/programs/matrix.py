@@ -184,6 +184,12 @@ CASES: dict[str, Scenario] = {
     "clipped by torch": _case(clip="torch"),
     "clipped, two ranks": _case(ranks=2, clip="shardgrad", optimizer_of="shardgrad"),
     "updated on a side stream": _case(clip="shardgrad", optimizer_of="shardgrad", update=3),
+    "updated on a side stream, of which the next forward is told": _case(
+        optimizer_of="shardgrad", update=3, update_event=True
+    ),
+    "updated on a side stream, of which the next forward is told, two ranks": _case(
+        ranks=2, update=3, update_event=True
+    ),
     "AdamW of torch": _case(optimizer="AdamW"),
     "SGD of shardgrad": _case(optimizer_of="shardgrad"),
     "participation": _case(participates=True),

@@ -359,7 +359,10 @@ class _Training:
         losses: list[Tensor] = []
         with contextlib.suppress(OnPurposeError):
             self.streams.call(plan.caller, lambda: self._backward(number, plan, losses))
-            self.streams.call(self.model.update, self._update)
+            if self.model.update_event:
+                self._update_for_the_next_forward()
+            else:
+                self.streams.call(self.model.update, self._update)
         self.optimizer.zero_grad()
         self._nodes.clear()
         return losses
@@ -390,6 +393,14 @@ class _Training:
         elif self.model.clip == "torch":
             nn.utils.clip_grad_norm_(params, 0.5)
         self.optimizer.step()
+
+    def _update_for_the_next_forward(self) -> None:
+        stream, event = self.streams.at(self.model.update), torch.Event(device.NAME)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self._update()
+            event.record()
+        self.net.set_post_optim_event(event)
 
     def _bear_nodes(self, plan: Plan) -> None:
         """Makes the nodes that accumulate gradients, each in its stream; forward finds them there."""

@@ -107,6 +107,7 @@ class Model:
         optimizer: "SGD" or "AdamW", of `optimizer_of`.
         optimizer_of: "shardgrad" or "torch".
         update: stream that clips and updates, in every step.
+        update_event: only the next forward waits for the update, by `set_post_optim_event`.
         writes_in_hooks: gradients are written once more in the hooks' stream.
         born: stream that each unit was built and sharded in, and the root's at the end.
     """
@@ -141,6 +142,7 @@ class Model:
     optimizer: str = "SGD"
     optimizer_of: str = "torch"
     update: int = 0
+    update_event: bool = False
     writes_in_hooks: bool = False
     born: tuple[int, ...] = ()
 

@@ -284,17 +284,20 @@ class Work:
             last one is launched when backward is over, where autograd has made streams wait for all others.
         producers: streams on which the gradients of one unit arrive; with 0 all come on the current one.
         late_reduction: the reduce stream is late, instead of the producers.
+        resharded: parameters are gathered again in backward. NCCL runs the collectives of a group in turn, so
+            each gather holds up what follows until the reduction before it is over.
     """
 
     units: int
     producers: int
     late_reduction: bool = False
+    resharded: bool = True
 
 
 WORK: dict[type[Bug], Work] = {
     HookBornOnASideStream: Work(units=2, producers=1),
     ReductionAwaitsTheCurrentStream: Work(units=2, producers=2),
-    RefillAwaitsTheFlusher: Work(units=5, producers=2, late_reduction=True),
+    RefillAwaitsTheFlusher: Work(units=5, producers=2, late_reduction=True, resharded=False),
     CommunicationBufferFreedEarly: Work(units=5, producers=0, late_reduction=True),
 }
 
@@ -323,7 +326,7 @@ class Training:
         self.model = SideBySide(units).to(device)
         if mesh is not None:
             for unit in (*units, self.model):
-                fully_shard(unit, mesh=mesh)
+                fully_shard(unit, mesh=mesh, reshard_after_forward=work.resharded)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.nodes: list[object] = []  # of parameters: autograd makes others when they are gone
         self.rounds = 0
