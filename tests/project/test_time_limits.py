@@ -51,6 +51,12 @@ def test_time_in_which_a_program_waits_for_a_core_does_not_count_also_in_what_it
     assert fair_s < 0.7 * wall_s
 
 
+def test_a_program_that_ends_while_its_waits_are_read_is_no_error() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    assert processes._queued_s(process.pid) == {}
+
+
 def test_a_wait_that_the_system_counts_only_when_it_is_over_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,12 @@ def _queued_s(pid: int) -> dict[int, float]:
     """Returns for how long threads of a process, and of each below it, were ready and no core was free."""
     found, waiting = {}, [pid]
     while waiting:
-        for thread in Path(f"/proc/{waiting.pop()}/task").glob("*"):
-            try:
-                found[int(thread.name)] = int((thread / "schedstat").read_text().split()[1]) / 1e9
-                waiting += map(int, (thread / "children").read_text().split())
-            except (OSError, IndexError):  # it ended meanwhile, or this kernel does not count
-                continue
+        tasks = Path(f"/proc/{waiting.pop()}/task")
+        with suppress(OSError):  # the process ended meanwhile
+            for thread in os.listdir(tasks):
+                with suppress(OSError, IndexError):  # the thread did, or this kernel does not count
+                    found[int(thread)] = int((tasks / thread / "schedstat").read_text().split()[1]) / 1e9
+                    waiting += map(int, (tasks / thread / "children").read_text().split())
     return found
 
 
