@@ -13,7 +13,7 @@
 """
 
 from shardgrad.ops.float8 import FLOAT8_BLOCK_NUMEL, quantize, sum_quantized
-from shardgrad.ops.library import backend, load_compiled
+from shardgrad.ops.library import backend, has_kernels, load_compiled
 from shardgrad.ops.movement import pack, sum_chunks, unpack
 from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
 from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
@@ -26,6 +26,7 @@ __all__ = [
     "adam_",
     "backend",
     "check_rows",
+    "has_kernels",
     "norm_",
     "pack",
     "quantize",

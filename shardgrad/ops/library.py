@@ -10,12 +10,13 @@ from __future__ import annotations
 import shlex
 import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-__all__ = ["backend", "declare", "load_compiled"]
+__all__ = ["backend", "build_command", "declare", "has_kernels", "load_compiled", "warn_of_references"]
 
 _LIBRARY = torch.library.Library("shardgrad", "DEF")  # the registrations live as long as this object
 _PATH = Path(__file__).parents[1] / "_C.so"
@@ -45,6 +46,28 @@ def backend() -> Literal["compiled", "reference"]:
     return "compiled" if _is_compiled else "reference"
 
 
+def has_kernels(device_type: str) -> bool:
+    """Returns whether the ops on devices of a type are compiled kernels, not the references."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("shardgrad::pack", key)
+
+
+@cache
+def warn_of_references(device_type: str) -> None:
+    """Warns, once, if a GPU would be made to wait by references.
+
+    On the CPU `load_compiled` has warned; for other devices there are no kernels to be had.
+    """
+    if device_type == "cuda" and torch.cuda.is_available() and not has_kernels(device_type):
+        warnings.warn(
+            "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are used. Some "
+            "wait for the device, so no step with them can be captured. To build the kernels, with nvcc of "
+            f"CUDA {torch.version.cuda} on PATH, type: {build_command()}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 def load_compiled() -> None:
     """Loads the library of the package, or warns once and leaves the references in place."""
     global _is_compiled
@@ -63,13 +86,14 @@ def load_compiled() -> None:
         what = f"there is no compiled library {_PATH}"
     warnings.warn(
         f"shardgrad: {what}; the slower Python reference ops are used. "
-        f"To build it with a C++17 compiler, type: {_command()}",
+        f"To build it with a C++17 compiler, type: {build_command()}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
-def _command() -> str:
+def build_command() -> str:
+    """Returns what to type to compile the ops for this torch."""
     root = _PATH.parents[1]
     if (root / "setup.py").is_file():
         return f"pip install --no-build-isolation -e {shlex.quote(str(root))}"

@@ -12,14 +12,30 @@ from torch import nn
 
 import shardgrad
 from shardgrad.cli import main
+from shardgrad.graphs.preflight import environment
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_kernels", lambda device_type: True)
+
+
 def kinds(found: list[Issue]) -> list[str]:
     return [issue.kind for issue in found]
+
+
+def test_kernels_that_were_not_built_are_named_with_how_to_build_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(environment, "has_kernels", lambda device_type: False)
+    (found,) = environment_issues(CUDA, [])
+    assert found.kind == "missing kernels"
+    assert found.fix.startswith("pip install --no-build-isolation")
+    assert environment_issues(CPU, []) == []
 
 
 def test_an_optimizer_that_reads_the_host_is_named_with_another() -> None:

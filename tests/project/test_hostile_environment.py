@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,24 @@ def test_the_compiled_library_comes_from_the_package_wherever_one_is_called(
     library.load_compiled()
     assert loaded == [Path(shardgrad.__file__).parent / "_C.so"]
     assert loaded[0].is_absolute()
+
+
+def test_a_gpu_without_kernels_is_told_once_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
+    library.warn_of_references.cache_clear()
+    with pytest.warns(RuntimeWarning, match=r"kernels for CUDA were not built.* type: pip install"):
+        library.warn_of_references("cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for device_type in ("cpu", "cuda"):
+            library.warn_of_references(device_type)
+    library.warn_of_references.cache_clear()
+
+
+def test_kernels_are_found_where_the_library_has_brought_them() -> None:
+    assert library.has_kernels("cpu") == (library.backend() == "compiled")
+    assert not library.has_kernels("xpu")
 
 
 def test_what_a_run_shows_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 import shardgrad.optim
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.graphs.preflight.issues import Issue
+from shardgrad.ops.library import build_command, has_kernels
 from shardgrad.optim.flat import FlatOptimizer
 
 __all__ = ["environment_issues"]
@@ -30,13 +31,14 @@ def environment_issues(device: torch.device, optimizers: Sequence[Optimizer]) ->
     """Returns the issues that can be known without running a step.
 
     Args:
-        device: of the step. Environment variables are read on CUDA only.
+        device: of the step. Kernels are looked for, and environment variables read, on CUDA only.
         optimizers: that the step uses.
 
     Capture: called before a capture; it reads nothing from the device.
     """
     found = [issue for optimizer in optimizers for issue in _of_optimizer(optimizer, device)]
     if device.type == "cuda":
+        found += _of_kernels()
         found += _of_environment()
     if device.type != "cpu":
         found += _of_process_groups(device)
@@ -75,6 +77,16 @@ def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]
                 fix=f"{ours}, whose hyperparameters can change between replays; or "
                 f"lr=torch.tensor({numbers[0]}, device={str(device)!r})",
             )
+
+
+def _of_kernels() -> Iterator[Issue]:
+    if not has_kernels("cuda"):
+        yield Issue(
+            "missing kernels",
+            "shardgrad's kernels for CUDA were not built, and the references of norms and updates, which run "
+            "in their place, wait for the device",
+            fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
+        )
 
 
 def _of_environment() -> Iterator[Issue]:
