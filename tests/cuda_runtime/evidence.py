@@ -39,15 +39,21 @@ class Evidence:
     wrong: list[str]
 
 
-def evidence(graph: Work, segments: Sequence[Any] | None = None) -> Evidence:
+def evidence(
+    graph: Work, segments: Sequence[Any] | None = None, device_memory: range = DEVICE_MEMORY
+) -> Evidence:
     """Reads a graph.
 
     Args:
-        graph: of `inspection.graph()`.
+        graph: of `inspection.graph()`, or on a GPU of `tests/gpu/captured_graph.py`.
         segments: torch's allocator now, `torch.cuda.memory_snapshot()`, by default that of this process; the
             graph's own memory is that of pools other than the default one.
+        device_memory: addresses that count, by default those of the runtime.
     """
-    nodes: list[Work] = graph["nodes"]
+    nodes: list[Work] = [
+        {**node, "ranges": [each for each in node["ranges"] if each[0] in device_memory]}
+        for node in graph["nodes"]
+    ]
     before = _before(nodes)
     writers = readers = 0
     wrong: list[str] = []
@@ -112,11 +118,11 @@ def _on_freed_memory(nodes: Sequence[Work], segments: Sequence[Any]) -> list[str
 
 
 def _ranges(node: Work, *, written: bool | None = None) -> list[tuple[int, int]]:
-    """Returns the device's memory that a node uses, or the part that it writes, or that it reads."""
+    """Returns the memory that a node uses, or the part that it writes, or that it reads."""
     return [
         (start, start + size)
         for start, size, writes in node["ranges"]
-        if start in DEVICE_MEMORY and (written is None or bool(writes) is written)
+        if written is None or bool(writes) is written
     ]
 
 
