@@ -111,9 +111,12 @@ class Rank0:
 
 
 def _agree() -> None:
-    """Lets lazy init find that the ranks which do not exist have built the same model."""
+    """Lets lazy init find that ranks which do not exist have built the same model; they wait for nothing."""
     from shardgrad.checks import same_weights
+    from shardgrad.diagnosis.rank_watch import leave_to_program
     from shardgrad.engine import same_model
+
+    leave_to_program()
 
     def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
         return [value] * group.size()

@@ -158,18 +158,23 @@ else
         part test-rules 30 "${test[@]}" tests/gpu/test_gpu_capture_rules.py
         part test-captures 60 "${test[@]}" tests/gpu/test_gpu_graphed_step.py tests/gpu/test_gpu_captures_in_turn.py
         part test-nccl 40 "${test[@]}" tests/gpu/test_gpu_nccl_alone.py
+        part test-evidence 30 "${test[@]}" -s tests/gpu/test_gpu_graph_evidence.py
         part test-upstream 20 "${test[@]}" tests/gpu/test_gpu_upstream_bugs.py
     fi
     # The same step as a graph of ours, as one without an engine, and as a graph of forward and backward only.
     graphs=(--engine shardgrad --engine shardgrad-graphed --engine hand-graphed --engine fsdp2-graphed)
     if in_stage 2; then
         # One rank: what an engine costs where nothing is sent, and what a graph takes away.
-        part steps-gpt2 170 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
-            --limit-s 120 --out "$out/steps-gpt2"
-        part steps-300m 140 "${alone[@]}" --preset 300m --batch-size 4 --seq-len 1024 --rounds 12 --limit-s 90 \
-            "${graphs[@]}" --engine fsdp2-compiled --engine ddp --out "$out/steps-300m"
-        part steps-1b 160 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 100 \
+        part steps-gpt2 150 "${alone[@]}" --preset gpt2 --batch-size 1 --seq-len 1024 --engine all --rounds 20 \
+            --limit-s 100 --out "$out/steps-gpt2"
+        part steps-1b 140 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --rounds 8 --steps 3 --limit-s 80 \
             "${graphs[@]}" --engine compute --out "$out/steps-1b"
+        part steps-1b-256 80 "${alone[@]}" --preset 1b --batch-size 1 --seq-len 256 --rounds 8 --steps 3 --limit-s 40 \
+            "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
+        # In micro-batches, as what fits; fewer engines, since a step takes a second.
+        part steps-1b-65536 100 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --accumulate 8 --rounds 4 \
+            --steps 1 --warmup 5 --limit-s 40 --engine shardgrad --engine shardgrad-graphed --engine compute \
+            --out "$out/steps-1b-65536"
     fi
     if in_stage 3; then
         part kernels 25 "${kernels[@]}" --ops segments --rounds 10

@@ -15,12 +15,13 @@ import textwrap
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -86,6 +87,8 @@ class Worker:
         if self.device == "cuda":
             device = torch.device("cuda", 0 if self.share_device else self.rank)
             torch.cuda.set_device(device)
+            places = [0 if self.share_device else rank for rank in range(self.ranks)]
+            os.sched_setaffinity(0, share_of_cores([_cores_near(place) for place in places], self.rank))
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
@@ -95,6 +98,39 @@ class Worker:
             timeout=timedelta(seconds=self.timeout_s),
         )
         return device
+
+
+def _cores_near(device: int) -> list[int]:
+    """Returns the cores on a GPU's NUMA node, of those that this process may use; all of these if unknown."""
+    import torch
+
+    allowed = os.sched_getaffinity(0)
+    place = torch.cuda.get_device_properties(device)
+    bus = f"{place.pci_domain_id:04x}:{place.pci_bus_id:02x}:{place.pci_device_id:02x}.0"
+    try:
+        listed = Path(f"/sys/bus/pci/devices/{bus}/local_cpulist").read_text()
+    except OSError:
+        listed = ""
+    near: set[int] = set()
+    for part in listed.strip().split(",") if listed.strip() else ():
+        first, _, last = part.partition("-")
+        near.update(range(int(first), int(last or first) + 1))
+    return sorted(allowed & near or allowed)
+
+
+def share_of_cores(near: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
+    """Returns a rank's part of the cores that it has in common with other ranks.
+
+    So that no two ranks have the same core, and none moves to another node: NCCL from 2.30 on does not see to
+    it any more.
+
+    Args:
+        near: for each rank, the cores near its GPU.
+        rank: whose part.
+    """
+    same = [other for other, cores in enumerate(near) if cores == near[rank]]
+    each, place = len(near[rank]) // len(same), same.index(rank)
+    return near[rank][place * each : (place + 1) * each] or near[rank]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from benchmarks.engines.catalogue import ENGINES, lack_of_memory, least_nbytes
 from benchmarks.engines.comparison import Disagreement, Outcome, compare, disagreement
 from benchmarks.engines.summary import noise, summarise
 from benchmarks.engines.task import Length, Task, check
+from benchmarks.workers import share_of_cores
 from shardgrad.train.failure import UsageError
 
 pytestmark = pytest.mark.timeout(300)  # the first comparison waits for an import of torch
@@ -157,3 +158,11 @@ def test_a_mesh_of_replicas_keeps_out_engines_that_know_none(tmp_path: Path) -> 
     task = Task(ranks=4, mesh="2x2")
     outcome = compared("fsdp2", "megatron-fsdp", "deepspeed-1", folder=tmp_path, task=task)
     assert set(outcome.left_out) == {"megatron-fsdp", "deepspeed-1"}
+
+
+def test_ranks_near_one_gpu_or_node_share_its_cores_and_others_leave_theirs_alone() -> None:
+    nodes = [[0, 1, 2, 3, 4], [8, 9]]
+    near = [nodes[0], nodes[1], nodes[0]]
+    assert [share_of_cores(near, rank) for rank in range(3)] == [[0, 1], [8, 9], [2, 3]]
+    too_few = [nodes[1]] * 3
+    assert [share_of_cores(too_few, rank) for rank in range(3)] == too_few
