@@ -1,9 +1,8 @@
 """The order that the engine makes, edge by edge, found by running it, and the engine with one edge taken out.
 
 All order between streams is made by marks (`shardgrad/engine/streams.py`) and by collectives. An *edge* is
-a place
-that records a mark, and a place where another stream waits for it. A slot's methods record and wait for
-whoever calls them, so the caller is the place. Waits on the mark's own stream order nothing: no edges.
+a place that records a mark, and a place where another stream waits for it. A slot's methods record and wait
+for whoever calls them, so the caller is the place. Waits on the mark's own stream order nothing: no edges.
 """
 
 from __future__ import annotations
