@@ -140,8 +140,8 @@ replay=("$python" -m benchmarks graphed_replay --device "$device" --out "$out")
 alone=("${steps[@]}" --ranks 1 --precision bf16 --clip 1)
 if [[ -n $smoke ]]; then
     part tests 120 "${test[@]}" tests/gpu/test_gpu_graphed_step.py
-    part steps-tiny 120 "${steps[@]}" --smoke --out "$out/steps-tiny" --engine shardgrad --engine shardgrad-graphed \
-        --engine compute
+    part steps-tiny 120 "${steps[@]}" --smoke --ranks "$((count == 1 ? 1 : 2))" --out "$out/steps-tiny" \
+        --engine shardgrad --engine shardgrad-graphed --engine compute
     part kernels 60 "${kernels[@]}" --smoke
     part optimizers 60 "${optimizers[@]}" --smoke --case one_unit
     part graphed_replay 60 "${replay[@]}" --smoke

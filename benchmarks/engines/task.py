@@ -96,7 +96,7 @@ def check(task: Task) -> None:
 
     Raises:
         UsageError: an unknown preset or precision, a mesh that does not hold the ranks, a batch that experts
-            cannot share.
+            cannot share, fewer GPUs than ranks.
     """
     if task.hf is None and task.preset not in MODELS:
         raise UsageError(f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}")
@@ -115,3 +115,12 @@ def check(task: Task) -> None:
             f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by {config.experts} experts: "
             f"choose a --batch-size or --seq-len that is a multiple of {config.experts}."
         )
+    if task.device == "cuda" and not task.share_device:
+        import torch
+
+        found = torch.cuda.device_count()
+        if found < task.ranks:
+            raise UsageError(
+                f"{task.ranks} ranks need as many GPUs, and {found} can be seen here: "
+                f"use {f'--ranks {found}, or --share-device' if found else '--device cpu'}."
+            )

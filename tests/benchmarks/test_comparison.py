@@ -137,6 +137,7 @@ def test_how_far_losses_may_differ(
         ({"preset": "tinny"}, "did you mean 'tiny'"),
         ({"mesh": "2x2"}, "has room for 4 ranks, not 2: use --ranks 4"),
         ({"precision": "fp8"}, "no precision 'fp8'"),
+        ({"device": "cuda", "ranks": 1000}, "1000 ranks need as many GPUs, and .* use --"),
         ({"preset": "wide-moe", "seq_len": 17, "batch_size": 1}, "cannot be shared evenly by 16 experts"),
     ],
 )
