@@ -60,7 +60,7 @@ def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
     model.cuda()
     for block in model:
         if compiled:
-            # Inductor needs triton. From torch 2.15 on no hook of FSDP2's, or of ours, may be in a full graph.
+            # Inductor needs triton. From torch 2.15 on no hook of FSDP2, or of ours, may be in a full graph.
             block.compile(backend="aot_eager", fullgraph=torch.__version__ < "2.15")
         shardgrad.fully_shard(block)
     shardgrad.fully_shard(model)
