@@ -173,7 +173,7 @@ else
             "${graphs[@]}" --engine compute --out "$out/steps-1b-256"
         # In micro-batches, as what fits; fewer engines, since a step takes a second.
         part steps-1b-65536 100 "${alone[@]}" --preset 1b --batch-size 4 --seq-len 2048 --accumulate 8 --rounds 4 \
-            --steps 1 --warmup 5 --limit-s 40 --engine shardgrad --engine shardgrad-graphed --engine compute \
+            --steps 1 --warmup 5 --limit-s 60 --engine shardgrad --engine shardgrad-graphed --engine compute \
             --out "$out/steps-1b-65536"
     fi
     if in_stage 3; then
