@@ -112,7 +112,7 @@ def _cores_near(device: int) -> list[int]:
     except OSError:
         listed = ""
     near: set[int] = set()
-    for part in listed.strip().split(",") if listed.strip() else ():
+    for part in filter(None, listed.strip().split(",")):
         first, _, last = part.partition("-")
         near.update(range(int(first), int(last or first) + 1))
     return sorted(allowed & near or allowed)

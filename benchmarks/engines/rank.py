@@ -134,7 +134,7 @@ class Rank:
             "ops_backend": shardgrad.ops.backend(),
             "matmul_flops_per_s": 2 * _MATMUL_WIDTH**3 / min(cost.wall_s for cost in costs[1:]),
             "threads_per_rank": torch.get_num_threads(),
-            "cores_of_rank_0": len(os.sched_getaffinity(0)),
+            "cores_per_rank": len(os.sched_getaffinity(0)),
             "model": dataclasses.asdict(self._facts),
         }
         if self._device.type == "cuda":

@@ -114,8 +114,8 @@ def _facts(device: torch.device) -> Iterator[tuple[str, str]]:
     yield "CUDA", cuda
     if device.type == "cuda":
         yield "NCCL", ".".join(map(str, torch.cuda.nccl.version()))
-    without = "" if device.type == "cpu" or ops.has_kernels(device.type) else f", but for {device.type}"
-    yield "shardgrad ops", ops.backend() + without
+    has_kernels = device.type == "cpu" or ops.has_kernels(device.type)
+    yield "shardgrad ops", ops.backend() + ("" if has_kernels else f"; reference on {device.type}")
     module = torch.get_device_module(device)
     count = 1 if device.type == "cpu" else torch.accelerator.device_count()
     names = getattr(module, "get_device_name", lambda _: device.type)

@@ -8,6 +8,7 @@ work has to come before the end of the capture, and no node may use memory that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 
 from tests.cuda_runtime.inspection import DEVICE_MEMORY, Work, words
 
-__all__ = ["Evidence", "evidence"]
+__all__ = ["Evidence", "evidence", "without_edges"]
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,15 @@ def evidence(
     wrong += _on_freed_memory(nodes, torch.cuda.memory_snapshot() if segments is None else segments)
     edges = sum(len(node["before"]) for node in nodes)
     return Evidence(len(nodes), edges, len(collectives), writers, readers, wrong)
+
+
+def without_edges(graph: Work, number: int) -> Work:
+    """Returns a copy of a graph in which nothing comes before or after one node."""
+    cut = deepcopy(graph)
+    cut["nodes"][number]["before"] = []
+    for node in cut["nodes"]:
+        node["before"] = [each for each in node["before"] if each != number]
+    return cut
 
 
 def _before(nodes: Sequence[Work]) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import shardgrad
 from tests.cuda_runtime import inspection
-from tests.cuda_runtime.evidence import Evidence, evidence
+from tests.cuda_runtime.evidence import Evidence, evidence, without_edges
 from tests.support.ranks import Ranks
 
 UNITS = 3
@@ -61,11 +60,7 @@ def captured(options: Options) -> tuple[Evidence, list[list[str]]]:
     found, without = evidence(graph), []
     for number, node in enumerate(graph["nodes"]):
         if node["kind"] == "nccl":
-            cut = deepcopy(graph)
-            cut["nodes"][number]["before"] = []
-            for later in cut["nodes"]:
-                later["before"] = [each for each in later["before"] if each != number]
-            without.append(evidence(cut).wrong)
+            without.append(evidence(without_edges(graph, number)).wrong)
     step.close()
     return found, without
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.cuda_runtime.inspection import Work
+
 __all__ = ["readable", "recorded"]
 
-Node = dict[str, Any]
 _ACTIVE = 1  # cudaStreamCaptureStatusActive
 
 
@@ -30,9 +31,9 @@ def readable() -> bool:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Node]]:
+def recorded() -> Iterator[list[Work]]:
     """Watches captures that begin in the block; yields a list of their graphs, like `inspection.graph()`."""
-    graphs: list[Node] = []
+    graphs: list[Work] = []
     begin, end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
     watching: list[_Watch] = []
 
@@ -58,7 +59,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._cuda = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').partition('.')[0]}")
-        self._nodes: dict[int, Node] = {}  # by CUDA's handle, in the order of capture
+        self._nodes: dict[int, Work] = {}  # by CUDA's handle, in the order of capture
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -68,7 +69,7 @@ class _Watch(TorchDispatchMode):
         self._add(func.name(), _ranges(func._schema, args, kwargs or {}, result))
         return result
 
-    def graph(self) -> Node:
+    def graph(self) -> Work:
         """Returns the graph as it is now."""
         self._add("work of no operator", [])
         numbers = {handle: number for number, handle in enumerate(self._nodes)}
@@ -93,12 +94,8 @@ class _Watch(TorchDispatchMode):
     def _handles(self, stream: int) -> Sequence[int]:
         """Returns the nodes of the graph into which a stream is captured; none if it is not captured."""
         status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
-        unasked = [None] * 3
-        self._check(
-            self._cuda.cudaStreamGetCaptureInfo(
-                ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *unasked
-            )
-        )
+        asked = ctypes.byref(status), None, ctypes.byref(graph), None, None, None
+        self._check(self._cuda.cudaStreamGetCaptureInfo(ctypes.c_void_p(stream), *asked))
         if status.value != _ACTIVE:
             return []
         self._check(self._cuda.cudaGraphGetNodes(graph, None, ctypes.byref(count)))

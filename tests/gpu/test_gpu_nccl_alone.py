@@ -6,13 +6,11 @@ of NCCL that one GPU can show: launches, waits, and captures of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,17 +18,14 @@ import shardgrad
 from shardgrad.engine import comm_context
 from shardgrad.engine.transports import StreamTransport
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("one_rank"),
+]
 
 STEPS = 20
 LOW_PRECISION = shardgrad.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(*, graphed: bool, **options: Any) -> list[Tensor]:

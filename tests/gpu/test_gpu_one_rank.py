@@ -7,6 +7,7 @@ unsharded run bit for bit, however late a producer's stream is.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
@@ -17,6 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardgrad import fully_shard, ops
+from shardgrad.cli import doctor
+from shardgrad.ops import library
 
 HAS_CUDA = torch.cuda.is_available()
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not HAS_CUDA, reason="no GPU")]
@@ -107,6 +110,26 @@ def test_side_streams_train_bit_for_bit_like_an_unsharded_run(
     fully_shard(sharded, mesh=mesh)
     for ours, theirs in zip(train(sharded, device), train(plain, device), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_only_a_gpu_without_kernels_is_warned_of(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
+    library.warn_of_references.cache_clear()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fully_shard(build(device), mesh=init_device_mesh(device.type, (1,)))
+    library.warn_of_references.cache_clear()
+    about = [each for each in told if "kernels for CUDA were not built" in str(each.message)]
+    assert len(about) == (device.type == "cuda")
+    assert all(each.filename == __file__ for each in about)
+
+
+def test_the_doctor_says_where_references_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
+    found = dict(doctor._facts(device))["shardgrad ops"]
+    assert found == ops.backend() + {"cpu": "", "cuda": "; reference on cuda"}[device.type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
