@@ -10,7 +10,8 @@ What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
 * before a step, all-gathers that a failed forward has left are waited for: they read what the step writes;
-* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`);
+* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`), and the memory of
+  gradients is fixed: the graph knows it;
 * after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
 * the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`),
   and for those that every rank trains apart (`unowned_params.py`);
@@ -43,8 +44,11 @@ from shardgrad.checks.untrained_params import (
     concerns_unit,
     refuse_state_of_other_dtype,
 )
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradMemory
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.streams import is_capturing
 
 __all__ = ["note_cast", "watch_optimizers"]
 
@@ -110,6 +114,9 @@ class _OptimizerHooks:
             groups = [group for each in watched.groups if (group := each()) is not None]
             for group in groups:
                 group.cancel_unshard()
+                shard = grads_of(group).shard
+                if shard is not None and shard.memory is GradMemory.HELD and is_capturing(shard.flat.device):
+                    shard.fix()
             watched.lost_work.look(optimizer, groups)
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)

@@ -13,8 +13,9 @@ are kept alive until it is free, and their streams wait for that before they use
 
 [Note: Staging comes and goes]
 On a device, an all-gather gives its bytes back when they are read, and a reduction when another size is
-needed or backward ends, so that a large group, often embeddings, raises the peak only while it travels. On
-the CPU bytes stay, since the system fills new pages with zeros.
+needed or backward ends, so that a large group, often embeddings, raises the peak only while it travels. One
+that is larger than all before it in a backward waits for these, so that not both are there at once. On the
+CPU bytes stay, since the system fills new pages with zeros.
 """
 
 from __future__ import annotations
@@ -195,13 +196,17 @@ class SlotRing:
         self.keeps = allocate is not None or isinstance(streams, NoStreams)
         self.slots: list[Slot] = []  # in the order in which they were made
         self._turns: list[Slot] = []
+        self._largest = 0  # number of bytes since the turns began
 
     def acquire(self, nbytes: int) -> Slot:
         """Returns a slot of at least `nbytes`; the caller sets its `holder`, which releases it."""
         slot = self._next()
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
-            slot.give_back()
+            is_largest, self._largest = nbytes > self._largest, max(nbytes, self._largest)
+            for each in self.slots if is_largest else (slot,):
+                if each.holder is None:
+                    each.give_back()
         slot.reserve(nbytes)
         return slot
 
@@ -237,7 +242,7 @@ class SlotRing:
         """
         if any(slot.holder is not None for slot in self.slots):
             return
-        self._turns = list(self.slots)
+        self._turns, self._largest = list(self.slots), 0
         for slot in self._turns:
             if self.keeps:
                 slot.return_lent()

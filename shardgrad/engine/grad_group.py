@@ -287,7 +287,7 @@ class GradGroup:
         return self._shard if self._generation == self.group.generation else None
 
     def require_shard(self) -> GradShard:
-        """Returns the gradient shard, allocating it at the first call."""
+        """Returns the gradient shard, making it at the first call; it may be without memory."""
         shard = self.shard
         if shard is None:
             if self._generation != self.group.generation:
@@ -321,7 +321,7 @@ class GradGroup:
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
         """Yields what is kept of gradients from step to step, with its owner."""
-        if self._shard is not None:
+        if self._shard is not None and self._shard.has_memory:
             yield "gradients", self._shard.flat.untyped_storage()
         for storage in () if self._sum is None else self._sum.storages:
             yield "unreduced gradients", storage
@@ -448,8 +448,8 @@ class GradGroup:
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
-            with streams.on(end):  # which writes it, after the zeros of a new one
-                shard = self.require_shard()
+            shard = self.require_shard()
+            shard.stream = shard.stream if shard.has_memory else self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
             messages, memory = pack(self, route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()

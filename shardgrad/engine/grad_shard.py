@@ -1,8 +1,8 @@
-"""The gradient shard: one persistent flat buffer per group whose views are the parameters' gradients.
+"""The gradient shard: one flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is a DTensor over one address for the life of the model. A reduction overwrites it
-if it is None, else adds to it; neither allocates, but see [Note: Kept gradients] in `gradient_objects.py`.
+Each parameter's gradient is one DTensor for the life of the model, over one place of the shard. A reduction
+overwrites it if it is None, else adds to it; see [Note: Kept gradients] in `gradient_objects.py`.
 A gradient that is another tensor (assigned by hand, or accumulated by autograd through a DTensor operation)
 is copied into the shard and the binding restored. A parameter that got no gradient on any rank stays None.
 
@@ -11,6 +11,12 @@ Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but
 behind the gradients: above zero, the parameter is *live*. A reduction brings these flags along
 ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or assigns, is noted
 there by `settle` before a kernel looks.
+
+[Note: Memory of gradients]
+Where all gradients of a shard are None, its memory would only raise the peak, which is often at the loss. So
+on a device the outermost forward frees it, and the next reduction allocates it again, both on the stream that
+packs. Memory that a graph reads or writes, and that of the CPU, where new pages cost more, stays for good. A
+graph in which gradients are None at both ends has its own: see `graphs/engine_state.py`.
 
 [Note: Missed parameters]
 The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
@@ -22,6 +28,7 @@ parameter counts as having one, and the flags on the device decide at each repla
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from operator import gt
 
 import torch
@@ -36,14 +43,25 @@ from shardgrad.sharding.layout import Piece, ShardLayout
 from shardgrad.sharding.mesh import DataParallelMesh
 from shardgrad.sharding.offload import ShardMemory
 
-__all__ = ["GradShard", "HostState"]
+__all__ = ["GradMemory", "GradShard", "HostState"]
 
 # Per parameter, what is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
 
 
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+
+
+class GradMemory(Enum):
+    """Whether a shard has memory. See [Note: Memory of gradients]."""
+
+    NONE = auto()  # all gradients are None
+    HELD = auto()  # it may be freed while all gradients are None
+    FIXED = auto()  # it stays at its address; only that of a graph's own pool is freed, by the graph
+
+
 class GradShard:
-    """Persistent gradients of one group on one rank.
+    """Gradients of one group on one rank.
 
     `layout` has a tail; for `home` see [Note: Shards on the host] in `sharding/offload.py`.
     """
@@ -64,22 +82,96 @@ class GradShard:
         self._home = home
         self.needs_staging = home.is_offloaded  # not on the mesh's device, where a reduction needs room
         self._brought: StreamEvent | None = None
-        self.flat = home.zeros(layout.chunk_numel, dtype)  # 1-D, at home
-        self.values = self.flat.narrow(0, 0, layout.tail_offset)  # the gradients; zero between them
-        self.flags = self.flat.narrow(0, layout.tail_offset, len(layout.pieces))  # [Note: Live flags]
+        self.memory = GradMemory.NONE
+        self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
+        self._allocated: StreamEvent | None = None
+        self._nothing = home.zeros(0, dtype)
+        self._take(self._nothing)
+        self._own_uses = 0  # of memory, by the shard itself
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         # Float32 device scalar to multiply by: [Note: Pending scale] in `sharding/scaled_gradient.py`.
         self.pending_scale: torch.Tensor | None = None
         # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
         self.nonfinite: torch.Tensor | None = None
-        self._views = layout.local_views(self.flat, mesh.shard_rank)
-        self.objects = GradientObjects(params, self._views, self.apply_scale, policy)
+        self.objects = GradientObjects(
+            params, layout, mesh.shard_rank, self._nothing, self.apply_scale, policy
+        )
         self._index = {id(param): i for i, param in enumerate(self.params)}
         self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
         self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
         self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
         self._told: tuple[torch.Tensor, StreamEvent] | None = None  # flags for `decide`, and their arrival
+
+    # -- memory: see the note ---------------------------------------------------------------------------
+
+    def _take(self, flat: torch.Tensor) -> None:
+        """Lies in `flat` from now on, whose storage comes and goes, as that of a `RecurringBuffer`."""
+        layout, self.flat = self._layout, flat
+        self._views: list[torch.Tensor] | None = None
+        if flat.numel():
+            self.values = flat.narrow(0, 0, layout.tail_offset)  # the gradients; zero between them
+            self.flags = flat.narrow(0, layout.tail_offset, len(layout.pieces))  # [Note: Live flags]
+
+    def allocate(self, *, zeroed: bool = True) -> None:
+        """Gets memory for the current stream, if there is none; not `zeroed` where all of it is written."""
+        if self.memory is not GradMemory.NONE:
+            return
+        numel, device = self._layout.chunk_numel, self._nothing.device
+        if device.type not in ("cpu", "meta"):
+            self.stream = torch.accelerator.current_stream(device)
+        may_go = self.stream is not None and not self._home.is_offloaded
+        if self.flat.numel():
+            self.flat.untyped_storage().resize_(self.flat.nbytes)
+            if zeroed:
+                self.flat.zero_()
+        elif zeroed or not may_go:
+            self._take(self._home.zeros(numel, self._nothing.dtype))
+        else:
+            self._take(self._nothing.new_empty(numel))
+        self.objects.place(self.flat)
+        self._own_uses = self._uses()
+        self.memory = GradMemory.HELD if may_go and not is_capturing(device) else GradMemory.FIXED
+
+    def fix(self) -> None:
+        """Keeps memory at its address for good, allocated if there is none: a graph will know it."""
+        self.allocate()
+        self.memory = GradMemory.FIXED
+
+    @property
+    def has_memory(self) -> bool:
+        """False if all gradients are None and their memory was freed, or there was none yet."""
+        return self.memory is not GradMemory.NONE
+
+    @property
+    def may_be_freed(self) -> bool:
+        """True if memory may be freed, unless a reduction is in flight: all gradients are None."""
+        return self.memory is GradMemory.HELD and self.objects.are_absent()
+
+    def free(self, reader: Stream) -> None:
+        """Frees the memory; gradients are None. What the program keeps of them is moved to copies.
+
+        Args:
+            reader: see `part_with_kept`.
+
+        Streams: `self.stream` comes after all uses.
+        """
+        if self.memory is GradMemory.NONE:
+            return
+        self.objects.part_with_kept(reader, self.pending_scale)
+        self.pending_scale = self.nonfinite = None
+        self.flagged = [False] * self.count
+        self.zeroed.clear()
+        if self._uses() == self._own_uses:
+            self.flat.untyped_storage().resize_(0)
+        else:  # something that is no tensor keeps it, and may read it
+            self.objects.take_away()
+            self._take(self._nothing)
+        self.memory = GradMemory.NONE
+
+    def _uses(self) -> int:
+        """Returns how often memory is referred to, but for views of parameters."""
+        return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
     # -- before and after a reduction -------------------------------------------------------------------
 
@@ -97,24 +189,32 @@ class GradShard:
         self.apply_scale()
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
-                self._views[i].zero_()
+                self.view(i).zero_()
         if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
             self._flags_before = self.flags.clone()
         return True
 
     def part_with_kept(self, reader: Stream) -> None:
         """Before a reduction's result is written: [Note: Kept gradients]. The program reads on `reader`."""
-        capturing = is_capturing(self.flat.device)
-        self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
+        if self.has_memory:
+            capturing = is_capturing(self.flat.device)
+            self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
         self, write: Callable[..., object], divisor: float, staging: torch.Tensor | None, streams: Streams
     ) -> None:
         """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
 
-        Streams: on the current one. `staging` is memory like `flat` on the mesh's device, if `needs_staging`.
+        Streams: on the current one, after the stream that memory is allocated on. `staging` is memory like
+        `flat` on the mesh's device, if `needs_staging`.
         """
         accumulate = self.prepare()
+        if not self.has_memory:
+            with streams.on(self.stream):
+                self.allocate(zeroed=False)
+            self._allocated = self._allocated or streams.event()
+            self._allocated.record(self.stream)
+            self._allocated.wait(streams.current())
         if staging is None:
             write(self.flat, divisor=divisor, accumulate=accumulate)
             return
@@ -207,7 +307,14 @@ class GradShard:
 
     def view(self, place: int) -> torch.Tensor:
         """Returns a parameter's part of `flat`, in the local shape."""
+        if self._views is None:
+            self._views = self._layout.local_views(self.flat, self.mesh.shard_rank)
         return self._views[place]
+
+    @property
+    def numel(self) -> int:
+        """Elements of `values`."""
+        return self._layout.tail_offset
 
     @property
     def count(self) -> int:
@@ -251,11 +358,12 @@ class GradShard:
                 got=f"{type(grad).__name__} of shape {tuple(grad.shape)}",
                 fix="assign None, or change the gradient in place",
             )
+        self.allocate()
         self.apply_scale()  # a new gradient does not share the pending scale of the others
         self.zeroed.discard(index)
         self.nonfinite = None
         with torch.no_grad():
-            self._views[index].copy_(grad.to_local())
+            self.view(index).copy_(grad.to_local())
             keep_for_current_stream(grad.to_local())  # it is dropped next
             self.flags[index].fill_(1)
         self.flagged[index] = True
@@ -290,7 +398,7 @@ class GradShard:
         if all(place in self.zeroed for place in range(self.count) if live[place]):
             self.nonfinite = None
         for place in chosen:
-            self._views[place].zero_()
+            self.view(place).zero_()
 
     def scale_later(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients by `factor` at their next use; see `pending_scale`.

@@ -147,7 +147,7 @@ class Reduction:
         if write is None:
             pending = self._pending or self._received()
             if self.hook is not None:
-                pending, divisor = self._through_hook(self.hook, pending, shard.values.numel(), streams)
+                pending, divisor = self._through_hook(self.hook, pending, shard.numel, streams)
             write = pending.write
         shard.reduce_into(write, divisor, self.memory.staging, streams)
         shard.bind(self.touched, streams)

@@ -17,6 +17,7 @@ from torch.distributed.utils import _to_kwargs
 
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.grad_group import GradGroup
+from shardgrad.engine.grad_shard import GradMemory
 from shardgrad.engine.same_model import require_same_model
 from shardgrad.engine.scheduler import ReductionScheduler
 from shardgrad.engine.spans import NO_SPAN, profiler, span
@@ -44,6 +45,7 @@ class RootContext:
         self.keep_unsharded = False
         self.post_optim_event: torch.Event | None = None
         self._written = comm_ctx.parameters_ready
+        self._read = comm_ctx.streams.event()  # gradients
         self._is_captured = False  # the latest forward
         self._forward_root: Unit | None = None
         self._order: list[Unit] = []
@@ -91,9 +93,35 @@ class RootContext:
         self._forward_root, self._position, self._order_before = unit, 0, len(self._backward_order)
         if not self._order_frozen:
             self._order.clear()
+        self.free_gradients()
         event, self.post_optim_event = self.post_optim_event, None
         self.parameters_written(None if any(replaced) else event)
         return args, kwargs
+
+    def free_gradients(self) -> None:
+        """Frees the memory of gradients that are None: [Note: Memory of gradients] in `grad_shard.py`.
+
+        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
+        Capture: safe; it makes memory stay.
+        """
+        shards = [grads.shard for grads in self.grad_groups]
+        held = [shard for shard in shards if shard is not None and shard.memory is GradMemory.HELD]
+        if not held or self.scheduler.is_any_in_flight:
+            return
+        if is_capturing(self.comm_ctx.device):
+            for shard in held:
+                shard.fix()
+            return
+        free = [shard for shard in held if shard.may_be_freed]
+        streams, reader = self.comm_ctx.streams, self.comm_ctx.streams.current()
+        for stream in {shard.stream for shard in free}:
+            if self.post_optim_event is not None:
+                streams.event_of(self.post_optim_event).wait(stream)
+            if stream != reader:
+                self._read.record(reader)
+                self._read.wait(stream)
+        for shard in free:
+            shard.free(reader)
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
         """Makes later all-gathers start after `event`, or else after the current stream."""
@@ -113,6 +141,7 @@ class RootContext:
             self.quiesce()
             self.comm_ctx = self.scheduler.comm_ctx = CommContext(lead.device, like=lead)
             self._written = self.comm_ctx.parameters_ready
+            self._read = self.comm_ctx.streams.event()
 
     def upcoming(self, unit: Unit) -> Unit | None:
         """Returns the unit to prefetch: the one that followed `unit` in the root's first forward.

@@ -150,8 +150,12 @@ class ReductionScheduler:
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
             for _, earlier in self._launched[-1:]:
+                # So that whole gradients are there of two groups at most: of one that is sent, and the next.
                 if any(map(_LENT, earlier.memory.slots)):
-                    earlier.complete()  # so that whole gradients are there of two groups at most
+                    earlier.complete()
+                    for slot in earlier.memory.slots:
+                        if slot not in reduction.memory.slots:
+                            slot.return_lent()
             self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
         else:
@@ -187,6 +191,11 @@ class ReductionScheduler:
         self._launched = []
         if wait:
             self.join()
+
+    @property
+    def is_any_in_flight(self) -> bool:
+        """True if reductions of earlier backwards may still write gradients."""
+        return bool(self._earlier)
 
     def join(self) -> None:
         """Completes every reduction in flight; the current stream waits for the gradients."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from shardgrad.errors import OptionError, OptionTypeError
 from shardgrad.graphs.outputs import local_tensor
 
-__all__ = ["Capturable", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
+__all__ = ["Capturable", "CaptureAgain", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
 
 # For one version: a subclass that still has an old name is refused, with the new one.
 _RENAMED = {
@@ -35,6 +35,10 @@ _RENAMED = {
     "hand_over": "before_eager_region",
     "take_back": "after_eager_region",
 }
+
+
+class CaptureAgain(Exception):
+    """Raised in a capture by state that an eager call makes ready for the next one."""
 
 
 class Capturable:
@@ -53,6 +57,9 @@ class Capturable:
 
     def begin_call(self, reader: torch.Stream | None) -> None:
         """Called first in every call, on the pool's stream, which has waited for the program's, `reader`."""
+
+    def at_eager_border(self) -> None:
+        """Called in an eager call where a graph of it would end: at its end, and at eager regions."""
 
     def guards(self) -> Hashable:
         """Returns the host state that may change and that decides what a step launches.

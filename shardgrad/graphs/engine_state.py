@@ -1,6 +1,14 @@
 """The engine's side of the capture protocol: adapters for sharded models, their optimizers and loss scaler.
 
 The only file of `graphs/` that knows parameter groups, gradient shards and the root context.
+
+[Note: Gradients in a graph's pool]
+Where gradients are None when a graph begins and when it ends, their memory ([Note: Memory of gradients] in
+`engine/grad_shard.py`) is allocated inside the capture and freed at its end: a graph has it in its pool, like
+that of activations, and no other graph knows the address. Gradients that are there at a border of a graph,
+when it begins, ends, or is split, need memory that no other graph of the pool uses. If a capture begins with
+them, or an eager call before it had them at a border, their memory is fixed before. If a capture finds them
+there all the same, it is dropped, `CaptureAgain`, and the call runs eagerly.
 """
 
 from __future__ import annotations
@@ -14,16 +22,16 @@ import torch
 from torch import nn
 
 from shardgrad.engine.grad_group import SWITCHES
-from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import Registration, managed_by
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.replaced_params import adopt
 from shardgrad.engine.root import RootContext, context_of
-from shardgrad.engine.streams import Stream
+from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
 from shardgrad.features.float8_wire import error_feedback_of
-from shardgrad.graphs.capturable import Capturable, adapt
+from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
 from shardgrad.graphs.carried import CarriedScalars
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.optim.grad_scaler import GradScaler
@@ -63,6 +71,9 @@ class ModuleState(Capturable):
         self._carried = CarriedScalars()
         self._reader: Stream = None
         self._is_any_kept = True  # as far as is known
+        # Before the capture that runs; None outside. See [Note: Gradients in a graph's pool].
+        self._with_memory: set[GradShard] | None = None
+        self._touched: torch.Tensor | None = None  # number, from a graph that has freed the flags
         self._collect()
 
     def _collect(self) -> None:
@@ -84,6 +95,12 @@ class ModuleState(Capturable):
         shards = map(_GRAD_SHARD, self._grad_groups)
         self._gradients = _GradFacts([shard for shard in shards if shard is not None], self._carried)
 
+    def _follow(self) -> None:
+        """Collects again if that would start from other objects."""
+        if self._identities() != self._collected_from:
+            self._units = units_under(self._module)
+            self._collect()
+
     def _identities(self) -> tuple[list[Any], ...]:
         """Returns the objects that `_collect` started from; units get their root in the first forward."""
         return (
@@ -102,9 +119,7 @@ class ModuleState(Capturable):
         if not self._registration.holds():
             for group in self._groups:
                 adopt(group)
-        if self._identities() != self._collected_from:
-            self._units = units_under(self._module)
-            self._collect()
+        self._follow()
         return (
             tuple(map(_REQUIRES_GRAD, self._sharded)),
             tuple(map(_REQUIRES_GRAD, self._plain)),
@@ -146,6 +161,19 @@ class ModuleState(Capturable):
             context.quiesce()
             context.comm_ctx.streams.forget_events()
         self._gradients.carry_pending()
+        if self._with_memory is not None:
+            self._free_memory_of_graph(self._with_memory)
+
+    def _free_memory_of_graph(self, others: set[GradShard]) -> None:
+        """At a border of a graph: frees memory that gradients have got in it; first inside, then outside."""
+        shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
+        if not all(shard.objects.are_absent() for shard in shards):
+            raise CaptureAgain("gradients are there at a border of a graph, and their memory is its own")
+        if shards and is_capturing(shards[0].flat.device):
+            self._touched = self._count_touched()
+        else:
+            for shard in shards:
+                shard.free(self._reader)
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for what the next forward was to wait for instead of the stream."""
@@ -161,6 +189,11 @@ class ModuleState(Capturable):
             context.comm_ctx.streams.forget_events()
             context.post_optim_event = None  # recorded in the capture, if at all
             context.abort()
+        others, self._with_memory = self._with_memory, None
+        if others is not None:
+            for shard in (each for each in self._shards() if each not in others):
+                shard.unbind()
+                shard.free(self._reader)
 
     def before_eager_region(self) -> None:
         """See `Capturable`."""
@@ -175,13 +208,26 @@ class ModuleState(Capturable):
 
     def begin_call(self, reader: Stream) -> None:
         """See `Capturable`, and [Note: Kept gradients] in `sharding/gradient_objects.py`."""
-        is_known = list(map(_GRAD_SHARD, self._grad_groups)) == self._collected_from[1]
-        self._reader, self._is_any_kept = reader, not is_known or self._gradients.is_any_kept()
+        self._with_memory = self._touched = None
+        self._join_post_optim_events()
+        if list(map(_GRAD_SHARD, self._grad_groups)) != self._collected_from[1]:
+            self._follow()
+        self._reader, self._is_any_kept = reader, self._gradients.is_any_kept()
         for shard in self._shards() if self._is_any_kept else ():
-            shard.objects.part_with_kept(reader, shard.pending_scale)
+            shard.part_with_kept(reader)
+        for context in self._contexts:
+            context.free_gradients()
+
+    def at_eager_border(self) -> None:
+        """See `Capturable`."""
+        for shard in self._shards():
+            if shard.memory is GradMemory.HELD and not shard.objects.are_absent():
+                shard.fix()
 
     def before_replays(self) -> Callable[[], None]:
         """See `Capturable`."""
+        self.at_eager_border()  # a graph that begins with gradients knows their addresses, too
+        self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
         # After the capture, the factor that the graph leaves is pending; before its first replay, still this.
         pending: list[torch.Tensor | None] | None = [shard.pending_scale for shard, _ in found]
@@ -201,9 +247,10 @@ class ModuleState(Capturable):
         """See `Capturable`."""
         gradients = [(p, p.grad) for p in self._plain]
         states = [(shard, shard.host_state()) for shard in self._shards()]
-        switches = self._switches()
+        switches, touched = self._switches(), self._touched
 
         def restore() -> None:
+            self._touched = touched
             for param, grad in gradients:
                 if param.grad is not grad:
                     param.grad = grad
@@ -217,8 +264,10 @@ class ModuleState(Capturable):
     def snapshot_unguarded(self) -> Callable[[], None]:
         """See `Capturable`."""
         restore, gradients, pending = self.snapshot(), self._gradients, self._gradients.pending()
+        touched = self._touched
 
         def restore_pending() -> None:
+            self._touched = touched
             if not all(map(is_, gradients.pending(), pending)):
                 restore()
 
@@ -226,8 +275,12 @@ class ModuleState(Capturable):
 
     def reports(self) -> dict[str, torch.Tensor]:
         """See `Capturable`. A parameter counts as touched if any rank had a gradient for it."""
-        flags = [grads.shard.flags for grads in self._grad_groups if grads.shard is not None]
-        return {"touched parameters": torch.cat([f > 0 for f in flags]).sum()} if flags else {}
+        touched = self._touched if self._touched is not None else self._count_touched()
+        return {} if touched is None else {"touched parameters": touched}
+
+    def _count_touched(self) -> torch.Tensor | None:
+        flags = [shard.flags for shard in self._shards() if shard.has_memory]
+        return torch.cat(flags).gt(0).sum() if flags else None
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer step."""
@@ -247,7 +300,7 @@ class ModuleState(Capturable):
             unit = f"unit {group.name or 'root'!r}"
             yield f"shard of {unit}", group.shard
             shard = grads.shard
-            if shard is not None:
+            if shard is not None and shard.has_memory:
                 yield f"gradient shard of {unit}", shard.flat
                 for what, scalar in zip(("pending scale", "verdict"), _PENDING(shard), strict=True):
                     if scalar is not None:

@@ -27,7 +27,7 @@ from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
 from shardgrad.errors import CaptureError, CollectiveError, OptionError
 from shardgrad.graphs.announcement import announce, announced
-from shardgrad.graphs.capturable import Capturable, EagerOptimizer, capturable
+from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
 from shardgrad.graphs.habits import Habits
 from shardgrad.graphs.inputs import InputBuffers, Inputs, flatten_inputs
@@ -288,12 +288,18 @@ class GraphedStep(Generic[_P, _R]):
             key,
             self.eager_steps,
             lambda: [*kind.buffers.buffers, *self._state()],
+            self._note_border,
         )
+        self._note_border()
         self.eager_steps += 1
         if self.eager_steps == 2:  # the first may begin with gradients of the program's
             self._habits.stepped_eagerly()
         kind.seen.add(key[1])
         return used_on(outputs, caller)
+
+    def _note_border(self) -> None:
+        for each in self._capturables:
+            each.at_eager_border()
 
     def _look_up(self, key: tuple[Hashable, Hashable]) -> CapturedStep | None:
         if self._latest is not None and self._latest[0] == key:  # hashing thousands of guards is slow
@@ -367,7 +373,7 @@ class GraphedStep(Generic[_P, _R]):
     # -- capturing --------------------------------------------------------------------------------------
 
     def _capture_or_refuse(self, kind: _InputKind, key: Hashable) -> CapturedStep | None:
-        """Captures a step; None if steps of this kind run eagerly from now on."""
+        """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
         if not self.pool.can_capture:
             kind.is_refused = True
             issues = self._warmup.issues(key)
@@ -383,6 +389,8 @@ class GraphedStep(Generic[_P, _R]):
             return self._capture(kind)
         except CollectiveError:
             raise  # another rank did not join, and would not join an eager step either
+        except CaptureAgain:
+            return None  # all ranks have found the same; a later call of this kind is captured
         except Exception as error:
             kind.is_refused = True
             first = "".join(f": {line}" for line in str(error).splitlines()[:1])

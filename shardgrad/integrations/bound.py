@@ -144,6 +144,8 @@ class BoundOptimizer(Optimizer):
         else:
             step: Any = self.partner.step
             step(grad_scaler=scaler)
+        for alias in chain.from_iterable(self._aliases):
+            alias.show(None, self._kind.attribute)  # which would keep memory that is freed between steps
         return loss
 
     def _hand_over_options(self) -> None:

@@ -110,7 +110,8 @@ class Member:
         # Frozen parameters have no gradient.
         self._trained = [i for i, place in enumerate(places) if place is not None]
         self.shapes = [_shape_in_memory(segment.params[i]) for i in self._trained]
-        self._cached_views: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._cached_params: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._places = [place or 0 for place in places]
         self.compute = torch.float64 if segment.dtype is torch.float64 else torch.float32
 
         # See [Note: Blocks]. Padding of the state belongs to the blocks of some parameter.
@@ -171,19 +172,20 @@ class Member:
         if self._shard is None:
             # Not cached: the gradient is the program's, and may be gone after `zero_grad`.
             return [launch.param][: len(held)], [launch.grad][: len(held)]
-        if self._cached_views is None or self._cached_views[0] is not launch.param:
-            params, grads = [], []
+        if self._cached_params is None or self._cached_params[0] is not launch.param:
+            params = []
             for i in held:
-                param = self.segment.params[i]
-                managed, place = managed_by(param), self._shard.place_of(param)
-                if managed is None or place is None:
+                managed = managed_by(self.segment.params[i])
+                if managed is None:
                     raise RuntimeError(f"{self.segment.names[i]} is no longer part of its unit")
                 group = group_of(managed)
                 piece = group.layout.pieces[group.params.index(managed)]
                 params.append(launch.param.narrow(0, piece.shard_offset, self._numels[i]))
-                grads.append(self._shard.view(place).view(-1))
-            self._cached_views = launch.param, params, grads
-        return self._cached_views[1:]
+            self._cached_params = launch.param, params
+        # Not cached: they would keep memory that is freed between steps.
+        begins = [self._shard.piece(self._places[i]).shard_offset for i in held]
+        grads = [launch.grad.narrow(0, at, self._numels[i]) for i, at in zip(held, begins, strict=True)]
+        return self._cached_params[1], grads
 
     # -- arithmetic -------------------------------------------------------------------------------------
 

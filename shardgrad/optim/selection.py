@@ -9,9 +9,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.grad_shard import GradShard
+from shardgrad.engine.grad_shard import GradMemory, GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
+from shardgrad.engine.streams import is_capturing
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -63,18 +64,21 @@ class Gradients:
 
 
 def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard | None:
-    """Returns a group's gradient shard; None if there has been no backward and nothing was assigned.
+    """Returns a group's gradient shard, with memory; None if it has none and nothing was assigned.
 
     A frozen parameter that was given a gradient gets a place in it.
     """
     grads, attribute = grads_of(group), group.gradient_policy.attribute
     written = [param for param in params if getattr(param, attribute, None) is not None]
-    if grads.shard is None and not written:
+    if (grads.shard is None or not grads.shard.has_memory) and not written:
         return None
     shard = grads.require_shard()
     if shard.count < len(group.params) and any(shard.place_of(param) is None for param in written):
         grads.refresh_trainable(anyway=True)
-        return grads.require_shard()
+        shard = grads.require_shard()
+    shard.allocate()
+    if shard.memory is GradMemory.HELD and is_capturing(shard.flat.device):
+        shard.fix()
     return shard
 
 

@@ -2,7 +2,7 @@
 
 [Note: Kept gradients]
 In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward makes a new
-tensor. Here it writes to the same memory every time. So before memory whose gradient is None is written, the
+tensor. Here it may write to the same memory. So before memory whose gradient is None is written or freed, the
 engine looks whether the program still holds anything over it: the gradient itself, or another tensor with its
 storage. That is moved to a copy, and a new gradient object takes the place over the old address. Every
 gradient has a storage that no other one has, so reference counts tell, in a few passes in C over however many
@@ -17,6 +17,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
+from math import prod
 from operator import attrgetter, is_, is_not, ne
 from typing import Protocol, cast
 
@@ -25,7 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.dtensor import dtensor_like, in_own_storage
+from shardgrad.sharding.dtensor import dtensor_like
+from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = [
@@ -94,9 +96,13 @@ class _Named(Protocol):
 class GradientObjects:
     """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what is bound.
 
+    They exist without memory; `place` gives it to them.
+
     Args:
         params: what has a name and a sharded parameter.
-        views: where the gradient of each lies, in the local shape.
+        layout: of the memory.
+        rank: whose pieces they are.
+        nothing: without elements; in the dtype and on the device of the memory.
         apply_scale: see `ScaledGradient`.
         policy: names the attribute of parameters that gradients are bound to.
 
@@ -110,24 +116,35 @@ class GradientObjects:
     def __init__(
         self,
         params: Sequence[_Named],
-        views: Sequence[torch.Tensor],
+        layout: ShardLayout,
+        rank: int,
+        nothing: torch.Tensor,
         apply_scale: Callable[[], None],
         policy: GradientPolicy,
     ) -> None:
         self._params = [p.sharded for p in params]
         self._names = [p.name for p in params]
-        self._views = views
+        self._layout = layout
+        self._rank = rank
+        self._nothing = nothing
+        self._memory: torch.UntypedStorage | None = None
+        self._placed: tuple[int, int] | None = None  # storage and address
         self._apply_scale = apply_scale
         self.attribute = policy.attribute
         self._read = attrgetter(policy.attribute)
         self._references_when_bound = 1 if policy.decoupled else _references_when_bound()
-        # Tensors without memory (meta, fake) have the storage of the flat buffer.
-        self._is_watched = bool(views) and views[0].untyped_storage().device.type != "meta"
+        # Tensors of the meta device, and fake ones, have the storage of the flat memory.
+        self._is_watched = bool(self._params) and nothing.untyped_storage().device.type != "meta"
+        shapes = [piece.local_shape(rank) for piece in layout.pieces]
+        strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
+        begins = [piece.shard_offset * nothing.itemsize for piece in layout.pieces]
+        ends = [at + prod(shape) * nothing.itemsize for at, shape in zip(begins, shapes, strict=True)]
+        self._places = list(zip(begins, ends, shapes, strides, strict=True))
         self.plain: list[DTensor] = []
         self.scaled: list[ScaledGradient] = []
         self._locals: list[torch.Tensor] = []
         self._storages: list[int] = []
-        for place in range(len(views)):
+        for place in range(len(self._params)):
             self._make(place)
         self._watch()
         self._unkept = self._counts()  # while nothing else refers to them; later objects have the same
@@ -135,17 +152,53 @@ class GradientObjects:
         for param in self._params:
             if policy.decoupled:
                 setattr(param, self.attribute, getattr(param, self.attribute, None))
-            elif param.dtype != views[0].dtype:
-                param.grad_dtype = views[0].dtype
+            elif param.dtype != nothing.dtype:
+                param.grad_dtype = nothing.dtype
 
     def _make(self, place: int) -> None:
         """Makes the objects of a place, the next one or one that exists."""
-        local = in_own_storage(self._views[place])
+        local = self._nothing.new_empty(0)
+        if self._memory is not None:
+            self._point(local, place, self._memory)
         plain = dtensor_like(local, cast(DTensor, self._params[place]))
         self.plain[place : place + 1] = [plain]
         self.scaled[place : place + 1] = [ScaledGradient(plain, self._apply_scale)]
         self._locals[place : place + 1] = [local]
         self._storages[place : place + 1] = [local.untyped_storage()._cdata]
+
+    # -- memory -----------------------------------------------------------------------------------------
+
+    def place(self, flat: torch.Tensor) -> None:
+        """Points the gradients to 1-D memory, in a storage of its own each, as `in_own_storage` says why.
+
+        Memory that was gone and is back at its address costs nothing.
+        """
+        memory = self._memory = flat.untyped_storage()
+        before, self._placed = self._placed, (memory._cdata, memory.data_ptr() if self._is_watched else 0)
+        if self._placed == before:
+            return
+        if self._is_watched:
+            for place, local in enumerate(self._locals):
+                self._point(local, place, memory)
+        else:
+            for place, view in enumerate(self._layout.local_views(flat, self._rank)):
+                self._locals[place] = self.plain[place]._local_tensor = view.data
+            self._watch()
+        self._storages = [local.untyped_storage()._cdata for local in self._locals]
+
+    def take_away(self) -> None:
+        """Lets go of the memory, which another may keep, until they are placed again."""
+        self._memory = self._placed = None
+        for place, local in enumerate(self._locals):
+            if self._is_watched:
+                local.set_()  # type: ignore[call-overload]  # to nothing
+            else:
+                self._locals[place] = self.plain[place]._local_tensor = self._nothing
+        self._storages = [local.untyped_storage()._cdata for local in self._locals]
+
+    def _point(self, local: torch.Tensor, place: int, memory: torch.UntypedStorage) -> None:
+        begin, end, shape, stride = self._places[place]
+        local.set_(memory[begin:end], 0, shape, stride)
 
     def _watch(self) -> None:
         self.own = {id(None): ABSENT}
@@ -272,7 +325,7 @@ class GradientObjects:
         unseen = []
         for place in places:
             local, storage = self._locals[place], self._locals[place].untyped_storage()
-            copy = self._views[place].clone() if scale is None else self._views[place] * scale
+            copy = local.clone() if scale is None else local * scale
             if reader is not None:
                 copy.record_stream(reader)
             for tensor in (local, *(alias for alias in aliases[storage._cdata] if alias is not local)):

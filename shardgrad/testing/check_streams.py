@@ -291,7 +291,7 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
     for grads in context.grad_groups:
         group = grads.group
         yield _range(group.shard, f"shard of unit {group.name or 'root'!r}")
-        if grads.shard is not None:
+        if grads.shard is not None and grads.shard.has_memory:
             yield _range(grads.shard.flat, f"gradients of unit {group.name or 'root'!r}")
         if grads._sum is not None:
             yield _range(grads._sum._bytes, f"accumulated gradients of unit {group.name or 'root'!r}")
@@ -306,7 +306,7 @@ def _parts(context: RootContext) -> Iterator[_Range]:
             if p.unsharded is not None and p.unsharded.untyped_storage().nbytes():
                 yield _range(p.unsharded, f"parameter {p.name}")
         for place, p in enumerate(grads.params):
-            if grads.shard is not None:
+            if grads.shard is not None and grads.shard.has_memory:
                 yield _range(grads.shard.view(place), f"gradient of {p.name}")
         for p, grad in zip(grads.params, grads.collector.gradients, strict=False):
             if grad is not None:

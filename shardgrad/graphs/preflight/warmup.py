@@ -66,6 +66,7 @@ class WarmUp:
         key: Hashable,
         earlier: int,
         persistent: Callable[[], Iterable[torch.Tensor]],
+        before_region: Callable[[], None],
     ) -> _T:
         """Runs an eager step, watched if it is one of the last two before a capture.
 
@@ -74,11 +75,18 @@ class WarmUp:
             key: of the graph that this step would be; steps with equal keys are compared.
             earlier: number of eager steps so far.
             persistent: returns the memory that stays from step to step.
+            before_region: called before each eager region.
         """
-        # The very first step initializes what later steps find.
-        if not max(1, self._steps - _WATCHED) <= earlier < self._steps:
-            return step()
-        with handle_eager_calls(self._eager_optimizers, _call_unwatched):
+
+        def call_unwatched(call: Callable[[], Any]) -> None:
+            before_region()
+            with _disable_current_modes():
+                call()
+
+        with handle_eager_calls(self._eager_optimizers, call_unwatched):
+            # The very first step initializes what later steps find.
+            if not max(1, self._steps - _WATCHED) <= earlier < self._steps:
+                return step()
             result, trace = watch(
                 step, self._modules, self._device, persistent=persistent(), generators=self._generators
             )
@@ -102,8 +110,3 @@ class WarmUp:
     def reset(self) -> None:
         """Drops what was watched."""
         self._traces.clear()
-
-
-def _call_unwatched(call: Callable[[], Any]) -> None:
-    with _disable_current_modes():
-        call()

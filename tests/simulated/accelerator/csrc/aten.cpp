@@ -61,6 +61,13 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offse
   return self;
 }
 
+at::Tensor& set_to_nothing(at::Tensor& self) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(c10::Storage(c10::Storage::use_byte_size_t(), 0, allocator(), true));
+  impl->set_sizes_and_strides(at::IntArrayRef({0}), at::IntArrayRef({1}), 0);
+  return self;
+}
+
 at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_keep_dtype(source.storage());
@@ -181,6 +188,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("resize_", resize);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_", set_to_nothing);
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", local_scalar);

@@ -1,0 +1,458 @@
+"""Gradients that are None have no memory on a device, and nothing that a program does shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import shardgrad
+from shardgrad.engine.buffers import Slot, SlotRing
+from shardgrad.engine.grad_collector import GradCollector
+from shardgrad.engine.grad_group import grads_of
+from shardgrad.engine.grad_shard import GradMemory, GradShard
+from shardgrad.engine.param import managed_by
+from shardgrad.engine.param_group import group_of
+from shardgrad.engine.root import context_of
+from shardgrad.engine.unit import units_under
+from shardgrad.sharding import zero_copy
+from shardgrad.sharding.gradient_objects import KeptGradientWarning
+from tests.simulated.accelerator.device import NAME, Graph, checked
+from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_time
+from tests.simulated.programs.graphed import (
+    Setup,
+    batch,
+    build,
+    loss_of,
+    require_replays,
+    same_on,
+    weights,
+)
+
+Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "AdamW": lambda model: shardgrad.optim.AdamW(model.parameters(), lr=0.01),
+    "SGD": lambda model: shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "Muon": lambda model: shardgrad.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+    "torch's AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
+}
+
+
+def shards(model: nn.Module) -> list[GradShard]:
+    groups = {group_of(managed): None for p in model.parameters() if (managed := managed_by(p)) is not None}
+    return [shard for group in groups if (shard := grads_of(group).shard) is not None]
+
+
+def states(model: nn.Module) -> set[GradMemory]:
+    return {shard.memory for shard in shards(model)}
+
+
+def at_the_loss(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
+    """Returns the bytes that are allocated when the loss is there, on this rank."""
+    torch.accelerator.synchronize()
+    loss = loss_of(model, x)
+    return torch.get_device_module(NAME).memory_allocated(x.device), loss
+
+
+# -- eager --------------------------------------------------------------------------------------------------
+
+
+def memory_of_a_step(name: str) -> tuple[int, int]:
+    """Returns what gradients add to the memory that is allocated at the loss, and their own bytes."""
+    model = build(Setup())
+    optimizer = OPTIMIZERS[name](model)
+    found = []
+    for number in range(4):
+        nbytes, loss = at_the_loss(model, batch(0))
+        assert not any(shard.flat.untyped_storage().nbytes() for shard in shards(model))
+        loss.backward()
+        gradients = sum(shard.flat.nbytes for shard in shards(model))
+        shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        if number < 3:
+            optimizer.zero_grad()
+            model.zero_grad()
+        found.append(nbytes)
+    kept, _ = at_the_loss(model, batch(0))  # of a step that begins with gradients
+    return kept - found[-1], gradients
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_at_the_loss_nothing_is_left_of_gradients_that_are_none(name: str) -> None:
+    for beyond, gradients in VirtualRanks(1).run(memory_of_a_step, name):
+        assert beyond >= gradients > 0
+
+
+def gradients_of_odd_calls() -> None:
+    """What a program may do while gradients have no memory."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = shardgrad.GradScaler(init_scale=4.0)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert states(model) == {GradMemory.HELD}
+    with torch.inference_mode():
+        loss_of(model, batch(1))
+    assert states(model) == {GradMemory.NONE}
+    before = weights(model)
+    shardgrad.clip_grad_norm_(model, 1.0)
+    scaler.unscale_(optimizer)
+    optimizer.step()
+    plain.step()
+    optimizer.zero_grad(set_to_none=False)
+    model.zero_grad(set_to_none=False)
+    assert states(model) == {GradMemory.NONE}
+    assert all(map(torch.equal, before, weights(model)))
+    assert all(p.grad is None for p in model.parameters())
+    # An assigned gradient is taken over, and the others of its shard do not appear with it.
+    weight = model[0].first.weight
+    weight.grad = torch.ones_like(weight)
+    norm = shardgrad.clip_grad_norm_(model, 1e9)
+    assert norm.item() == pytest.approx(weight.numel() ** 0.5)
+    optimizer.step()
+    changed = [not torch.equal(old, new) for old, new in zip(before, weights(model), strict=True)]
+    assert sum(changed) == 1
+    assert not torch.equal(before[0], weights(model)[0])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients(ranks: int) -> None:
+    def program() -> None:
+        with checked():
+            gradients_of_odd_calls()
+
+    VirtualRanks(ranks).run(program)
+
+
+def what_is_kept() -> None:
+    model = build(Setup())
+    held: list[tuple[Tensor, Tensor]] = []
+    for number in range(4):
+        _, loss = at_the_loss(model, batch(number))
+        if number:
+            assert states(model) == {GradMemory.NONE}
+        loss.backward()
+        gradient = model[1].second.weight.grad
+        held.append((gradient, gradient.to_local().clone()))
+        held.append((gradient.to_local()[1:], gradient.to_local()[1:].clone()))
+        model.zero_grad()
+    for gradient, then in held:
+        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        assert torch.equal(local, then)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_program_keeps_of_a_gradient_outlives_its_memory(ranks: int) -> None:
+    def program() -> None:
+        with checked():
+            what_is_kept()
+
+    VirtualRanks(ranks).run(program)
+
+
+def what_autograd_keeps() -> None:
+    """A view that no Python object shows: the shard leaves its memory to it, and gets other."""
+    model = build(Setup())
+    rows = torch.ones(1, 6, device=NAME, requires_grad=True)
+    loss_of(model, batch(0)).backward()
+    of_gradient = nn.functional.linear(rows, model[1].second.weight.grad.to_local()).sum()
+    shard = next(each for each in shards(model) if "1.second.weight" in each.objects._names)
+    flat = shard.flat
+    model.zero_grad()
+    with pytest.warns(KeptGradientWarning, match=r"1\.second\.weight"):
+        loss_of(model, batch(1)).backward()
+    assert flat.untyped_storage().nbytes() > 0
+    assert shard.flat is not flat
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        of_gradient.backward()
+
+
+def test_memory_that_something_but_a_tensor_keeps_is_left_to_it() -> None:
+    VirtualRanks(1).run(what_autograd_keeps)
+
+
+def gradients_in_new_memory(options: dict[str, Any], dtype: torch.dtype) -> None:
+    """Memory that nobody wrote is not a number here."""
+    model = build(Setup(options=options, dtype=dtype))
+    for number in range(3):
+        loss_of(model, batch(number).to(dtype)).backward()
+        for shard in shards(model):
+            left = shard.values.clone()
+            for place in range(shard.count):
+                piece = shard.piece(place)
+                left.narrow(0, piece.shard_offset, shard.view(place).numel()).zero_()
+            assert not left.count_nonzero()
+            assert not shard.flags.isnan().any()
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("strided", [False, True], ids=["", "by columns"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_reduction_leaves_nothing_of_new_memory_unwritten(
+    ranks: int, strided: bool, dtype: torch.dtype
+) -> None:
+    placement = {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None}
+    options = placement if strided and ranks < 4 else {}
+    VirtualRanks(ranks).run(gradients_in_new_memory, options, dtype)
+
+
+def dropped_in_flight() -> None:
+    """Gradients are set to None, and the next forward begins, while their reductions are in flight."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
+    for module in (*model, model):
+        shardgrad.fully_shard(module, mesh=mesh)
+    for number in range(4):
+        model.set_is_last_backward(number % 2 == 1)
+        loss_of(model, batch(number)).backward()
+        model.zero_grad()
+
+
+def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
+    def program() -> None:
+        with checked():
+            dropped_in_flight()
+
+    VirtualRanks(2).run(program)
+
+
+# -- graphs -------------------------------------------------------------------------------------------------
+
+
+def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(9):
+        seen.append(step(batch(number)).item())
+        if isinstance(step, shardgrad.graphs.GraphedStep) and step.captures:
+            assert states(model) == {GradMemory.NONE}
+    require_replays(step, 1, 6)
+    loss_of(model, batch(9)).backward()  # eager, between and after graphs
+    optimizer.step()
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_graph_of_whole_steps_leaves_no_memory_of_gradients(ranks: int) -> None:
+    same_on(ranks, whole_steps)
+
+
+def crossing(graphed: Callable[..., Any], zeroes_first: bool) -> list[Any]:
+    """Gradients are there where each call ends, and begins."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model)
+    def gradients(x: Tensor) -> Tensor:
+        if zeroes_first:
+            model.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    seen, addresses = [], set()
+    for number in range(9):
+        seen.append(gradients(batch(number)).item())
+        if number > 0:
+            addresses.add(tuple(shard.flat.data_ptr() for shard in shards(model)))
+        optimizer.step()
+        if not zeroes_first:
+            optimizer.zero_grad()
+    if isinstance(gradients, shardgrad.graphs.GraphedStep):
+        assert states(model) == {GradMemory.FIXED}
+        assert len(addresses) == 1
+    require_replays(gradients, 1, 6)
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("zeroes_first", [False, True], ids=["at the end", "at both ends"])
+def test_gradients_that_cross_the_border_of_a_graph_keep_their_address(zeroes_first: bool) -> None:
+    same_on(2, crossing, zeroes_first)
+
+
+def surprised(graphed: Callable[..., Any]) -> list[Any]:
+    """From some call on gradients are left, which the eager calls before did not tell."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    calls = 0
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        if calls < 4:
+            optimizer.zero_grad()
+        return loss
+
+    seen = []
+    for number in range(10):
+        calls += 1
+        seen.append(step(batch(number)).item())
+        if number == 3 and isinstance(step, shardgrad.graphs.GraphedStep):
+            assert (step.captures, step.eager_steps) == (0, 4)
+            assert states(model) == {GradMemory.FIXED}
+    if isinstance(step, shardgrad.graphs.GraphedStep):
+        assert step.captures == 1
+        step.close()
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_capture_that_ends_with_unexpected_gradients_is_made_again_later(ranks: int) -> None:
+    same_on(ranks, surprised)
+
+
+@contextmanager
+def on_a_side_stream() -> Iterator[torch.Stream]:
+    side = torch.Stream(NAME)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        yield side
+
+
+def captured_by_torch(captured: bool, what: str) -> list[Any]:
+    """A graph that `graphed_step` knows nothing of, and eager work between its replays."""
+    model = build(Setup())
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+        if what == "torch's update"
+        else shardgrad.optim.SGD(model.parameters(), lr=0.1)
+    )
+    x, norm, seen, graph = batch(0), torch.zeros((), device=NAME), [], Graph()
+
+    def backward() -> None:
+        if what == "gradients":
+            model.zero_grad()  # a replay overwrites them anyway
+        loss_of(model, x).backward()
+
+    parts: list[tuple[bool, Callable[[], Any]]] = [(what in ("whole", "gradients"), backward)]
+    if what in ("whole", "norm"):
+        parts.append((True, lambda: norm.copy_(shardgrad.clip_grad_norm_(model, math.inf))))
+    parts.append((what in ("whole", "update", "torch's update"), lambda: optimizer.step()))
+    if what != "gradients":
+        parts.append((what == "whole", lambda: optimizer.zero_grad()))
+    first = [inside for inside, _ in parts].index(True)
+
+    def captured_parts() -> None:
+        for inside, part in parts:
+            if inside:
+                part()
+
+    with on_a_side_stream() as side:
+        for number in range(8):
+            x.copy_(batch(number))
+            for place, (inside, part) in enumerate(parts):
+                if not inside or not captured or number in (0, 1, 5):
+                    part()
+                elif place == first:
+                    if number == 2:
+                        with graph.capture(side):
+                            captured_parts()
+                    graph.replay()
+            seen += [*weights(model), norm.cpu()]
+    return seen
+
+
+@pytest.mark.parametrize("what", ["whole", "gradients", "norm", "update", "torch's update"])
+def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
+    def program() -> None:
+        with checked():
+            right, ours = captured_by_torch(False, what), captured_by_torch(True, what)
+        assert all(map(torch.equal, right, ours))
+
+    VirtualRanks(2).run(program)
+
+
+# -- gradients on their way ---------------------------------------------------------------------------------
+
+
+WIDE = 32
+
+
+class _Wide(nn.Module):
+    """Layers whose weights are sent without a copy, behind a parameter of the root's that is larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3 * WIDE, WIDE, bias=False)
+        self.layers = nn.Sequential(*[nn.Linear(WIDE, WIDE, bias=False) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.first(x))
+
+
+def wide_steps(dtype: torch.dtype | None) -> int:
+    """Returns the `id` of the ring that lends staging of reductions."""
+    with one_at_a_time():
+        torch.manual_seed(0)
+        model = _Wide()
+    model, mesh = model.to(NAME), init_device_mesh(NAME, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*model.layers, model):
+        shardgrad.fully_shard(module, mesh=mesh, mp_policy=policy)
+    for _ in range(3):
+        model(torch.ones(2, 3 * WIDE, device=NAME)).sum().backward()
+        model.zero_grad()
+    context = context_of(units_under(model)[0])
+    assert context is not None
+    return id(context.comm_ctx.reduce_ring)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
+def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
+    dtype: torch.dtype | None,
+) -> None:
+    arrived: dict[torch.device, list[StorageWeakRef]] = {}
+    alive: list[int] = []
+    staged: list[tuple[int, int, int]] = []  # ring, bytes of all its slots, and of the one that it lends
+    take, acquire = GradCollector.take, SlotRing.acquire
+
+    def counting(self: GradCollector, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
+        here = arrived.setdefault(grad.device, [])
+        here.append(StorageWeakRef(grad.untyped_storage()))
+        alive.append(sum(not each.expired() for each in here))
+        return take(self, unsharded, grad, *args, **kwargs)
+
+    def measured(self: SlotRing, nbytes: int) -> Slot:
+        slot = acquire(self, nbytes)
+        staged.append((id(self), sum(each.nbytes for each in self.slots), slot.nbytes))
+        return slot
+
+    with pytest.MonkeyPatch.context() as patch:  # here: a fixture's would stay in the process of these tests
+        patch.setattr(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
+        patch.setattr(GradCollector, "take", counting)
+        patch.setattr(SlotRing, "acquire", measured)
+        rings = VirtualRanks(2).run(wide_steps, dtype)
+    assert max(alive) <= 2
+    for ring in rings:
+        lent = [(all_slots, one) for of, all_slots, one in staged if of == ring]
+        largest = max(one for _, one in lent)
+        assert {all_slots for all_slots, one in lent if one == largest} == {largest}
