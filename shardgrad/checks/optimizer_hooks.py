@@ -45,10 +45,8 @@ from shardgrad.checks.untrained_params import (
     refuse_state_of_other_dtype,
 )
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.grad_shard import GradMemory
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
-from shardgrad.engine.streams import is_capturing
 
 __all__ = ["note_cast", "watch_optimizers"]
 
@@ -115,8 +113,8 @@ class _OptimizerHooks:
             for group in groups:
                 group.cancel_unshard()
                 shard = grads_of(group).shard
-                if shard is not None and shard.memory is GradMemory.HELD and is_capturing(shard.flat.device):
-                    shard.fix()
+                if shard is not None:
+                    shard.fix_in_capture()
             watched.lost_work.look(optimizer, groups)
         if watched.first_step is not None and not watched.is_checked:
             watched.first_step.before(optimizer)

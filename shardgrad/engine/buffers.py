@@ -203,10 +203,10 @@ class SlotRing:
         slot = self._next()
         self._turns.append(slot)
         if not self.keeps and slot.nbytes != nbytes:
-            is_largest, self._largest = nbytes > self._largest, max(nbytes, self._largest)
-            for each in self.slots if is_largest else (slot,):
-                if each.holder is None:
-                    each.give_back()
+            idle = [each for each in self.slots if each.holder is None]
+            for each in idle if nbytes > self._largest else [slot]:
+                each.give_back()
+            self._largest = max(nbytes, self._largest)
         slot.reserve(nbytes)
         return slot
 

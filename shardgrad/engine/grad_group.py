@@ -449,7 +449,8 @@ class GradGroup:
         shard = None  # without the second step, only a partial sum is left
         if self.requires_all_reduce or self._second is None:
             shard = self.require_shard()
-            shard.stream = shard.stream if shard.has_memory else self.collector.pack_stream
+            if not shard.has_memory:
+                shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
             messages, memory = pack(self, route, comm_ctx, shard)
         stream, reader = streams.reduce, streams.current()

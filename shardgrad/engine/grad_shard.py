@@ -15,8 +15,8 @@ there by `settle` before a kernel looks.
 [Note: Memory of gradients]
 Where all gradients of a shard are None, its memory would only raise the peak, which is often at the loss. So
 on a device the outermost forward frees it, and the next reduction allocates it again, both on the stream that
-packs. Memory that a graph reads or writes, and that of the CPU, where new pages cost more, stays for good. A
-graph in which gradients are None at both ends has its own: see `graphs/engine_state.py`.
+packs. Memory that a graph reads or writes is kept at its address, and so is that of the CPU, where new pages
+cost more. A graph in which gradients are None at both ends has its own: see `graphs/engine_state.py`.
 
 [Note: Missed parameters]
 The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
@@ -48,8 +48,7 @@ __all__ = ["GradMemory", "GradShard", "HostState"]
 # Per parameter, what is bound; `pending_scale`; `nonfinite`; per parameter, what the flag says.
 HostState = tuple[tuple[Bound, ...], torch.Tensor | None, torch.Tensor | None, tuple[bool, ...]]
 
-
-_uses_of: Callable[[int], int] = torch._C._storage_Use_Count
+_uses_of: Callable[[int], int] = torch._C._storage_Use_Count  # of the address of a StorageImpl
 
 
 class GradMemory(Enum):
@@ -87,7 +86,7 @@ class GradShard:
         self._allocated: StreamEvent | None = None
         self._nothing = home.zeros(0, dtype)
         self._take(self._nothing)
-        self._own_uses = 0  # of memory, by the shard itself
+        self._own_uses = 0  # `_uses` when nothing but the shard has the storage
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
         # Float32 device scalar to multiply by: [Note: Pending scale] in `sharding/scaled_gradient.py`.
         self.pending_scale: torch.Tensor | None = None
@@ -108,13 +107,16 @@ class GradShard:
     def _take(self, flat: torch.Tensor) -> None:
         """Lies in `flat` from now on, whose storage comes and goes, as that of a `RecurringBuffer`."""
         layout, self.flat = self._layout, flat
+        numel, count = (layout.tail_offset, len(layout.pieces)) if flat.numel() else (0, 0)
+        self.values = flat.narrow(0, 0, numel)  # the gradients; zero between them
+        self.flags = flat.narrow(0, numel, count)  # [Note: Live flags]
         self._views: list[torch.Tensor] | None = None
-        if flat.numel():
-            self.values = flat.narrow(0, 0, layout.tail_offset)  # the gradients; zero between them
-            self.flags = flat.narrow(0, layout.tail_offset, len(layout.pieces))  # [Note: Live flags]
 
     def allocate(self, *, zeroed: bool = True) -> None:
-        """Gets memory for the current stream, if there is none; not `zeroed` where all of it is written."""
+        """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
+
+        Streams: allocated for the current one, and zeroed there. Capture: safe; a capture's memory is FIXED.
+        """
         if self.memory is not GradMemory.NONE:
             return
         numel, device = self._layout.chunk_numel, self._nothing.device
@@ -134,9 +136,14 @@ class GradShard:
         self.memory = GradMemory.HELD if may_go and not is_capturing(device) else GradMemory.FIXED
 
     def fix(self) -> None:
-        """Keeps memory at its address for good, allocated if there is none: a graph will know it."""
+        """Keeps memory at its address from now on, allocated if there is none: a graph will know it."""
         self.allocate()
         self.memory = GradMemory.FIXED
+
+    def fix_in_capture(self) -> None:
+        """Keeps memory, if there is any, at its address if a capture is in progress on its device."""
+        if self.memory is GradMemory.HELD and is_capturing(self.flat.device):
+            self.fix()
 
     @property
     def has_memory(self) -> bool:
@@ -170,7 +177,7 @@ class GradShard:
         self.memory = GradMemory.NONE
 
     def _uses(self) -> int:
-        """Returns how often memory is referred to, but for views of parameters."""
+        """Returns how many tensors and others share the storage, except `_views`, made when asked for."""
         return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
     # -- before and after a reduction -------------------------------------------------------------------

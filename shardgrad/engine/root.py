@@ -102,17 +102,15 @@ class RootContext:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in `grad_shard.py`.
 
         Streams: those that it was allocated on wait for the current one, and for the optimizer's.
-        Capture: safe; it makes memory stay.
+        Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups]
         held = [shard for shard in shards if shard is not None and shard.memory is GradMemory.HELD]
-        if not held or self.scheduler.is_any_in_flight:
-            return
-        if is_capturing(self.comm_ctx.device):
-            for shard in held:
-                shard.fix()
-            return
+        for shard in held:
+            shard.fix_in_capture()
         free = [shard for shard in held if shard.may_be_freed]
+        if not free or self.scheduler.is_any_in_flight:
+            return
         streams, reader = self.comm_ctx.streams, self.comm_ctx.streams.current()
         for stream in {shard.stream for shard in free}:
             if self.post_optim_event is not None:

@@ -226,7 +226,7 @@ class ModuleState(Capturable):
 
     def before_replays(self) -> Callable[[], None]:
         """See `Capturable`."""
-        self.at_eager_border()  # a graph that begins with gradients knows their addresses, too
+        self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
         # After the capture, the factor that the graph leaves is pending; before its first replay, still this.

@@ -9,10 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardgrad.engine.grad_group import grads_of
-from shardgrad.engine.grad_shard import GradMemory, GradShard
+from shardgrad.engine.grad_shard import GradShard
 from shardgrad.engine.param import FSDPParam, fsdp_param_of
 from shardgrad.engine.param_group import ParamGroup, group_of
-from shardgrad.engine.streams import is_capturing
 
 __all__ = ["Gradients", "Selection", "gradients_of", "plain_gradient", "select"]
 
@@ -77,8 +76,7 @@ def gradients_of(group: ParamGroup, params: Iterable[torch.Tensor]) -> GradShard
         grads.refresh_trainable(anyway=True)
         shard = grads.require_shard()
     shard.allocate()
-    if shard.memory is GradMemory.HELD and is_capturing(shard.flat.device):
-        shard.fix()
+    shard.fix_in_capture()
     return shard
 
 

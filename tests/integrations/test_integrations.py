@@ -6,6 +6,7 @@ installed.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -270,6 +271,9 @@ def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
                     param.grad.mul_((0.01 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()
             optimizer.zero_grad()
+            for alias in itertools.chain.from_iterable(optimizer._aliases):  # they would keep memory
+                assert alias.local.grad is None
+                assert getattr(alias.local, "decoupled_grad", None) is None
     return weights(model)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -182,6 +183,20 @@ def test_a_mesh_of_two_axes_has_groups_of_its_own() -> None:
     assert [r[0] for r in results] == [101.0, 1010.0, 101.0, 1010.0]
     assert [r[1] for r in results] == [11.0, 11.0, 1100.0, 1100.0]
     assert all(r[2] == [0.0, 1.0, 2.0, 3.0] for r in results)
+
+
+def _device_of_a_fake_tensor() -> int:
+    if dist.get_rank() == 1:
+        dist.barrier()  # rank 0 asks first
+    with FakeTensorMode():
+        index = torch.empty((), device="sim").device.index
+    if dist.get_rank() == 0:
+        dist.barrier()
+    return index
+
+
+def test_fake_tensors_that_dtensor_asks_do_not_remember_the_device_of_another_rank() -> None:
+    assert VirtualRanks(2).run(_device_of_a_fake_tensor) == [0, 1]
 
 
 def _one_raises() -> None:

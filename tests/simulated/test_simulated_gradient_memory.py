@@ -65,6 +65,16 @@ def at_the_loss(model: nn.Module, x: Tensor) -> tuple[int, Tensor]:
     return torch.get_device_module(NAME).memory_allocated(x.device), loss
 
 
+def run_checked(ranks: int, function: Callable[..., None], *args: Any) -> None:
+    """Runs `function` on each rank; a hazard is an error."""
+
+    def program() -> None:
+        with checked():
+            function(*args)
+
+    VirtualRanks(ranks).run(program)
+
+
 # -- eager --------------------------------------------------------------------------------------------------
 
 
@@ -72,12 +82,14 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
     """Returns what gradients add to the memory that is allocated at the loss, and their own bytes."""
     model = build(Setup())
     optimizer = OPTIMIZERS[name](model)
-    found = []
+    found: list[int] = []
+    flats: dict[Tensor, None] = {}  # of all steps, in order
     for number in range(4):
         nbytes, loss = at_the_loss(model, batch(0))
-        assert not any(shard.flat.untyped_storage().nbytes() for shard in shards(model))
+        assert not any(flat.untyped_storage().nbytes() for flat in flats)
         loss.backward()
-        gradients = sum(shard.flat.nbytes for shard in shards(model))
+        flats.update(dict.fromkeys(shard.flat for shard in shards(model)))
+        gradients = sum(flat.nbytes for flat in flats)
         shardgrad.clip_grad_norm_(model, 0.1)
         optimizer.step()
         if number < 3:
@@ -85,6 +97,7 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
             model.zero_grad()
         found.append(nbytes)
     kept, _ = at_the_loss(model, batch(0))  # of a step that begins with gradients
+    assert list(map(id, flats)) == [id(shard.flat) for shard in shards(model)]  # none was left to its views
     return kept - found[-1], gradients
 
 
@@ -130,11 +143,7 @@ def gradients_of_odd_calls() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients(ranks: int) -> None:
-    def program() -> None:
-        with checked():
-            gradients_of_odd_calls()
-
-    VirtualRanks(ranks).run(program)
+    run_checked(ranks, gradients_of_odd_calls)
 
 
 def what_is_kept() -> None:
@@ -156,11 +165,7 @@ def what_is_kept() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_a_program_keeps_of_a_gradient_outlives_its_memory(ranks: int) -> None:
-    def program() -> None:
-        with checked():
-            what_is_kept()
-
-    VirtualRanks(ranks).run(program)
+    run_checked(ranks, what_is_kept)
 
 
 def what_autograd_keeps() -> None:
@@ -225,11 +230,7 @@ def dropped_in_flight() -> None:
 
 
 def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
-    def program() -> None:
-        with checked():
-            dropped_in_flight()
-
-    VirtualRanks(2).run(program)
+    run_checked(2, dropped_in_flight)
 
 
 # -- graphs -------------------------------------------------------------------------------------------------
@@ -253,6 +254,8 @@ def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
         seen.append(step(batch(number)).item())
         if isinstance(step, shardgrad.graphs.GraphedStep) and step.captures:
             assert states(model) == {GradMemory.NONE}
+            assert not any(shard.flat.untyped_storage().nbytes() for shard in shards(model))
+    assert all(shard.flat.numel() for shard in shards(model))  # no other memory has taken its place
     require_replays(step, 1, 6)
     loss_of(model, batch(9)).backward()  # eager, between and after graphs
     optimizer.step()
@@ -354,6 +357,8 @@ def captured_by_torch(captured: bool, what: str) -> list[Any]:
         loss_of(model, x).backward()
 
     parts: list[tuple[bool, Callable[[], Any]]] = [(what in ("whole", "gradients"), backward)]
+    if what == "second backward":
+        parts.append((True, backward))
     if what in ("whole", "norm"):
         parts.append((True, lambda: norm.copy_(shardgrad.clip_grad_norm_(model, math.inf))))
     parts.append((what in ("whole", "update", "torch's update"), lambda: optimizer.step()))
@@ -381,14 +386,15 @@ def captured_by_torch(captured: bool, what: str) -> list[Any]:
     return seen
 
 
-@pytest.mark.parametrize("what", ["whole", "gradients", "norm", "update", "torch's update"])
-def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
-    def program() -> None:
-        with checked():
-            right, ours = captured_by_torch(False, what), captured_by_torch(True, what)
-        assert all(map(torch.equal, right, ours))
+def as_without_a_graph(what: str) -> None:
+    assert all(map(torch.equal, captured_by_torch(False, what), captured_by_torch(True, what)))
 
-    VirtualRanks(2).run(program)
+
+@pytest.mark.parametrize(
+    "what", ["whole", "gradients", "second backward", "norm", "update", "torch's update"]
+)
+def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) -> None:
+    run_checked(2, as_without_a_graph, what)
 
 
 # -- gradients on their way ---------------------------------------------------------------------------------

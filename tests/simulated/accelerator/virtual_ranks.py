@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
 from shardgrad.sharding import mesh
@@ -160,6 +161,7 @@ class _Worlds:
         self.__dict__["_owner"] = threading.get_ident()
         self.__dict__["_registry"] = _Registry()
         self.__dict__["_meshes"] = _Meshes()
+        self.__dict__["_fake_tensors"] = _FakeTensors()
         self.__dict__["_ranks"] = [_World() for _ in range(world_size)]
 
     def enter(self, rank: int) -> None:
@@ -182,6 +184,7 @@ class _Worlds:
         c10d._world = self  # type: ignore[assignment]
         self._registry.__enter__()
         self._meshes.__enter__()
+        self._fake_tensors.__enter__()
         for index in range(len(self._ranks)):
             device.native().set_host(index, 1 + index)
         return self
@@ -190,6 +193,7 @@ class _Worlds:
         c10d._world = self._before
         self._registry.__exit__(None, None, None)
         self._meshes.__exit__(None, None, None)
+        self._fake_tensors.__exit__(None, None, None)
         for index in range(len(self._ranks)):
             device.native().set_host(index, 0)
         collectives.forget()
@@ -257,6 +261,22 @@ class _Meshes:
     def __exit__(self, *_: object) -> None:
         for name, original in self._originals.items():
             setattr(mesh, name, original)
+
+
+class _FakeTensors:
+    """Has fake tensors work each answer out, while ranks run.
+
+    They remember answers for the process, without the current device. DTensor asks them what an operator
+    returns, and a rank would be answered with the device of another one, for some of its tensors or for all.
+    """
+
+    _dispatch = FakeTensorMode._cached_dispatch_impl
+
+    def __enter__(self) -> None:
+        FakeTensorMode._cached_dispatch_impl = FakeTensorMode._dispatch_impl  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        FakeTensorMode._cached_dispatch_impl = self._dispatch  # type: ignore[method-assign]
 
 
 def _is_autograd_thread() -> bool:
