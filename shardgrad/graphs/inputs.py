@@ -89,7 +89,7 @@ def flatten_inputs(
             "a graphed step was called without a tensor",
             expected="the batch as tensors, which are copied into the graph's inputs at every replay",
             got=f"{len(leaves)} arguments, none of them a tensor to be copied",
-            fix="pass the batch as an argument, instead of closing over it",
+            fix="pass the batch as an argument, instead of closing over it; an update alone takes any tensor",
         )
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
