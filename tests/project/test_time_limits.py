@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support import processes
 from tests.support.processes import FairClock, communicate, run
-from tests.support.ranks import MOST_GROUPS, Ranks
+from tests.support.ranks import MOST_GROUPS, RankError, Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,6 +107,19 @@ def makes_groups(count: int) -> int:
     for _ in range(count):
         dist.new_group()
     return os.getpid()
+
+
+def _hang_on_one_rank() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(600)
+
+
+def test_a_rank_that_hangs_says_where(capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = Ranks(2)
+    with pytest.raises(RankError, match="rank 1:\ndid not finish"):
+        ranks.run(_hang_on_one_rank, timeout_s=1.0)
+    said = capfd.readouterr().err
+    assert said.count("in _hang_on_one_rank") == 1
 
 
 def test_ranks_that_keep_many_process_groups_are_replaced_before_the_next_test() -> None:

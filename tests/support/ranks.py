@@ -8,10 +8,13 @@ groups were left behind.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
+import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -44,6 +47,7 @@ def _serve(
     rank: int, world_size: int, port: int, backend: str, timeout_s: float, pipe: Connection, path: list[str]
 ) -> None:
     sys.path[:] = path
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
     )
@@ -144,6 +148,9 @@ class Ranks:
             if waiting and clock.elapsed_s() > limit_s:
                 late = f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another rank"
                 results.update((rank, (False, late, 0)) for rank in waiting.values())
+                for rank in waiting.values():  # each says on stderr what it is doing
+                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
+                time.sleep(0.5)
                 break
         failed = {rank: text for rank, (ok, text, _) in results.items() if not ok}
         if failed:
