@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,6 +29,8 @@ COLLECTIVE_TIMEOUT_S = 300.0
 MOST_GROUPS = 12
 # How long the other ranks may go on after one has raised: they may wait for it in a collective.
 GRACE_S = 5.0
+# How long a rank that hangs is listened to, after its last word, when it is asked where it is.
+QUIET_S = 2.0
 
 
 class RankError(AssertionError):
@@ -44,10 +45,17 @@ def _free_port() -> int:
 
 
 def _serve(
-    rank: int, world_size: int, port: int, backend: str, timeout_s: float, pipe: Connection, path: list[str]
+    rank: int,
+    world_size: int,
+    port: int,
+    backend: str,
+    timeout_s: float,
+    pipe: Connection,
+    stacks: Connection,
+    path: list[str],
 ) -> None:
     sys.path[:] = path
-    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__, all_threads=True)
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)  # type: ignore[arg-type]
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
     )
@@ -82,6 +90,7 @@ class Ranks:
         self._groups = 0  # that a worker has
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._stacks: list[Connection] = []  # where each rank says, on a signal, what it is doing
 
     def start(self) -> None:
         """Starts the workers, unless they run."""
@@ -90,15 +99,18 @@ class Ranks:
         port = _free_port()
         for rank in range(self.world_size):
             ours, theirs = CONTEXT.Pipe()
+            said, says = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
                 target=_serve,
-                args=(rank, self.world_size, port, self._backend, self._timeout_s, theirs, sys.path),
+                args=(rank, self.world_size, port, self._backend, self._timeout_s, theirs, says, sys.path),
                 daemon=True,
             )
             process.start()
             theirs.close()
+            says.close()
             self._processes.append(process)
             self._pipes.append(ours)
+            self._stacks.append(said)
 
     def stop(self) -> None:
         """Ends the workers, by force after a second."""
@@ -110,7 +122,7 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes, self._groups = [], [], 0
+        self._processes, self._pipes, self._stacks, self._groups = [], [], [], 0
 
     def renewed(self) -> Ranks:
         """Returns these ranks, with other workers if those of before keep many process groups."""
@@ -128,7 +140,8 @@ class Ranks:
             timeout_s: seconds, those left out in which the ranks waited for a core.
 
         Raises:
-            RankError: a rank raised, died, or took longer than `timeout_s`; the workers are replaced.
+            RankError: a rank raised, died, or took longer than `timeout_s`, and says where it is then; the
+                workers are replaced.
         """
         self.start()
         for pipe in self._pipes:
@@ -147,10 +160,9 @@ class Ranks:
                     limit_s = min(limit_s, clock.elapsed_s() + GRACE_S)
             if waiting and clock.elapsed_s() > limit_s:
                 late = f"did not finish within {timeout_s:.0f} s, or {GRACE_S:.0f} s after another rank"
-                results.update((rank, (False, late, 0)) for rank in waiting.values())
-                for rank in waiting.values():  # each says on stderr what it is doing
-                    os.kill(self._processes[rank].pid, signal.SIGUSR1)
-                time.sleep(0.5)
+                results.update(
+                    (rank, (False, f"{late}:\n{self._where(rank)}", 0)) for rank in waiting.values()
+                )
                 break
         failed = {rank: text for rank, (ok, text, _) in results.items() if not ok}
         if failed:
@@ -158,3 +170,14 @@ class Ranks:
             raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
         self._groups = max(groups for _, _, groups in results.values())
         return [results[rank][1] for rank in range(self.world_size)]
+
+    def _where(self, rank: int) -> str:
+        """Returns the Python stacks of all threads of a rank that hangs, as the rank itself writes them."""
+        with contextlib.suppress(ProcessLookupError):  # it died meanwhile
+            os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        said = b""
+        while wait([self._stacks[rank]], QUIET_S):
+            if not (more := os.read(self._stacks[rank].fileno(), 1 << 16)):
+                break
+            said += more
+        return said.decode()
