@@ -1,4 +1,4 @@
-"""Two habits of a program that a graph makes costly, and that nothing else would tell: a warning for each."""
+"""Habits of a program that a graph makes costly, and that nothing else would tell: a warning for each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from shardgrad.graphs.outputs import local_tensor
 __all__ = ["Habits"]
 
 _NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
+_REPLACED = 7  # calls in a row, each with another tensor where the step reads one that it is not given
 
 
 class Habits:
@@ -24,7 +25,7 @@ class Habits:
 
     def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
         self._optimizers, self._warn = optimizers, warn
-        self._new_keys = 0
+        self._new_keys = self._replaced = 0
 
     def called(self, key: Hashable, *, is_new: bool) -> None:
         """Takes note of a call's inputs, by their key (`graphs/inputs.py`)."""
@@ -34,6 +35,17 @@ class Habits:
                 f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it is never "
                 f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes with bucket=.",
                 depth=5,
+            )
+
+    def reached_capture(self, *, is_settled: bool) -> None:
+        """Takes note of a call that would be captured, but for tensors that were replaced before it."""
+        self._replaced = 0 if is_settled else self._replaced + 1
+        if self._replaced == _REPLACED:
+            self._warn(
+                "reads a tensor that it is not given, and the program has put another one in its place "
+                f"before each of {_REPLACED} calls in a row, so it is not captured and runs eagerly. Pass it "
+                "as an argument, or write into the tensor that is there.",
+                depth=6,
             )
 
     def stepped_eagerly(self) -> None:

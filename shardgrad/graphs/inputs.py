@@ -69,10 +69,12 @@ def flatten_inputs(
     indices: list[int] = []
     key: list[Hashable] = [spec]
     constants: list[tuple[int, float]] = []
+    static = 0
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             if _is_static(leaf):
-                key.append((leaf.data_ptr(), leaf.shape, leaf.dtype))
+                key.append((leaf.data_ptr(), leaf.shape, leaf.stride(), leaf.dtype))
+                static += 1
                 continue
             _require_plain(leaf, index)
             tensors.append(leaf)
@@ -84,11 +86,11 @@ def flatten_inputs(
         else:
             key.append(_comparable(leaf, index))
 
-    if not tensors:
+    if not tensors and not static:
         raise StepInputError(
             "a graphed step was called without a tensor",
             expected="the batch as tensors, which are copied into the graph's inputs at every replay",
-            got=f"{len(leaves)} arguments, none of them a tensor to be copied",
+            got=f"{len(leaves)} arguments, none of them a tensor",
             fix="pass the batch as an argument, instead of closing over it; an update alone takes any tensor",
         )
 

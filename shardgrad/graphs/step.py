@@ -111,7 +111,9 @@ def graphed_step(
     calls have run and one of them began with the same input key (structure, shapes and dtypes of the inputs)
     and equal guards: the host state that decides what a step launches, such as which parameters require a
     gradient, which gradients are there, training mode, and numbers in the groups of an optimizer that is not
-    of `shardgrad.optim`. Otherwise the step runs eagerly once and is captured at its next occurrence.
+    of `shardgrad.optim`. Otherwise the step runs eagerly once and is captured at its next occurrence. A
+    tensor that the function closes over (`graphs/preflight/closed_over.py`) is read where it is; another one
+    in its place is another graph, once it has stayed there for a call, and refused if it never stays.
 
     The last two of the first calls are watched for what a capture refuses, or gets wrong silently
     (`graphs/preflight/`); an error names it with the module and your line. On a device without graphs, such
@@ -213,6 +215,7 @@ class GraphedStep(Generic[_P, _R]):
         ]
         self.pool = settings.pool or GraphPool(_device_of(self._capturables))
         self._warmup = WarmUp(
+            function,
             [each for each in objects if isinstance(each, nn.Module)],
             [each for each in optimizers if not any(each is other for other in self._eager_optimizers)],
             self._eager_optimizers,
@@ -224,6 +227,7 @@ class GraphedStep(Generic[_P, _R]):
         self._graphs: OrderedDict[tuple[Hashable, Hashable], CapturedStep] = OrderedDict()
         self._latest_kind: _InputKind | None = None
         self._latest: tuple[tuple[Hashable, Hashable], CapturedStep] | None = None
+        self._closed_over: tuple[Hashable, ...] = ()  # at the end of the last call
         self._thread_id = threading.get_ident()
         self._closed = False
         self._outputs: Any = None
@@ -264,20 +268,22 @@ class GraphedStep(Generic[_P, _R]):
         # The kind's key equals the call's, and is often the same object as the last time.
         guards = (_modes(self.pool.device), *(each.guards() for each in self._capturables))
         key = kind.key, guards
-        captured = self._look_up(key)
+        closed_over = self._warmup.closed_over()
+        graph_key = kind.key, (*guards, *closed_over)
+        captured = self._look_up(graph_key)
         if captured is None and self._is_due(kind, guards):
             try:
-                captured = self._capture_or_refuse(kind, key)
+                captured = self._capture_or_refuse(kind, key, is_settled=closed_over == self._closed_over)
                 if captured is None:
                     return self._run_eagerly(kind, key, caller)
             except CollectiveError as error:
                 self._require_same_on_all_ranks(error)
                 raise
-            self._graphs[key] = captured
+            self._graphs[graph_key] = captured
             self._evict()
         if captured is None:
             return self._run_eagerly(kind, key, caller)
-        self._latest = key, captured
+        self._latest, self._closed_over = (graph_key, captured), closed_over
         self.replays += 1
         return self._replay(captured, kind, caller)
 
@@ -295,6 +301,7 @@ class GraphedStep(Generic[_P, _R]):
         if self.eager_steps == 2:  # the first may begin with gradients of the program's
             self._habits.stepped_eagerly()
         kind.seen.add(key[1])
+        self._closed_over = self._warmup.closed_over()
         return used_on(outputs, caller)
 
     def _note_border(self) -> None:
@@ -372,8 +379,14 @@ class GraphedStep(Generic[_P, _R]):
 
     # -- capturing --------------------------------------------------------------------------------------
 
-    def _capture_or_refuse(self, kind: _InputKind, key: Hashable) -> CapturedStep | None:
-        """Captures a step; None if this call, or all of this kind from now on, run eagerly."""
+    def _capture_or_refuse(self, kind: _InputKind, key: Hashable, *, is_settled: bool) -> CapturedStep | None:
+        """Captures a step; None if this call, or all of this kind from now on, run eagerly.
+
+        Args:
+            kind: of the call.
+            key: of the warm-up's steps like it.
+            is_settled: False if a tensor that the step closes over has been replaced since the last call.
+        """
         if not self.pool.can_capture:
             kind.is_refused = True
             issues = self._warmup.issues(key)
@@ -384,6 +397,9 @@ class GraphedStep(Generic[_P, _R]):
         if silent:
             kind.is_refused = True
             self._report("would be wrong as a graph", silent, None)
+            return None
+        self._habits.reached_capture(is_settled=is_settled)
+        if not is_settled:
             return None
         try:
             return self._capture(kind)
@@ -496,6 +512,7 @@ class GraphedStep(Generic[_P, _R]):
         self._latest = None
         self._kinds.clear()
         self._latest_kind = None
+        self._closed_over = ()
         self._warmup.reset()
         self.eager_steps = self.captures = self.replays = 0
         graphs_destroyed(self)

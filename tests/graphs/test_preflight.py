@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardgrad
 from shardgrad.graphs.preflight import StepTrace, differences, watch
+from shardgrad.graphs.preflight.closed_over import Place, tensors_closed_over
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue, explain
 from shardgrad.sharding.scaled_gradient import ScaledGradient
@@ -359,6 +361,184 @@ def test_a_step_that_ends_early_is_another_course() -> None:
 
     (found,) = two_steps(step)
     assert found.what.endswith("the second had ended")
+
+
+# -- tensors that a step closes over ------------------------------------------------------------------------
+
+
+targets = torch.zeros(2)  # of the steps below, as a global variable
+
+
+class Trainer:
+    """A program's own object, with the batch in its attributes."""
+
+    def __init__(self) -> None:
+        self.batch = {"targets": [torch.ones(2), torch.ones(2)]}
+
+    def step(self) -> torch.Tensor:
+        return self.batch["targets"][1] * 2
+
+    __call__ = step
+
+
+class Masked(nn.Module):
+    """A module with a tensor that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mask = torch.ones(2)
+
+    def forward(self) -> torch.Tensor:
+        return self._mask * 2
+
+
+def reads_a_global() -> torch.Tensor:
+    return targets * 2
+
+
+def new_global() -> None:
+    global targets
+    targets = torch.ones(2)
+
+
+def in_a_global() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    return "targets", reads_a_global, new_global
+
+
+def in_a_function_that_is_called() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    return "targets", lambda: reads_a_global() + 1, new_global
+
+
+def in_a_closure() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    mine = torch.ones(2)
+
+    def replace() -> None:
+        nonlocal mine
+        mine = torch.ones(2)
+
+    return "mine", lambda: mine * 2, replace
+
+
+def in_an_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch = Trainer().batch
+
+    return "trainer.batch['targets'][1]", lambda: trainer.batch["targets"][1] * 2, replace
+
+
+def in_the_object_of_a_method() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch["targets"][1] = torch.ones(2)
+
+    return "self.batch['targets'][1]", trainer.step, replace
+
+
+def in_a_callable_object() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    trainer = Trainer()
+
+    def replace() -> None:
+        trainer.batch["targets"] = [torch.ones(2), torch.ones(2)]
+
+    return "self.batch['targets'][1]", trainer, replace
+
+
+def in_a_module() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    model = nn.Sequential(Masked())
+
+    def replace() -> None:
+        model[0]._mask = torch.ones(2)
+
+    return "model.0._mask", lambda: model[0]() + 1, replace
+
+
+def in_a_partial() -> tuple[str, Callable[[], Any], Callable[[], Any]]:
+    held = [torch.ones(2)]
+
+    def replace() -> None:
+        held[0] = torch.ones(2)
+
+    return "self.args[0][0]", functools.partial(lambda given: given[0] * 2, held), replace
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        in_a_global,
+        in_a_function_that_is_called,
+        in_a_closure,
+        in_an_object,
+        in_the_object_of_a_method,
+        in_a_callable_object,
+        in_a_module,
+        in_a_partial,
+    ],
+)
+def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_it(
+    case: Callable[[], tuple[str, Callable[[], Any], Callable[[], Any]]],
+) -> None:
+    name, step, replace = case()
+    first = recorded(step)
+    before = found_in(first)[0].key()
+    replace()
+    second = recorded(step)
+    (found,) = differences(first, second)
+    assert (found.kind, found.what) == (
+        "replaced tensor",
+        f"aten.mul.Tensor read {name}, which is not an argument, and was another tensor in the step before",
+    )
+    assert "pass it as an argument" in found.fix
+    # The place of the first step shows what is there now.
+    assert found_in(first)[0].key() == found_in(second)[0].key() != before
+
+
+def found_in(trace: StepTrace) -> list[Place]:
+    return [tensor.closed_over[0] for op in trace.ops for tensor in op.tensors if tensor.closed_over]
+
+
+def test_a_tensor_that_stays_or_is_written_or_made_by_the_step_is_not_replaced() -> None:
+    stays, running, made = torch.ones(2), torch.zeros(2), torch.ones(2)
+
+    def step() -> None:
+        nonlocal made
+        made = torch.arange(2.0)
+        running.lerp_(stays * made, 0.1)
+
+    first, second = recorded(step), recorded(step)
+    assert {place.name for place in found_in(first)} == {"stays", "running"}
+    assert differences(first, second) == []
+
+
+def test_what_a_step_keeps_for_the_next_one_is_replaced() -> None:
+    hidden = torch.zeros(2)
+
+    def step() -> None:
+        nonlocal hidden
+        hidden = torch.tanh(hidden + 1)
+
+    (found,) = two_steps(step)
+    assert (found.kind, "read hidden," in found.what) == ("replaced tensor", True)
+
+
+def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
+    held: dict[str, Any] = {"a": {"b": torch.ones(2)}}
+    (place,) = {place.name: place for place in found_in(recorded(lambda: held["a"]["b"] * 2))}.values()
+    assert place.key() is not None
+    for gone in ({"b": 3}, {}, None):
+        held["a"] = gone
+        assert place.key() is None
+
+
+def test_large_and_circular_objects_are_looked_through_in_part() -> None:
+    numbers: list[Any] = [torch.ones(1) for _ in range(5_000)]
+    numbers[0] = numbers
+    near = torch.ones(2)
+    found = dict(tensors_closed_over(lambda: (numbers, near), {}))
+    assert any(tensor is near for tensor in found.values())
+    assert 500 < len(found) < 1_500
 
 
 # -- the engine ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import gc
 import re
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,17 @@ from shardgrad.errors import (
 )
 from tests.simulated.accelerator.device import NAME, checked
 from tests.simulated.accelerator.virtual_ranks import VirtualRanks
-from tests.simulated.programs.graphed import Setup, batch, build, eager, loss_of, same_on, weights
+from tests.simulated.programs.graphed import (
+    WIDTH,
+    Setup,
+    batch,
+    build,
+    eager,
+    loss_of,
+    require_replays,
+    same_on,
+    weights,
+)
 from tests.support.processes import FairClock
 
 # -- what a call may bring ----------------------------------------------------------------------------------
@@ -378,6 +388,97 @@ def refusals() -> None:
 
 def test_what_cannot_be_a_step_is_refused_in_words() -> None:
     VirtualRanks(1).run(refusals)
+
+
+# -- tensors that a step closes over ------------------------------------------------------------------------
+
+
+@dataclass
+class Held:
+    """What a program keeps beside its step."""
+
+    weight: Tensor
+
+
+def fresh_in_every_call() -> None:
+    model = build(Setup(depth=1))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+
+    @shardgrad.graphed_step(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = (model(x) - held.weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(3):
+        held = Held(batch(number))
+        step(batch(number))
+    with pytest.raises(CaptureError, match=r"aten\.sub\.Tensor read held\.weight, which is not an argument"):
+        step(batch(3))
+    step(batch(4))
+    assert step.captures == 0
+    step.close()
+
+
+def test_a_batch_that_a_step_closes_over_is_refused_by_name() -> None:
+    VirtualRanks(2).run(fresh_in_every_call)
+
+
+def replaced(graphed: Any, calls: Sequence[int], captures: int) -> list[Any]:
+    model = build(Setup(depth=1))
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
+    held, gone = Held(torch.ones(WIDTH, device=NAME)), []
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = ((model(x) - x) * held.weight).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    losses = []
+    for number in range(16):
+        if number in calls:
+            gone.append(held.weight)  # so that its memory is not given to the next
+            held.weight = torch.full((WIDTH,), number / 8, device=NAME)
+        losses.append(step(batch(number)).item())
+    require_replays(
+        step, captures, 16 - 3 - len(calls)
+    )  # three for warm-up; the call after a change is eager
+    return losses + weights(model)
+
+
+def test_a_tensor_that_is_replaced_now_and_then_is_another_graph() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", shardgrad.UncapturableStepWarning)
+        same_on(2, replaced, (5, 10, 15), 3)
+
+
+def test_a_tensor_that_is_replaced_before_each_call_from_some_call_on_is_warned_of() -> None:
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="before each of 7 calls in a row"):
+        same_on(2, replaced, range(5, 16), 1)
+
+
+def static_alone() -> None:
+    x = torch.ones(2, device=NAME)
+    torch._dynamo.mark_static_address(x)
+
+    @shardgrad.graphed_step(warmup=1)
+    def step(x: Tensor) -> Tensor:
+        return x * 2
+
+    for number in range(4):
+        x.fill_(number)
+        assert step(x).tolist() == [2.0 * number] * 2
+    assert (step.captures, step.replays) == (1, 3)
+    step.close()
+
+
+def test_a_static_tensor_may_be_the_only_argument() -> None:
+    VirtualRanks(1).run(static_alone)
 
 
 def graphs_go_first() -> bool:

@@ -8,7 +8,9 @@ from itertools import zip_longest
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from shardgrad.graphs.preflight.closed_over import Place
 from shardgrad.graphs.preflight.issues import Issue
 
 __all__ = ["Operand", "StepTrace", "TracedOp", "differences"]
@@ -21,12 +23,14 @@ class Operand:
     Attributes:
         address: of its first element if its memory existed before the step and has not moved; else None.
         name: such as "gradient of layers.0.weight"; "" if it belongs to no module.
+        closed_over: where the step found it, and its storage, if it closes over it; else None.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     address: int | None = None
     name: str = ""
+    closed_over: tuple[Place, StorageWeakRef] | None = None
 
     def __str__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
@@ -70,8 +74,8 @@ class StepTrace:
 def differences(first: StepTrace, second: StepTrace) -> list[Issue]:
     """Returns what a graph of one step would get wrong in the next, in the order of execution.
 
-    Every changed number and moved tensor is reported. The comparison ends at the first operation or shape
-    that differs, which is the last issue.
+    Every changed number and every moved or replaced tensor is reported. The comparison ends at the first
+    operation or shape that differs, which is the last issue.
 
     Args:
         first: of a step that initializes nothing: the second step of a program, or a later one.
@@ -83,7 +87,7 @@ def differences(first: StepTrace, second: StepTrace) -> list[Issue]:
         if divergence is not None:
             found.setdefault(None, divergence)
             break
-        for key, issue in (*_changed_numbers(a, b), *_moved_tensors(a, b)):
+        for key, issue in (*_changed_numbers(a, b), *_moved_tensors(a, b), *_replaced_tensors(a, b)):
             found.setdefault(key, issue)
     return list(found.values())
 
@@ -148,5 +152,22 @@ def _moved_tensors(a: TracedOp, b: TracedOp) -> Found:
                     f"{b.op} used {name or f'a tensor {y}'} at another address than in the step before",
                     "write into the tensor that is there: x.copy_(new) instead of x = new, "
                     "zero_grad(set_to_none=False) if you keep gradients between steps",
+                ),
+            )
+
+
+def _replaced_tensors(a: TracedOp, b: TracedOp) -> Found:
+    for x, y in zip(a.tensors, b.tensors, strict=True):
+        # The weak reference of the first step keeps its identity from another storage.
+        if x.closed_over and y.closed_over and x.closed_over[1] != y.closed_over[1]:
+            place, _ = y.closed_over
+            yield (
+                ("replaced", place.name),
+                b.issue(
+                    "replaced tensor",
+                    f"{b.op} read {place.name}, which is not an argument, and was another tensor in the step "
+                    "before",
+                    "pass it as an argument, or write into the tensor that is there: x.copy_(new) instead of "
+                    "x = new",
                 ),
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-__all__ = ["SourceLocation", "current_location"]
+__all__ = ["SourceLocation", "current_location", "is_of_the_program"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ def _owner(file: str) -> _Owner:
     if file.startswith(str(_PACKAGE)) and not file.startswith(_PROGRAMS):
         return _Owner.ENGINE
     return _Owner.USER
+
+
+def is_of_the_program(file: str) -> bool:
+    """Returns whether a source file is neither Python's, nor torch's, nor of this package."""
+    return _owner(file) is _Owner.USER
 
 
 def current_location(names: Mapping[int, str]) -> SourceLocation:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardgrad.graphs.eager_regions import handle_eager_calls
+from shardgrad.graphs.preflight.closed_over import Place
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.graphs.preflight.op_trace import StepTrace, differences
@@ -22,7 +23,15 @@ _T = TypeVar("_T")
 
 # A capture succeeds in spite of these, and its replays are wrong. The capture itself refuses the others.
 _SILENT = frozenset(
-    ("another operation", "another shape", "changed number", "moved tensor", "seed", "unregistered generator")
+    (
+        "another operation",
+        "another shape",
+        "changed number",
+        "moved tensor",
+        "replaced tensor",
+        "seed",
+        "unregistered generator",
+    )
 )
 _WATCHED = 2
 
@@ -31,6 +40,7 @@ class WarmUp:
     """Runs eager steps, and watches the last two of the first `steps`.
 
     Args:
+        function: of the steps.
         modules: whose names issues have.
         optimizers: checked for whether they can be captured.
         eager_optimizers: optimizers that step in eager regions; they are not watched.
@@ -41,6 +51,7 @@ class WarmUp:
 
     def __init__(
         self,
+        function: Callable[..., Any],
         modules: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
         eager_optimizers: Sequence[Optimizer],
@@ -48,6 +59,7 @@ class WarmUp:
         device: torch.device,
         steps: int,
     ) -> None:
+        self._function = function
         self._generators = list(generators)
         self._modules: Mapping[str, nn.Module] = (
             {"": modules[0]}
@@ -59,6 +71,7 @@ class WarmUp:
         self._device = device
         self._steps = steps
         self._traces: list[tuple[Hashable, StepTrace]] = []
+        self._closed_over: dict[str, Place] = {}
 
     def run(
         self,
@@ -88,10 +101,21 @@ class WarmUp:
             if not max(1, self._steps - _WATCHED) <= earlier < self._steps:
                 return step()
             result, trace = watch(
-                step, self._modules, self._device, persistent=persistent(), generators=self._generators
+                step,
+                self._modules,
+                self._device,
+                persistent=persistent(),
+                generators=self._generators,
+                function=self._function,
             )
         self._traces.append((key, trace))
+        found = (tensor.closed_over for op in trace.ops for tensor in op.tensors)
+        self._closed_over.update((each[0].name, each[0]) for each in found if each is not None)
         return result
+
+    def closed_over(self) -> tuple[Hashable, ...]:
+        """Returns where tensors lie now that watched steps have read without being given them."""
+        return tuple([place.key() for place in self._closed_over.values()])
 
     def issues(self, key: Hashable) -> list[Issue]:
         """Returns the known issues of capturing a step with this key."""
@@ -110,3 +134,4 @@ class WarmUp:
     def reset(self) -> None:
         """Drops what was watched."""
         self._traces.clear()
+        self._closed_over.clear()

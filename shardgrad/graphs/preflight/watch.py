@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_leaves
 
+from shardgrad.graphs.preflight.closed_over import Place, tensors_closed_over
 from shardgrad.graphs.preflight.issues import Issue
 from shardgrad.graphs.preflight.op_issues import OpCall, OpIssue, op_issues, synchronizing_functions
 from shardgrad.graphs.preflight.op_trace import Operand, StepTrace, TracedOp
@@ -59,6 +60,7 @@ def watch(
     *,
     persistent: Iterable[torch.Tensor] = (),
     generators: Sequence[torch.Generator] = (),
+    function: Callable[..., Any] | None = None,
 ) -> tuple[_T, StepTrace]:
     """Runs a step; returns its result and its trace.
 
@@ -74,11 +76,12 @@ def watch(
             and the step's inputs; their addresses are compared.
         generators: of random numbers, that a graph of this step registers in addition to the device's default
             ones.
+        function: from which tensors are looked for that the step closes over; None for `call`.
 
     Streams: those of the step; nothing is added and nothing waits. Operations of autograd's threads are seen.
     Capture: for eager steps only; it costs host time and changes nothing that a graph would hold.
     """
-    mode = _Watch(modules, device, persistent, generators)
+    mode = _Watch(modules, device, persistent, generators, function or call)
     with _patched(device), mode:
         result = call()
     return result, StepTrace(tuple(mode.issues.values()), tuple(mode.ops))
@@ -98,6 +101,7 @@ class _Watch(TorchDispatchMode):
         device: torch.device,
         persistent: Iterable[torch.Tensor],
         generators: Sequence[torch.Generator],
+        function: Callable[..., Any],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.issues: dict[tuple[str, str, str], Issue] = {}
@@ -109,6 +113,12 @@ class _Watch(TorchDispatchMode):
         self._tensors = dict(_names_of_tensors(modules))
         # Not found by a scan of all objects, which would touch some that another thread is still making.
         self._persistent: dict[int, tuple[StorageWeakRef, int]] = dict(_storages(modules, persistent))
+        self._closed_over: dict[int, tuple[Place, StorageWeakRef]] = {}
+        for place, tensor in tensors_closed_over(function, modules):
+            for plain in _plain([tensor]):
+                if _address(plain) is not None:
+                    storage = plain.untyped_storage()
+                    self._closed_over.setdefault(storage._cdata, (place, StorageWeakRef(storage)))
         self._made_by_ops: set[int | None] = set()
         # Which module was running when a node of autograd was made, or when a parameter was used.
         self._made_in: dict[int, str] = {}
@@ -192,9 +202,12 @@ class _Watch(TorchDispatchMode):
         address = _address(tensor)
         if address is not None:
             storage = tensor.untyped_storage()
-            _, address_before = self._persistent.get(storage._cdata, (None, 0))
+            persistent = self._persistent.get(storage._cdata)
+            if persistent is None:
+                closed_over = self._closed_over.get(storage._cdata)
+                return Operand(tuple(tensor.shape), tensor.dtype, closed_over=closed_over)
             # Memory that is allocated and freed during a step has other addresses in a graph anyway.
-            if storage.data_ptr() == address_before:
+            if storage.data_ptr() == persistent[1]:
                 return Operand(tuple(tensor.shape), tensor.dtype, address, self._tensors.get(address, ""))
         return Operand(tuple(tensor.shape), tensor.dtype)
 
