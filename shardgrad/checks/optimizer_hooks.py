@@ -20,7 +20,6 @@ What they do:
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from shardgrad.checks.untrained_params import (
     concerns_unit,
     refuse_state_of_other_dtype,
 )
+from shardgrad.diagnosis.thread_frames import current_frames
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -159,7 +159,7 @@ class _OptimizerHooks:
 
 def _is_any_step_running() -> bool:
     """Returns whether a thread is inside torch's wrapper of `Optimizer.step`."""
-    for frame in sys._current_frames().values():
+    for frame in current_frames().values():
         inner = frame
         while True:
             if inner.f_code.co_filename == torch_optimizer.__file__:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
+from shardgrad.diagnosis.thread_frames import current_frames
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
@@ -102,7 +102,7 @@ def rank_status(
         stack = _format(traceback.extract_tb(error.__traceback__))
     else:
         text = error
-        frame = sys._current_frames().get(thread)
+        frame = current_frames().get(thread)
         stack = () if frame is None else _format(traceback.extract_stack(frame))
     return RankStatus(
         rank=rank,

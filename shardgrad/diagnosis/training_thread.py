@@ -16,6 +16,7 @@ from traceback import walk_stack, walk_tb
 from types import CodeType, FrameType
 
 from shardgrad.diagnosis.flight_recorder import recorder
+from shardgrad.diagnosis.thread_frames import current_frames
 
 __all__ = ["TrainingThread", "call_in", "passes_collective"]
 
@@ -55,7 +56,7 @@ class TrainingThread:
         To be called regularly, from another thread.
         """
         now_s = time.monotonic()
-        frame = sys._current_frames().get(self._ident)
+        frame = current_frames().get(self._ident)
         if frame is None:
             return 0.0
         if _passes_collective(code.co_filename for code in _codes(frame)):
@@ -79,7 +80,7 @@ class TrainingThread:
 
     def call(self) -> str:
         """Returns what the program has called, and from where: "full_tensor() at train.py:12"."""
-        frame = sys._current_frames().get(self._ident)
+        frame = current_frames().get(self._ident)
         if frame is None:
             return ""
         return _call([(f.f_code.co_filename, number, f.f_code.co_name) for f, number in walk_stack(frame)])

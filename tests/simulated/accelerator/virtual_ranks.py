@@ -7,7 +7,6 @@ While ranks run, what `torch.distributed` keeps for the process is kept for each
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 import time
 import traceback
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
+from shardgrad.diagnosis.thread_frames import current_frames
 from shardgrad.sharding import mesh
 from tests.simulated.accelerator import collectives, device
 from tests.support.processes import FairClock
@@ -113,7 +113,7 @@ class _Run:
                 thread.join(0.2)
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            frames = sys._current_frames()
+            frames = current_frames()
             where = {rank: frames.get(threads[rank].ident or 0) for rank in late}
             collectives.abort(f"ranks {late} did not finish within {timeout_s:.0f} s")
             for thread in threads:
