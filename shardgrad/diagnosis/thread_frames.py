@@ -1,9 +1,9 @@
 """The frames of all threads, without a collection of garbage while the interpreter lists them.
 
-CPython 3.11 makes frame objects with the lock of its list of threads held, and a collection may begin there.
-That calls finalizers and callbacks of weak references, in any of which `sys._current_frames()`, or the start
-of a thread, waits for this lock for ever. The whole process waits with it, since the interpreter is not let
-go meanwhile. From 3.12 on a collection begins only when the list is complete.
+CPython 3.11 before 3.11.9 makes frame objects with the lock of its list of threads held, and a collection may
+begin there (https://github.com/python/cpython/issues/106883). That calls finalizers and callbacks of weak
+references, in any of which `sys._current_frames()`, or the start or the end of a thread, waits for this lock
+for ever. The whole process waits with it, since the interpreter is not let go meanwhile.
 """
 
 from __future__ import annotations

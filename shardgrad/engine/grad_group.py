@@ -146,6 +146,8 @@ class GradGroup:
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
+        # Of other places. Their gradients may still be bound, and are read where a reduction takes them over.
+        self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
         self._holds_places = False  # of parameters that do not require grad
@@ -213,6 +215,8 @@ class GradGroup:
         self._packer = new
         self._route = None
         self._generation = group.generation
+        if self._shard is not None:
+            self.former_shards.append(self._shard)
         self._shard = None
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]
         self._hook()
@@ -488,7 +492,11 @@ class GradGroup:
             if shard is not None:
                 shard.part_with_kept(reader)
             if transport.stream_ordered:
-                reduction.complete()
+                try:
+                    reduction.complete()
+                except BaseException:
+                    reduction.abandon()  # the scheduler does not know it, and its slots would stay taken
+                    raise
         self.touched = (False,) * len(self.touched)
         self._has_sent_sum = self.waiting is Waiting.SUM
         self.waiting = Waiting.NOTHING

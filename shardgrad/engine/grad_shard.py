@@ -155,17 +155,13 @@ class GradShard:
         """True if memory may be freed, unless a reduction is in flight: all gradients are None."""
         return self.memory is GradMemory.HELD and self.objects.are_absent()
 
-    def free(self, reader: Stream) -> None:
-        """Frees the memory; gradients are None. What the program keeps of them is moved to copies.
+    def free(self) -> None:
+        """Frees the memory; gradients are None, and the program keeps none of them (`part_with_kept`).
 
-        Args:
-            reader: see `part_with_kept`.
-
-        Streams: `self.stream` comes after all uses.
+        Streams: `self.stream` comes after all uses, copies of kept gradients among them.
         """
         if self.memory is GradMemory.NONE:
             return
-        self.objects.part_with_kept(reader, self.pending_scale)
         self.pending_scale = self.nonfinite = None
         self.flagged = [False] * self.count
         self.zeroed.clear()
@@ -202,7 +198,7 @@ class GradShard:
         return True
 
     def part_with_kept(self, reader: Stream) -> None:
-        """Before a reduction's result is written: [Note: Kept gradients]. The program reads on `reader`."""
+        """Before memory is written or freed: [Note: Kept gradients]. The program reads on `reader`."""
         if self.has_memory:
             capturing = is_capturing(self.flat.device)
             self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)

@@ -101,25 +101,33 @@ class RootContext:
     def free_gradients(self) -> None:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in `grad_shard.py`.
 
-        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
+        Streams: those that it was allocated on wait for the current one, on which what the program keeps is
+        copied, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups]
         held = [shard for shard in shards if shard is not None and shard.memory is GradMemory.HELD]
         for shard in held:
             shard.fix_in_capture()
-        free = [shard for shard in held if shard.may_be_freed]
-        if not free or self.scheduler.is_any_in_flight:
+        replaced = [shard for grads in self.grad_groups for shard in grads.former_shards]
+        free = [shard for shard in (*held, *replaced) if shard.may_be_freed]
+        if not (free or replaced) or self.scheduler.is_any_in_flight:
             return
-        streams, reader = self.comm_ctx.streams, self.comm_ctx.streams.current()
-        for stream in {shard.stream for shard in free}:
-            if self.post_optim_event is not None:
-                streams.event_of(self.post_optim_event).wait(stream)
+        streams, reader, event = self.comm_ctx.streams, self.comm_ctx.streams.current(), self.post_optim_event
+        if event is not None and any(shard.objects.may_be_kept() for shard in free):
+            streams.event_of(event).wait(reader)
+        for shard in free:
+            shard.part_with_kept(reader)
+        for stream in {shard.stream for shard in (*free, *replaced)}:
+            if event is not None:
+                streams.event_of(event).wait(stream)
             if stream != reader:
                 self._read.record(reader)
                 self._read.wait(stream)
         for shard in free:
-            shard.free(reader)
+            shard.free()
+        for grads in self.grad_groups if replaced else ():
+            grads.former_shards = [shard for shard in grads.former_shards if shard.objects.is_any_bound()]
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
         """Makes later all-gathers start after `event`, or else after the current stream."""

@@ -149,15 +149,15 @@ class ReductionScheduler:
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
-            for _, earlier in self._launched[-1:]:
+            self._launched.append((grads, reduction))
+            _move(grads, GradState.REDUCED)
+            for _, earlier in self._launched[-2:-1]:
                 # So that whole gradients are there of two groups at most: of one that is sent, and the next.
                 if any(map(_LENT, earlier.memory.slots)):
                     earlier.complete()
                     for slot in earlier.memory.slots:
                         if slot not in reduction.memory.slots:
                             slot.return_lent()
-            self._launched.append((grads, reduction))
-            _move(grads, GradState.REDUCED)
         else:
             grads.accumulate(self.comm_ctx)
             _move(grads, GradState.SUMMED)

@@ -95,6 +95,13 @@ class Capturable:
         """
         return self.snapshot()
 
+    def known_to_graph(self) -> Any:
+        """Returns objects whose memory a capture has just met and that may be replaced while its graph lives.
+
+        They are kept until the graph is destroyed.
+        """
+        return None
+
     def replayed(self) -> None:
         """Called after a replay, which has changed the memory that `tensors` yields."""
 

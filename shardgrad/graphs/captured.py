@@ -43,6 +43,7 @@ class CapturedStep:
             for each, before in zip(capturables, guards, strict=True)
         ]
         self._before_replays = before_replays
+        self._kept = [each.known_to_graph() for each in capturables]
         self.outputs = outputs
 
     def prepare(self) -> None:
@@ -62,3 +63,4 @@ class CapturedStep:
     def reset(self) -> None:
         """Destroys the graphs."""
         self._graph.reset()
+        self._kept.clear()

@@ -173,7 +173,8 @@ class ModuleState(Capturable):
             self._touched = self._count_touched()
         else:
             for shard in shards:
-                shard.free(self._reader)
+                shard.part_with_kept(self._reader)
+                shard.free()
 
     def _join_post_optim_events(self) -> None:
         """Makes the current stream wait for what the next forward was to wait for instead of the stream."""
@@ -193,7 +194,8 @@ class ModuleState(Capturable):
         if others is not None:
             for shard in (each for each in self._shards() if each not in others):
                 shard.unbind()
-                shard.free(self._reader)
+                shard.part_with_kept(self._reader)
+                shard.free()
 
     def before_eager_region(self) -> None:
         """See `Capturable`."""
@@ -281,6 +283,10 @@ class ModuleState(Capturable):
     def _count_touched(self) -> torch.Tensor | None:
         flags = [shard.flags for shard in self._shards() if shard.has_memory]
         return torch.cat(flags).gt(0).sum() if flags else None
+
+    def known_to_graph(self) -> Any:
+        """See `Capturable`. A parameter that is frozen or thawed gives its group other places and packers."""
+        return [(grads.shard, grads.packer) for grads in self._grad_groups if grads.layout is not None]
 
     def replayed(self) -> None:
         """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer step."""
@@ -422,6 +428,10 @@ class FlatOptimizerState(Capturable):
     def snapshot(self) -> Callable[[], None]:
         """See `Capturable`."""
         return self._optimizer.snapshot()
+
+    def known_to_graph(self) -> Any:
+        """See `Capturable`."""
+        return self._optimizer.tables()
 
     def released(self) -> None:
         """See `Capturable`."""

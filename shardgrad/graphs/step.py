@@ -426,7 +426,8 @@ class GraphedStep(Generic[_P, _R]):
         args, kwargs = kind.buffers.arguments
         try:
             with _stale_streams_overridden(), graph.captured():
-                outputs = apart_from(self._state(), detached(self._function(*args, **kwargs)))
+                outputs = detached(self._function(*args, **kwargs))
+                outputs = apart_from(self._state(), outputs)  # of now: gradients may have got memory inside
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()

@@ -424,6 +424,10 @@ class FlatOptimizer(Optimizer):
                 for name, flat in segment.state.items():
                     yield f"{name} of segment {segment.number}", flat
 
+    def tables(self) -> list[torch.Tensor]:
+        """Returns the tables of launches, on the device; other places of gradients bring other tables."""
+        return [table for segment, _ in self._segments if (table := segment.rows) is not None]
+
     def snapshot(self) -> Callable[[], None]:
         """Returns a function that restores the present host state."""
         captured = [self._group(i).captured for i in range(len(self.param_groups))]

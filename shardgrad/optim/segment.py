@@ -139,6 +139,11 @@ class Segment(ABC):
         """False while parameters are on the meta device."""
 
     @property
+    def rows(self) -> torch.Tensor | None:
+        """The latest launch's table, if others may replace it; see `Launch`."""
+        return None
+
+    @property
     def is_allocated(self) -> bool:
         """True once there is state."""
         return self._state is not None
@@ -274,6 +279,11 @@ class ShardedSegment(Segment):
     def has_data(self) -> bool:
         """See `Segment.has_data`."""
         return self._group.shard.device.type != "meta"
+
+    @property
+    def rows(self) -> torch.Tensor | None:
+        """See `Segment.rows`."""
+        return None if self._table is None else self._table.rows
 
     def flat_param(self) -> torch.Tensor:
         """See `Segment.flat_param`."""

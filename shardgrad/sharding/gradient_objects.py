@@ -220,6 +220,10 @@ class GradientObjects:
         """Returns whether every parameter has its plain gradient, or its scaled one."""
         return all(map(is_, map(self._read, self._params), self.scaled if scaled else self.plain))
 
+    def is_any_bound(self) -> bool:
+        """Returns whether a gradient of these, plain or scaled, is bound to its parameter."""
+        return any(what is PLAIN or what is SCALED for what in self.bound())
+
     def bound(self) -> tuple[Bound, ...]:
         """Returns what the gradients of the parameters are."""
         gradients = self.gradients()
@@ -258,6 +262,10 @@ class GradientObjects:
             if what is PLAIN or what is SCALED:
                 expected[place if what is PLAIN else place + size] += self._references_when_bound
         return expected
+
+    def may_be_kept(self) -> bool:
+        """Returns whether the program may hold a gradient; no gradient is bound."""
+        return self._is_watched and self._counts() != self._unkept
 
     def _kept(self, counts: Sequence[int], expected: Sequence[int]) -> list[int]:
         """Returns the places of which the program holds more than is expected."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.processes import run
 
-# Each thread is a new one, so its frames have no objects yet: to list them makes some, and begins a collection
+# Each thread is new, so its frames have no objects yet: to list them makes some, and begins a collection
 # that finalizes the garbage. The finalizer lists frames, as the callback of a forgotten model did.
 FORGETS_WHILE_LISTING = """
 import faulthandler, gc, threading, weakref

@@ -75,6 +75,14 @@ def run_checked(ranks: int, function: Callable[..., None], *args: Any) -> None:
     VirtualRanks(ranks).run(program)
 
 
+@contextmanager
+def on_a_side_stream() -> Iterator[torch.Stream]:
+    side = torch.Stream(NAME)
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        yield side
+
+
 # -- eager --------------------------------------------------------------------------------------------------
 
 
@@ -233,6 +241,116 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
     run_checked(2, dropped_in_flight)
 
 
+def kept_beside_another_stream() -> None:
+    """The next forward runs on another stream, and frees; the first one goes on beside it, and allocates."""
+    model = build(Setup(depth=1))
+    with on_a_side_stream() as first:
+        loss_of(model, batch(0)).backward()
+        kept = model[0].first.weight.grad
+        right = kept.to_local().clone()
+        model.zero_grad()
+    with on_a_side_stream() as second, torch.no_grad():
+        second.wait_stream(first)
+        model(batch(1))
+    with first:
+        for shard in shards(model):  # where the freed memory was
+            torch.full((shard.numel,), 7.0, device=NAME)
+    torch.accelerator.current_stream().wait_stream(first)
+    torch.accelerator.current_stream().wait_stream(second)
+    assert torch.equal(kept.to_local(), right)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_kept_is_copied_before_another_stream_may_have_its_memory(ranks: int) -> None:
+    run_checked(ranks, kept_beside_another_stream)
+
+
+def thawed_between_backwards() -> None:
+    """Weights begin to require grad between two backwards, so biases' gradients move to other places."""
+    model = build(Setup())
+    for block in model:
+        block.first.weight.requires_grad_(False)
+    loss_of(model, batch(0)).backward()
+    sizes = [shard.flat.numel() for shard in shards(model)]
+
+    def allocates(*_: Any) -> None:  # where memory was that a reduction has left
+        for numel in sizes:
+            torch.full((numel,), 7.0, device=NAME)
+
+    for block in model:
+        block.first.weight.requires_grad_(True)
+        block.register_full_backward_hook(allocates)
+    loss_of(model, batch(1)).backward()
+
+
+def test_gradients_that_move_to_other_places_are_not_freed_before_they_are_read() -> None:
+    run_checked(2, thawed_between_backwards)
+
+
+def frozen_without_gradients() -> None:
+    model = build(Setup())
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+
+    def at_rest(number: int) -> int:
+        nbytes, loss = at_the_loss(model, batch(0))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return nbytes
+
+    before = [at_rest(number) for number in range(3)][-1]
+    model[0].requires_grad_(False)
+    at_rest(3)
+    assert at_rest(4) <= before
+    assert not any(grads.former_shards for grads in context_of(units_under(model)[0]).grad_groups)
+
+
+def test_the_memory_of_gradients_of_layers_that_are_frozen_is_given_back() -> None:
+    VirtualRanks(1).run(frozen_without_gradients)
+
+
+def out_of_memory(failures: dict[int, int]) -> list[Tensor]:
+    """In some steps the n-th allocation of gradients fails; the program takes the step again."""
+    model, seen, left = build(Setup()), [], [0]
+    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=0.01)
+    for shard in _shards_after_a_backward(model):
+        allocate = shard.allocate
+
+        def allocates(allocate: Any = allocate, shard: GradShard = shard, **options: Any) -> None:
+            if left[0] and not shard.has_memory:
+                left[0] -= 1
+                if left[0] == 0:
+                    raise torch.OutOfMemoryError
+            allocate(**options)
+
+        shard.allocate = allocates  # type: ignore[method-assign]
+    for number in range(8):
+        left[0] = failures.get(number, 0)
+        try:
+            loss_of(model, batch(number)).backward()
+        except torch.OutOfMemoryError:
+            model.zero_grad()
+            loss_of(model, batch(number)).backward()
+        seen += [p.grad.to_local().cpu() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen
+
+
+def _shards_after_a_backward(model: nn.Module) -> list[GradShard]:
+    loss_of(model, batch(0)).backward()
+    model.zero_grad()
+    return shards(model)
+
+
+def out_of_memory_twice() -> None:
+    assert all(map(torch.equal, out_of_memory({2: 1, 4: 2}), out_of_memory({})))
+
+
+def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones() -> None:
+    VirtualRanks(2).run(out_of_memory_twice)
+
+
 # -- graphs -------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +383,59 @@ def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_graph_of_whole_steps_leaves_no_memory_of_gradients(ranks: int) -> None:
     same_on(ranks, whole_steps)
+
+
+def gradients_returned(graphed: Callable[..., Any]) -> list[Any]:
+    model = build(Setup())
+
+    @graphed(model)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss_of(model, x).backward()
+        found = model[0].first.bias.grad, model[1].first.weight.grad.to_local()
+        model.zero_grad()
+        return found
+
+    seen = []
+    for number in range(8):
+        first, second = step(batch(number))
+        seen += [first.to_local().cpu(), second.cpu()]
+    require_replays(step, 1, 5)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_gradients_that_a_whole_step_returns_are_those_of_this_call(ranks: int) -> None:
+    same_on(ranks, gradients_returned)
+
+
+def frozen_and_thawed(graphed: Callable[..., Any], name: str) -> list[Any]:
+    """The first graph is replayed again; what it reads on the device was replaced meanwhile."""
+    model = build(Setup(depth=2))
+    optimizer = OPTIMIZERS[name](model)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor) -> Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        shardgrad.clip_grad_norm_(model, 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    seen, others = [], []
+    for number in range(16):
+        model[0].first.weight.requires_grad_(not 5 <= number < 10)
+        seen.append(step(batch(number)).item())
+        others += [
+            torch.full((n,), 7, device=NAME) for n in (4, 8, 12, 16, 24, 32, 48, 64)
+        ]  # in freed memory
+    require_replays(step, 2, 10)
+    return seen + weights(model)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_a_graph_of_before_layers_were_frozen_trains_them_again(name: str) -> None:
+    same_on(2, frozen_and_thawed, name)
 
 
 def crossing(graphed: Callable[..., Any], zeroes_first: bool) -> list[Any]:
@@ -331,14 +502,6 @@ def surprised(graphed: Callable[..., Any]) -> list[Any]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_capture_that_ends_with_unexpected_gradients_is_made_again_later(ranks: int) -> None:
     same_on(ranks, surprised)
-
-
-@contextmanager
-def on_a_side_stream() -> Iterator[torch.Stream]:
-    side = torch.Stream(NAME)
-    side.wait_stream(torch.accelerator.current_stream())
-    with side:
-        yield side
 
 
 def captured_by_torch(captured: bool, what: str) -> list[Any]:
