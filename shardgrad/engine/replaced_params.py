@@ -69,6 +69,15 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     shown = next((param for param in registered if param is not p.sharded), p.sharded)
     param: object = shown
     placements = p.sharding.placements
+    if isinstance(param, DTensor) and param.grad_fn is not None:
+        raise ForeignParameterError(
+            f"parameter {p.name} was replaced by the result of an operation, to which no gradient would flow",
+            expected="nn.Parameter(DTensor), a leaf",
+            got=f"a DTensor with {param.grad_fn.name()}",
+            where=f"unit {group.name or 'root'!r}",
+            fix="detach() it, and its values are taken over; to train what it was made of, compute it in the "
+            "module's forward",
+        )
     if not (isinstance(param, DTensor) and tuple(param.shape) == p.shape and param.placements == placements):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by something its unit cannot take over",

@@ -209,10 +209,9 @@ class ReductionScheduler:
             ring.rewind(stream)
 
     def inherit(self, other: ReductionScheduler) -> None:
-        """Takes over the groups that entered under an inner unit before its root first ran."""
-        for grads in other._entered:
-            grads.scheduler = self
-        self._entered += other._entered
+        """Takes over the groups that entered under another root, and are under this one now."""
+        self._entered += [grads for grads in other._entered if grads.scheduler is self]
+        other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:

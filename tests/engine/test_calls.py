@@ -14,7 +14,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import shardgrad
-from shardgrad.errors import OptimizerParameterError
+from shardgrad.errors import ForeignParameterError, OptimizerParameterError
 from tests.support.parity import (
     SHARDGRAD,
     Engine,
@@ -365,6 +365,63 @@ def train_a_child_after_the_root(engine: Engine) -> Tensors:
 
 def test_a_child_called_alone_after_the_root_equals_an_unsharded_run(two_ranks: Ranks) -> None:
     two_ranks.run(close_to_unsharded, train_a_child_after_the_root)
+
+
+class Task(nn.Module):
+    """A head over an encoder that another task has, too."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(7, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x)).square().mean()
+
+
+def train_two_tasks(engine: Engine, *, together: bool) -> Tensors:
+    """Two roots have one encoder, which is under the one that ran last."""
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7))
+    tasks = nn.ModuleList([Task(encoder), Task(encoder)])
+    for module in (encoder[0], encoder, *tasks):
+        engine.fully_shard(module)
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        x = engine.inputs(step, 5, dtype=torch.float64)
+        if together:
+            (tasks[0](x) + tasks[1](x)).backward()
+        else:
+            for task in tasks:
+                task(x).backward()
+
+    return train_with(engine, tasks, loop)
+
+
+@pytest.mark.parametrize("together", [False, True], ids=["in turns", "in one backward"])
+def test_one_encoder_under_two_roots_equals_an_unsharded_run(two_ranks: Ranks, together: bool) -> None:
+    two_ranks.run(close_to_unsharded, train_two_tasks, together=together)
+
+
+def a_computed_parameter() -> None:
+    model = stack(5, 7, 3)
+    shardgrad.fully_shard(model[0])
+    shardgrad.fully_shard(model)
+    x = torch.ones(2, 5)
+    model(x).sum().backward()
+    before = [param.full_tensor() for param in model.parameters()]
+    model.reshard()
+    moved = {name: param * 1.01 for name, param in model.named_parameters()}
+    with pytest.raises(
+        ForeignParameterError, match="result of an operation, to which no gradient would flow"
+    ):
+        torch.func.functional_call(model, moved, (x,))
+    model(x).sum().backward()
+    for param, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), was)
+
+
+def test_a_parameter_that_an_operation_has_made_is_refused(two_ranks: Ranks) -> None:
+    two_ranks.run(a_computed_parameter)
 
 
 def inputs_get_their_gradients() -> None:
