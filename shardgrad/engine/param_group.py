@@ -286,7 +286,10 @@ class ParamGroup:
 
     @torch.no_grad()
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
-        """Copies replacements into the shard, a new one if dtype or device changed."""
+        """Copies replacements into a shard: a new one, unless they lie in it already.
+
+        What the program holds of the old one, such as weights that it means to put back, keeps its values.
+        """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
         self.wait_until_read()
@@ -295,8 +298,11 @@ class ParamGroup:
             for p in self.params:
                 p.unsharded = p.post_forward = None
             self._allocate()
+        elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
+            self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)
+            self._inputs = []
         for p, new, local, view in zip(self.params, shown, locals_, self.local_views(), strict=True):
-            if local.data_ptr() != view.data_ptr() or local.numel() == 0:
+            if _lies_elsewhere(local, view):
                 view.copy_(local)
                 keep_for_current_stream(local)
             p.sharded = new
@@ -465,3 +471,8 @@ class ParamGroup:
         """Moves with every optimizer step and every in-place operation on a sharded parameter."""
         with DisableTorchFunctionSubclass():  # DTensors answer three times as fast
             return self.generation, self.steps_taken + sum(map(_VERSION, self._written))
+
+
+def _lies_elsewhere(local: torch.Tensor, view: torch.Tensor) -> bool:
+    """Returns whether a parameter's local tensor is not the view of the shard that it should be."""
+    return bool(local.numel()) and local.data_ptr() != view.data_ptr()

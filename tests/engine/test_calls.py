@@ -424,6 +424,83 @@ def test_a_parameter_that_an_operation_has_made_is_refused(two_ranks: Ranks) -> 
     two_ranks.run(a_computed_parameter)
 
 
+def by_loading(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
+    back = model.state_dict()
+    model.load_state_dict(average, assign=True)
+    out = model(x)
+    model.reshard()
+    model.load_state_dict(back, assign=True)
+    return out
+
+
+def by_assignment(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
+    back = dict(model.named_parameters())
+    for name in back:
+        layer, attribute = name.split(".")
+        setattr(model.get_submodule(layer), attribute, nn.Parameter(average[name], requires_grad=False))
+    out = model(x)
+    model.reshard()
+    for name, param in back.items():
+        layer, attribute = name.split(".")
+        setattr(model.get_submodule(layer), attribute, param)
+    return out
+
+
+def by_functional_call(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
+    out: Tensor = torch.func.functional_call(model, average, (x,))
+    model.reshard()
+    return out
+
+
+def by_swapping(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
+    others = {name: nn.Parameter(value) for name, value in average.items()}
+    for name, param in model.named_parameters():
+        torch.utils.swap_tensors(param, others[name])
+    out = model(x)
+    model.reshard()
+    for name, param in model.named_parameters():
+        torch.utils.swap_tensors(param, others[name])
+    return out
+
+
+Swap = Callable[[nn.Module, Tensors, Tensor], Tensor]
+
+
+def train_with_an_average(engine: Engine, swap: Swap) -> Tensors:
+    """An average of the weights is put in for an evaluation, and the weights are put back, by objects."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    for module in (model[0], model[2], model):
+        engine.fully_shard(module)
+    if engine.whole_batch:
+        model.reshard = lambda: None  # type: ignore[assignment]
+    found: Tensors = {}
+
+    def loop(engine: Engine, model: nn.Module, step: int) -> None:
+        x = engine.inputs(step, 5, dtype=torch.float64)
+        model(x).square().mean().backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            with torch.no_grad():
+                param.sub_(param.grad, alpha=0.1)
+        model.zero_grad()
+        average = {name: param.detach().clone() * 5 for name, param in model.named_parameters()}
+        fixed = torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+        with torch.no_grad():
+            found[f"evaluation {step}"] = swap(model, average, fixed)
+
+    for step in range(3):
+        loop(engine, model, step)
+    return found | engine.snapshot(model)
+
+
+@pytest.mark.parametrize("swap", [by_loading, by_assignment, by_functional_call, by_swapping])
+def test_weights_that_are_put_back_after_an_evaluation_are_those_of_before(
+    two_ranks: Ranks, swap: Swap
+) -> None:
+    two_ranks.run(close_to_unsharded, train_with_an_average, swap)
+
+
 def inputs_get_their_gradients() -> None:
     model = stack(5, 7, 3)
     plain = stack(5, 7, 3)
