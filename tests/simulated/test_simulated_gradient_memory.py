@@ -265,6 +265,27 @@ def test_what_is_kept_is_copied_before_another_stream_may_have_its_memory(ranks:
     run_checked(ranks, kept_beside_another_stream)
 
 
+def kept_while_an_optimizer_writes() -> None:
+    """Gradients are scaled on the optimizer's stream, which the forward does not wait for, and kept."""
+    model = build(Setup(depth=1))
+    loss_of(model, batch(0)).backward()
+    kept = model[0].first.weight.grad
+    right = kept.to_local() * 2
+    with on_a_side_stream() as side:
+        kept.to_local().mul_(2)
+        event = side.record_event()
+    model.zero_grad()
+    model.set_post_optim_event(event)
+    with torch.no_grad():
+        model(batch(1))
+    torch.accelerator.current_stream().wait_event(event)
+    assert torch.equal(kept.to_local(), right)
+
+
+def test_what_is_kept_is_copied_after_the_optimizers_stream() -> None:
+    run_checked(2, kept_while_an_optimizer_writes)
+
+
 def thawed_between_backwards() -> None:
     """Weights begin to require grad between two backwards, so biases' gradients move to other places."""
     model = build(Setup())
