@@ -109,7 +109,10 @@ class RootContext:
         held = [shard for shard in shards if shard is not None and shard.memory is GradMemory.HELD]
         for shard in held:
             shard.fix_in_capture()
-        replaced = [shard for grads in self.grad_groups for shard in grads.former_shards]
+        former = [shard for grads in self.grad_groups for shard in grads.former_shards]
+        replaced = [
+            each for each in former if not (each.objects.is_any_bound() or is_capturing(each.flat.device))
+        ]
         free = [shard for shard in (*held, *replaced) if shard.may_be_freed]
         if not (free or replaced) or self.scheduler.is_any_in_flight:
             return
@@ -127,7 +130,7 @@ class RootContext:
         for shard in free:
             shard.free()
         for grads in self.grad_groups if replaced else ():
-            grads.former_shards = [shard for shard in grads.former_shards if shard.objects.is_any_bound()]
+            grads.former_shards = [shard for shard in grads.former_shards if shard not in replaced]
 
     def parameters_written(self, event: torch.Event | None = None) -> None:
         """Makes later all-gathers start after `event`, or else after the current stream."""
