@@ -215,7 +215,7 @@ class GradGroup:
         self._packer = new
         self._route = None
         self._generation = group.generation
-        if self._shard is not None:
+        if self._shard is not None and self._shard.has_memory:
             self.former_shards.append(self._shard)
         self._shard = None
         self._zero_copy_tags = [MessageTag(f"reduce-scatter of {p.name}") for p in placed]

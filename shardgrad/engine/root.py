@@ -121,7 +121,7 @@ class RootContext:
             streams.event_of(event).wait(reader)
         for shard in free:
             shard.part_with_kept(reader)
-        for stream in {shard.stream for shard in (*free, *replaced)}:
+        for stream in {shard.stream for shard in (*free, *replaced)} - {None}:  # of memory on the host
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
