@@ -43,7 +43,7 @@ from shardgrad.checks.untrained_params import (
     concerns_unit,
     refuse_state_of_other_dtype,
 )
-from shardgrad.diagnosis.thread_frames import current_frames
+from shardgrad.diagnosis.thread_stacks import LIMIT, thread_stacks
 from shardgrad.engine.grad_group import grads_of
 from shardgrad.engine.param import managed_by
 from shardgrad.engine.param_group import ParamGroup, group_of
@@ -158,16 +158,11 @@ class _OptimizerHooks:
 
 
 def _is_any_step_running() -> bool:
-    """Returns whether a thread is inside torch's wrapper of `Optimizer.step`."""
-    for frame in current_frames().values():
-        inner = frame
-        while True:
-            if inner.f_code.co_filename == torch_optimizer.__file__:
-                return True
-            if inner.f_back is None:
-                break
-            inner = inner.f_back
-    return False
+    """Returns whether a thread is inside torch's wrapper of `Optimizer.step`, or may be, unseen."""
+    stacks = thread_stacks()
+    if LIMIT in (len(stacks), *map(len, stacks.values())):
+        return True
+    return any(call.filename == torch_optimizer.__file__ for calls in stacks.values() for call in calls)
 
 
 _hooks = _OptimizerHooks()

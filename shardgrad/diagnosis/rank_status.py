@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardgrad.diagnosis.flight_recorder import Entry, FlightRecorder
-from shardgrad.diagnosis.thread_frames import current_frames
+from shardgrad.diagnosis.thread_stacks import Call, calls_of, thread_stacks
 
 __all__ = ["Diagnosis", "RankStatus", "describe_location", "diagnose", "rank_status"]
 
@@ -99,11 +98,10 @@ def rank_status(
     group, waiting_for = recorder.waiting_for()
     if isinstance(error, BaseException):
         text: str | None = _first_line(error)
-        stack = _format(traceback.extract_tb(error.__traceback__))
+        stack = _format(calls_of(error)[::-1])
     else:
         text = error
-        frame = current_frames().get(thread)
-        stack = () if frame is None else _format(traceback.extract_stack(frame))
+        stack = _format(thread_stacks().get(thread, ())[::-1])
     return RankStatus(
         rank=rank,
         step=recorder.step,
@@ -123,8 +121,8 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _format(frames: Sequence[traceback.FrameSummary]) -> tuple[str, ...]:
-    return tuple(f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames[-_FRAMES:])
+def _format(calls: Sequence[Call]) -> tuple[str, ...]:
+    return tuple(f"{call.filename}:{call.line} in {call.name}" for call in calls[-_FRAMES:])
 
 
 @dataclass(frozen=True)

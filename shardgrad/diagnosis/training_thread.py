@@ -1,6 +1,6 @@
 """Where the training thread is: which line of the program called what, and for how long it has stood still.
 
-A thread that waits in a collective runs no Python and uses no CPU time, so its frames and its clock tell, for
+A thread that waits in a collective runs no Python and uses no CPU time, so its stack and its clock tell, for
 torch's collectives as for ours. Nothing is patched, and a thread that is not looked at pays nothing.
 """
 
@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from itertools import takewhile
 from pathlib import Path
-from traceback import walk_stack, walk_tb
-from types import CodeType, FrameType
 
 from shardgrad.diagnosis.flight_recorder import recorder
-from shardgrad.diagnosis.thread_frames import current_frames
+from shardgrad.diagnosis.thread_stacks import Call, calls_of, thread_stacks
 
 __all__ = ["TrainingThread", "call_in", "passes_collective"]
 
@@ -47,7 +45,7 @@ class TrainingThread:
     def __init__(self, *, is_device_waited_for: bool = False) -> None:
         self._ident = threading.get_ident()
         self._is_device_waited_for = is_device_waited_for
-        self._here: tuple[int, int] | None = None  # frame and instruction
+        self._here: tuple[Call, ...] = ()
         self._since_s = self._cpu_s = 0.0
 
     def look(self) -> float:
@@ -56,20 +54,19 @@ class TrainingThread:
         To be called regularly, from another thread.
         """
         now_s = time.monotonic()
-        frame = current_frames().get(self._ident)
-        if frame is None:
+        calls = thread_stacks().get(self._ident, ())
+        if not calls:
             return 0.0
-        if _passes_collective(code.co_filename for code in _codes(frame)):
+        if _passes_collective(calls):
             if recorder.waits_in is None:
-                return self._still_s(frame, now_s)
-            self._here = None
+                return self._still_s(calls, now_s)
+            self._here = ()
             return max(now_s - recorder.waits_since_s, 0.0)
-        still_s = self._still_s(frame, now_s) if self._is_device_waited_for else 0.0
+        still_s = self._still_s(calls, now_s) if self._is_device_waited_for else 0.0
         return still_s if min(still_s, now_s - recorder.progress_s) > _DEVICE_S else 0.0
 
-    def _still_s(self, frame: FrameType, now_s: float) -> float:
-        """Returns for how long the thread has been at one instruction without using its core."""
-        here = id(frame), frame.f_lasti
+    def _still_s(self, here: tuple[Call, ...], now_s: float) -> float:
+        """Returns for how long the thread has been in one place without using its core."""
         cpu_s = time.clock_gettime(time.pthread_getcpuclockid(self._ident))
         waited_s = now_s - self._since_s
         is_busy = cpu_s - self._cpu_s > _BUSY * waited_s and not self._is_device_waited_for
@@ -80,39 +77,29 @@ class TrainingThread:
 
     def call(self) -> str:
         """Returns what the program has called, and from where: "full_tensor() at train.py:12"."""
-        frame = current_frames().get(self._ident)
-        if frame is None:
-            return ""
-        return _call([(f.f_code.co_filename, number, f.f_code.co_name) for f, number in walk_stack(frame)])
+        return _call(thread_stacks().get(self._ident, ()))
 
 
 def call_in(error: BaseException) -> str:
     """Returns the same of what an error went through."""
-    frames = [(f.f_code.co_filename, number, f.f_code.co_name) for f, number in walk_tb(error.__traceback__)]
-    return _call(frames[::-1])
+    return _call(calls_of(error))
 
 
 def passes_collective(error: BaseException) -> bool:
     """Returns whether an error comes from a collective, torch's or ours."""
-    return _passes_collective([f.f_code.co_filename for f, _ in walk_tb(error.__traceback__)][::-1])
+    return _passes_collective(calls_of(error))
 
 
-def _call(frames: Sequence[tuple[str, int, str]]) -> str:
-    """Returns the innermost line of the program in (file, line, function), innermost first, and its call."""
+def _call(calls: Iterable[Call]) -> str:
+    """Returns the innermost line of the program among calls, innermost first, and what it called."""
     inside: list[str] = []
-    for filename, number, name in frames:
+    for filename, number, name in calls:
         if not _is_library(filename):
             called = [each for each in reversed(inside) if each not in _WRAPPERS]
             return f"{called[0] + '()' if called else name} at {Path(filename).name}:{number}"
         is_module = name == "_call_impl"
         inside.append("forward" if is_module else name)
     return ""
-
-
-def _codes(frame: FrameType | None) -> Iterator[CodeType]:
-    while frame is not None:
-        yield frame.f_code
-        frame = frame.f_back
 
 
 def _torch_folder() -> str:
@@ -124,8 +111,8 @@ def _is_library(filename: str) -> bool:
     return filename.startswith((_torch_folder(), _OURS, "<"))
 
 
-def _passes_collective(filenames: Iterable[str]) -> bool:
-    """Returns whether frames, innermost first, pass a collective before they come to the program's."""
+def _passes_collective(calls: Iterable[Call]) -> bool:
+    """Returns whether calls, innermost first, pass a collective before they come to the program's."""
     collectives = (_torch_folder() + "distributed/", _OURS + "diagnosis/", _OURS + "engine/transports.py")
-    library = takewhile(_is_library, filenames)
+    library = takewhile(_is_library, (call.filename for call in calls))
     return any(filename.startswith(collectives) for filename in library)

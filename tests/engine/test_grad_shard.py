@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import shardgrad
+from shardgrad.diagnosis.training_thread import TrainingThread
 from tests.support.parity import (
     SHARDGRAD,
     WIDTH,
@@ -40,6 +42,30 @@ def gradients_keep_their_object_and_address(set_to_none: bool) -> None:
             assert known[1] == address, name
         optim.step()
         optim.zero_grad(set_to_none=set_to_none)
+
+
+def gradients_keep_their_object_under_a_watch() -> int:
+    """Returns how many did not, while a thread looks at the training thread without a pause."""
+    model = SHARDGRAD.shard_tower(tower())
+    optim = make_optimizer("adamw", model)
+    first: dict[str, weakref.ref[Any]] = {}
+    watched, is_over, others = TrainingThread(), threading.Event(), 0
+
+    def watch() -> None:
+        while not is_over.wait(0.0002):
+            watched.look()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    for step in range(40):
+        token_loss(model, SHARDGRAD.tokens(step)).backward()
+        for name, param in model.named_parameters():
+            others += first.setdefault(name, weakref.ref(param.grad))() is not param.grad
+        optim.step()
+        optim.zero_grad()
+    is_over.set()
+    watching.join()
+    return others
 
 
 def hooks_run_once_for_each_gradient() -> None:
@@ -181,6 +207,11 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
 def test_gradients_keep_their_object_and_address_over_steps(two_ranks: Ranks, set_to_none: bool) -> None:
     two_ranks.run(gradients_keep_their_object_and_address, set_to_none)
+
+
+def test_to_look_at_a_thread_does_not_keep_its_gradients(two_ranks: Ranks) -> None:
+    """Frames did: a function's variables outlived its end, and the gradients seemed to be the program's."""
+    assert two_ranks.run(gradients_keep_their_object_under_a_watch) == [0, 0]
 
 
 @pytest.mark.parametrize("switch", [None, False, True])

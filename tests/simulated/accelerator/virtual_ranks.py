@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import distributed_c10d as c10d
 
-from shardgrad.diagnosis.thread_frames import current_frames
+from shardgrad.diagnosis.thread_stacks import thread_stacks
 from shardgrad.sharding import mesh
 from tests.simulated.accelerator import collectives, device
 from tests.support.processes import FairClock
@@ -113,13 +113,13 @@ class _Run:
                 thread.join(0.2)
         late = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
         if late:
-            frames = current_frames()
-            where = {rank: frames.get(threads[rank].ident or 0) for rank in late}
+            stacks = thread_stacks()
+            where = {rank: stacks.get(threads[rank].ident or 0, ()) for rank in late}
             collectives.abort(f"ranks {late} did not finish within {timeout_s:.0f} s")
             for thread in threads:
                 thread.join(2.0)
-            for rank, frame in where.items():
-                text = "".join(traceback.format_stack(frame)) if frame else ""
+            for rank, calls in where.items():
+                text = "\n".join(f"{call.filename}:{call.line} in {call.name}" for call in reversed(calls))
                 error = RankError(f"rank {rank} did not finish within {timeout_s:.0f} s")
                 self._failures[rank] = (0.0, error, f"{error}; it was here:\n{text}")
 
