@@ -3,8 +3,9 @@
 A run can go on for days while part of the model does not change: the optimizer reads another attribute than
 the one that holds the gradients, it was given an empty list, frozen parameters or those that `fully_shard`
 has replaced since, or its updates vanish in rounding. So the first step of every optimizer over sharded
-parameters is checked on a sample of each parameter: one with a gradient that is not zero has to change. It is
-the only step for which the host waits. An optimizer over unsharded parameters, whose memory is freed after
+parameters is checked on a sample of each parameter: one with a gradient has to change, unless that is no more
+than rounding beside the others', as of a bias in front of a normalization. It is the only step for which the
+host waits. An optimizer over unsharded parameters, whose memory is freed after
 their unit's forward, is refused in it.
 """
 
@@ -42,22 +43,33 @@ class UntrainedParameterWarning(UserWarning):
 
 
 class _Sample:
-    """Some values of a parameter before the step, and whether their gradient is zero.
+    """Some values of a parameter before the step, and the size of their gradient.
 
     Args:
         managed: the parameter.
         grad: its gradient, a DTensor.
+
+    Attributes:
+        size: 2-norm of the sample's gradient, a float64 device scalar.
     """
 
     def __init__(self, managed: FSDPParam, grad: torch.Tensor) -> None:
         self.name = managed.name
         self._values = local_of(managed.sharded).detach().view(-1)[:_SAMPLE_NUMEL]
         self._before = self._values.clone()
-        self._has_gradient = (_memory_of(grad).reshape(-1)[:_SAMPLE_NUMEL] != 0).any()
+        self.size = torch.linalg.vector_norm(
+            _memory_of(grad).reshape(-1)[:_SAMPLE_NUMEL], dtype=torch.float64
+        )
 
-    def is_unchanged(self) -> torch.Tensor:
-        """Returns whether no value changed although some gradient is not zero; a bool device scalar."""
-        return self._has_gradient & ~(self._values != self._before).any()
+    def is_unchanged(self, largest: torch.Tensor) -> torch.Tensor:
+        """Returns whether no value changed although there is a gradient; a bool device scalar.
+
+        `largest` is the largest `size` of the samples.
+        """
+        is_double = self._values.dtype == torch.float64
+        rounding = 8 * torch.finfo(torch.float64 if is_double else torch.float32).eps
+        has_gradient: torch.Tensor = self.size > rounding * largest
+        return has_gradient & ~(self._values != self._before).any()
 
 
 def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
@@ -149,7 +161,10 @@ class FirstStepCheck:
         if _is_capturing(optimizer):
             return False
         samples, self._samples = self._samples, []
-        verdicts = torch.stack([sample.is_unchanged() for sample in samples]).tolist() if samples else []
+        verdicts: list[bool] = []
+        if samples:
+            largest = torch.stack([sample.size for sample in samples]).amax()
+            verdicts = torch.stack([sample.is_unchanged(largest) for sample in samples]).tolist()
         unchanged = [sample.name for sample, verdict in zip(samples, verdicts, strict=True) if verdict]
         if _changes_nothing(optimizer):
             return False

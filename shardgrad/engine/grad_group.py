@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import partial
 from math import prod
 from operator import attrgetter, or_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -27,8 +27,9 @@ from shardgrad.engine.param import FSDPParam
 from shardgrad.engine.param_group import ParamGroup
 from shardgrad.engine.reduction import AllReduceHook, PartialSum, Reduction, ReductionMemory
 from shardgrad.engine.spans import NO_SPAN, profiler, span
-from shardgrad.engine.streams import Stream, StreamEvent, Streams
+from shardgrad.engine.streams import Stream, StreamEvent, Streams, is_capturing
 from shardgrad.engine.transports import MessageTag, Transport
+from shardgrad.errors import CaptureError
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
 from shardgrad.sharding.layout import ShardLayout
 
@@ -192,9 +193,23 @@ class GradGroup:
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         self._holds_places = len(placed) != sum(self._trainable)
         if self._packer is None or not is_same or placed != self.params:
+            if known and placed and is_capturing(self.group.mesh.device):
+                self._trainable = known
+                self._refuse_in_capture(placed)
             self._place(placed)
         else:
             self._hook()  # those that have begun to require grad again
+
+    def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
+        """Refuses other places in a capture: tables of them come from the host."""
+        changed = [p.name for p in self.group.params if (p in placed) != (p in self.params)]
+        raise CaptureError(
+            "requires_grad changed inside a graphed step, of parameters without a gradient",
+            expected="the same parameters that train or have a gradient, all through the step",
+            got=f"{len(placed)} of them in unit {self.group.name or 'root'!r}, and {len(self.params)} before",
+            where=f"parameter {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
+            fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze between calls",
+        )
 
     @property
     def _is_open(self) -> bool:

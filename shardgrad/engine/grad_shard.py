@@ -406,7 +406,7 @@ class GradShard:
     def scale_later(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients by `factor` at their next use; see `pending_scale`.
 
-        `factor` is a float32 device scalar; it is kept, so it must not be changed afterwards.
+        `factor` is a float32 or float64 device scalar; it is kept, so it must not be changed afterwards.
 
         Streams: a second factor is multiplied with the first on the current stream. Capture: safe.
         """

@@ -27,7 +27,7 @@ class CarriedScalars:
     """
 
     def __init__(self) -> None:
-        self._memory: list[torch.Tensor] = []
+        self._memory: dict[torch.dtype, list[torch.Tensor]] = {}
         self._latest: list[torch.Tensor | None] = []
         self.pattern: Hashable = ()
 
@@ -36,7 +36,7 @@ class CarriedScalars:
         """Returns tensors of this object's with the values of `scalars`; None stays None.
 
         Args:
-            scalars: float32 device scalars of one device; those that are one tensor stay one.
+            scalars: device scalars of one device; those that are one tensor stay one.
 
         Streams: copies, if any, go to the current stream.
         Capture: safe; a graph's own scalars are copied at each replay.
@@ -44,19 +44,21 @@ class CarriedScalars:
         if len(scalars) == len(self._latest) and all(map(is_, scalars, self._latest)):
             return self._latest
         distinct = {id(scalar): scalar for scalar in scalars if scalar is not None}
-        places = dict(zip(distinct, range(len(distinct)), strict=True))
-        if distinct:
-            self._copy(list(distinct.values()))
-        self.pattern = tuple(places.get(id(scalar)) for scalar in scalars)
-        self._latest = [None if place is None else self._memory[place] for place in self.pattern]
+        places: dict[int, tuple[torch.dtype, int]] = {}
+        for dtype in {scalar.dtype for scalar in distinct.values()}:
+            alike = [scalar for scalar in distinct.values() if scalar.dtype == dtype]
+            self._copy(alike, dtype)
+            places.update((id(scalar), (dtype, place)) for place, scalar in enumerate(alike))
+        self.pattern = found = tuple(places.get(id(scalar)) for scalar in scalars)
+        self._latest = [None if place is None else self._memory[place[0]][place[1]] for place in found]
         return self._latest
 
-    def _copy(self, values: list[torch.Tensor]) -> None:
-        device = values[0].device
+    def _copy(self, values: list[torch.Tensor], dtype: torch.dtype) -> None:
+        memory, device = self._memory.setdefault(dtype, []), values[0].device
         if device.type != "cpu":  # they may be of another stream, and are let go of
             used_on(values, torch.accelerator.current_stream(device))
         # Through one tensor: a value may lie where another one belongs.
         for place, value in enumerate(torch.stack(values)):
-            if place == len(self._memory):
-                self._memory.append(torch.empty_like(value))
-            self._memory[place].copy_(value)
+            if place == len(memory):
+                memory.append(torch.empty_like(value))
+            memory[place].copy_(value)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from shardgrad.checks.capturable_optimizers import why_not_capturable
 from shardgrad.engine.streams import Stream, is_capturing, wait_for_device
-from shardgrad.errors import CaptureError, CollectiveError, OptionError
+from shardgrad.errors import CaptureError, CollectiveError, OptionError, ShardgradError
 from shardgrad.graphs.announcement import announce, announced
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, EagerOptimizer, capturable
 from shardgrad.graphs.captured import CapturedStep
@@ -450,12 +450,14 @@ class GraphedStep(Generic[_P, _R]):
         if self._settings.on_uncapturable != "raise":
             self._warn(f"{what}. It runs eagerly.{found}", depth=6)
             return
+        known = error if isinstance(error, ShardgradError) else None
+        cure = known.fix if known is not None and known.fix else "docs/how_to/migrate_to_graphed_step.md"
         raise CaptureError(
             f"{self._name} {what}{found}",
             expected="a step that launches the same work every time and never waits for the device",
             got="a step that does not; models, optimizers and random numbers are as before the call",
-            fix="docs/how_to/migrate_to_graphed_step.md; or on_uncapturable='eager'. Calling again goes on "
-            "eagerly",
+            where=None if known is None else known.where,
+            fix=f"{cure}; or on_uncapturable='eager'. Calling again goes on eagerly",
         ) from error
 
     def _require_same_on_all_ranks(self, error: CollectiveError) -> None:

@@ -37,7 +37,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
     Returns:
-        The norm before clipping, a float32 device scalar, the same on every rank.
+        The norm before clipping, a device scalar, the same on every rank. It is float64 if a gradient is,
+        else float32.
 
     Streams:
         One pass over each gradient shard and one all-reduce of two numbers for each group of ranks, on the

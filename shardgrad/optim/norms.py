@@ -44,8 +44,9 @@ def norm_of(
         device: of the result, if there are no gradients.
 
     Returns:
-        (norm, nonfinite), float32 device scalars, the same on every rank; `nonfinite` is above zero if any
-        element, or the norm, is an infinity or a NaN. The shards remember `nonfinite`.
+        (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient is, else
+        float32. `nonfinite` is float32, above zero if any element, or the norm, is an infinity or a NaN. The
+        shards remember `nonfinite`.
 
     Streams: the current stream; collectives are joined by it.
     Capture: safe once the process group has been used.
@@ -69,7 +70,9 @@ def norm_of(
     nonfinite = ((count > 0) | ~torch.isfinite(norm)).float()
     for selection in gradients.selections:
         selection.shard.nonfinite, selection.shard.zeroed = nonfinite, set()
-    return norm.float(), nonfinite
+    known = [selection.shard.flat for selection in gradients.selections] + gradients.plain
+    is_double = any(grad.dtype == torch.float64 for grad in known)
+    return norm.to(torch.float64 if is_double else torch.float32), nonfinite
 
 
 def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Gradients:
         """Multiplies all of them: complete shards later, when they are read, the others at once.
 
         Args:
-            factor: float32 device scalar; kept. See `sharding/scaled_gradient.py`.
+            factor: float32 or float64 device scalar; kept. See `sharding/scaled_gradient.py`.
 
         Streams: the current stream. Capture: safe.
         """

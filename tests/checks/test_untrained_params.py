@@ -74,6 +74,19 @@ def silence_when_all_is_well() -> None:
     assert not said(optim.step)
 
 
+def a_gradient_that_is_only_rounding_is_not_spoken_of() -> None:
+    """A normalization takes away what a bias in front of it adds: its gradient is a sum that cancels."""
+    torch.manual_seed(0)
+    model = SHARDGRAD.fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)))
+    optim = torch.optim.SGD(model.parameters(), lr=1e-4)
+    for number in range(4):
+        model(SHARDGRAD.inputs(number, 64)).square().mean().backward()
+    bias = model[0].bias.grad.to_local()
+    assert bias.any()
+    assert bias.abs().amax() < 1e-5
+    assert not said(optim.step)
+
+
 def a_warm_up_from_zero_is_waited_for() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=0.0)
@@ -137,6 +150,7 @@ def a_skipped_step_is_waited_for() -> None:
         steps_that_vanish,
         gradients_that_are_missing,
         silence_when_all_is_well,
+        a_gradient_that_is_only_rounding_is_not_spoken_of,
         a_warm_up_from_zero_is_waited_for,
         a_skipped_step_is_waited_for,
         a_pretended_step_is_waited_for,

@@ -60,6 +60,18 @@ def the_root_first() -> None:
 
 
 @mistake(
+    typed="`fully_shard` on two blocks that contain one module",
+    says="ParameterClaimedError: parameter 1.weight is already sharded by another unit",
+    cure="a module that several units contain, before all of them",
+)
+def a_module_in_two_units() -> None:
+    shared = nn.Linear(8, 8)
+    first, second = nn.Sequential(nn.Linear(8, 8), shared), nn.Sequential(nn.Linear(8, 8), shared)
+    fully_shard(first)
+    fully_shard(second)
+
+
+@mistake(
     typed="`fully_shard(model.parameters())`",
     says="OptionError: fully_shard expects a module or a non-empty list of modules",
     cure="fully_shard(model)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
+from shardgrad import fully_shard
 from tests.mistakes.models import backward, batch, net, sharded
 from tests.support.ranks import Ranks
 
@@ -51,6 +53,22 @@ def a_cast_optimizer() -> bool:
     return not any(map(torch.equal, before, (param.full_tensor() for param in model.parameters())))
 
 
-@pytest.mark.parametrize("program", [a_copy_by_state_dict, an_unsharded_state_dict, a_cast_optimizer])
+def a_shared_module_first() -> bool:
+    torch.manual_seed(0)
+    shared = nn.Linear(8, 8)
+    blocks = [nn.Sequential(nn.Linear(8, 8), shared) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    whole = copy.deepcopy(model)
+    for unit in (shared, *blocks, model):
+        fully_shard(unit)
+    backward(model)
+    backward(whole)
+    pairs = zip(model.parameters(), whole.parameters(), strict=True)
+    return all(torch.allclose(ours.grad.full_tensor(), theirs.grad) for ours, theirs in pairs)
+
+
+@pytest.mark.parametrize(
+    "program", [a_copy_by_state_dict, an_unsharded_state_dict, a_cast_optimizer, a_shared_module_first]
+)
 def test_what_an_error_says_to_type_works(two_ranks: Ranks, program: Callable[[], bool]) -> None:
     assert all(two_ranks.run(program))

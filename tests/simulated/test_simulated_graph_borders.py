@@ -72,8 +72,8 @@ def gradients_and_update(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
-def eager_update(graphed: Callable[..., Any]) -> list[Any]:
-    model = build(Setup())
+def eager_update(graphed: Callable[..., Any], dtype: torch.dtype = torch.float32) -> list[Any]:
+    model = build(Setup(dtype=dtype))
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
     @graphed(model)
@@ -85,11 +85,16 @@ def eager_update(graphed: Callable[..., Any]) -> list[Any]:
 
     seen = []
     for number in range(12):
-        seen.append(gradients(scaled_batch(number, 4 if number % 2 else 6)).item())
+        seen.append(gradients(scaled_batch(number, 4 if number % 2 else 6).to(dtype)).item())
         optimizer.step()
         optimizer.zero_grad()
     require_replays(gradients, 2, 9)
     return seen + weights(model)
+
+
+def eager_update_in_float64(graphed: Callable[..., Any]) -> list[Any]:
+    """The factor is float64, the verdict float32."""
+    return eager_update(graphed, torch.float64)
 
 
 def units_clipped_apart(graphed: Callable[..., Any]) -> list[Any]:
@@ -203,6 +208,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         update_of_the_step_before,
         gradients_and_update,
         eager_update,
+        eager_update_in_float64,
         units_clipped_apart,
         scaler_updated_in_the_next_call,
         event_of_the_optimizer,

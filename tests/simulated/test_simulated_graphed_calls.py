@@ -8,6 +8,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -584,6 +585,57 @@ def issues(what: str) -> None:
     for old, new in zip(before, weights(model), strict=True):
         assert torch.equal(old, new)
     step.close()
+
+
+def adversarial(graphed: Callable[..., Any], frozen_without: bool = False) -> list[Any]:
+    """One of two models stands still while the other learns to deceive it, in one step."""
+    forger, critic = build(Setup()), build(Setup(depth=2))
+    for block in (*forger, *critic):
+        block.uses_spare = True
+    forges = shardgrad.optim.AdamW(forger.parameters(), lr=0.01)
+    judges = shardgrad.optim.AdamW(critic.parameters(), lr=0.01)
+
+    @graphed(forger, critic, forges, judges)
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        if frozen_without:
+            judges.zero_grad()
+        critic.requires_grad_(False)
+        forges.zero_grad()
+        forged = forger(x)
+        deceived = critic(forged).square().mean()
+        deceived.backward()
+        forges.step()
+        critic.requires_grad_(True)
+        judges.zero_grad()
+        judged = (critic(forged.detach()) - critic(x)).square().mean()
+        judged.backward()
+        judges.step()
+        return deceived, judged
+
+    seen = [loss.item() for number in range(8) for loss in step(batch(number))]
+    if not frozen_without:
+        require_replays(step, 1, 5)
+    return seen + weights(forger, critic)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_is_frozen_and_trained_in_one_graphed_step(ranks: int) -> None:
+    same_on(ranks, adversarial)
+
+
+def frozen_without_gradients() -> None:
+    with pytest.raises(CaptureError, match="requires_grad changed inside a graphed step") as caught:
+        adversarial(shardgrad.graphed_step, frozen_without=True)
+    assert caught.value.where == "parameter 0.first.weight and 5 more"
+    assert (caught.value.fix or "").startswith("zero_grad() once they train again")
+    with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
+        seen = adversarial(partial(shardgrad.graphed_step, on_uncapturable="eager"), frozen_without=True)
+    for ours, theirs in zip(seen, adversarial(eager, frozen_without=True), strict=True):
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
+
+
+def test_a_model_that_is_frozen_without_gradients_is_refused_by_name_and_trains_eagerly() -> None:
+    VirtualRanks(1).run(frozen_without_gradients)
 
 
 @pytest.mark.parametrize("what", ["number", "read", "seed"])
