@@ -36,11 +36,14 @@ class StopRequest:
     """Records a request to stop this process; a second, later request ends the process at once.
 
     Args:
-        launcher: process whose end is a request, too; None for the parent of this one.
+        launcher: our own, if that has started this process: it forwards the first request, at whatever moment
+            a loaded machine lets it, so a second one ends the ranks by its hand alone. Its end is a request,
+            too. None for another parent, whose end is one as well.
     """
 
     def __init__(self, launcher: int | None = None) -> None:
         self._first_s: float | None = None
+        self._is_ended_by_launcher = launcher is not None
         self._parent = os.getppid() if launcher is None else launcher  # which may have ended already
 
     def install(self) -> StopRequest:
@@ -59,5 +62,5 @@ class StopRequest:
         now_s = time.monotonic()
         if self._first_s is None:
             self._first_s = now_s
-        elif now_s - self._first_s > ECHO_S:
+        elif now_s - self._first_s > ECHO_S and not self._is_ended_by_launcher:
             os._exit(Interrupted.exit_status)

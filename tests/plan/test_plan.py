@@ -766,6 +766,17 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("before", [None, "mine"])
+def test_a_request_that_is_refused_later_leaves_files_as_they_were(
+    tmp_path: Path, before: str | None
+) -> None:
+    path = tmp_path / "plan.json"
+    if before is not None:
+        path.write_text(before)
+    assert run("--trace", str(path), "--preset", "7b").exit_code == 2
+    assert (path.read_text() if path.exists() else None) == before
+
+
 def test_a_picture_shows_all_memory_to_the_end_and_all_work() -> None:
     rehearsal = rehearsal_of()
     curve, timeline = memory_of(rehearsal), play(rehearsal.events, CostModel(H100, TINY.shards))

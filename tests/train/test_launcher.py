@@ -91,11 +91,22 @@ def test_a_folder_that_holds_a_run_is_refused_by_every_rank_but_not_by_those_sta
     assert not prepare({"run_dir": str(tmp_path)}, resume=None, debug=False).resume
 
 
+def stopped_after_60_steps(folder: Path) -> None:
+    (folder / "checkpoints" / "step_000060").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000060" / "complete").touch()
+    (folder / "checkpoints" / "latest").write_text("step_000060\n")
+    (folder / "config.json").write_text('{"ranks": 2}')
+
+
+def test_a_resumed_run_has_to_have_steps_left(tmp_path: Path) -> None:
+    stopped_after_60_steps(tmp_path)
+    with pytest.raises(UsageError, match="already made 60 steps: give a larger --steps"):
+        prepare({"steps": 60}, resume=tmp_path, debug=False)
+    assert prepare({"steps": 61}, resume=tmp_path, debug=False).config.steps == 61
+
+
 def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step_000060").mkdir(parents=True)
-    (tmp_path / "checkpoints" / "step_000060" / "complete").touch()
-    (tmp_path / "checkpoints" / "latest").write_text("step_000060\n")
-    (tmp_path / "config.json").write_text('{"ranks": 2}')
+    stopped_after_60_steps(tmp_path)
     code = """
 import sys
 from pathlib import Path

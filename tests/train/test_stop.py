@@ -38,6 +38,16 @@ def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
         stop._on_signal(signal.SIGTERM, None)
 
 
+def test_a_request_that_our_launcher_forwards_late_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = iter([5000.0, 5000.0 + 60 * ECHO_S])
+    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the process would have ended"))
+    stop = StopRequest(os.getppid())
+    stop._on_signal(signal.SIGHUP, None)
+    stop._on_signal(signal.SIGTERM, None)
+    assert stop.requested
+
+
 def test_the_end_of_the_launcher_is_a_request() -> None:
     assert not StopRequest(os.getppid()).requested
     assert StopRequest(os.getppid() + 1).requested
