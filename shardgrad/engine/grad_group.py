@@ -193,20 +193,20 @@ class GradGroup:
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
         self._holds_places = len(placed) != sum(self._trainable)
         if self._packer is None or not is_same or placed != self.params:
-            if known and placed and is_capturing(self.group.mesh.device):
-                self._trainable = known
-                self._refuse_in_capture(placed)
+            before = self.params
             self._place(placed)
+            if known and placed and is_capturing(self.group.mesh.device):
+                self._refuse_in_capture(before)  # what the host knows is of one piece again, for eager steps
         else:
             self._hook()  # those that have begun to require grad again
 
-    def _refuse_in_capture(self, placed: list[FSDPParam]) -> NoReturn:
-        """Refuses other places in a capture: tables of them come from the host."""
-        changed = [p.name for p in self.group.params if (p in placed) != (p in self.params)]
+    def _refuse_in_capture(self, before: list[FSDPParam]) -> NoReturn:
+        """Refuses other places than before in a capture: tables of them come from the host."""
+        changed = [p.name for p in self.group.params if (p in before) != (p in self.params)]
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
-            got=f"{len(placed)} of them in unit {self.group.name or 'root'!r}, and {len(self.params)} before",
+            got=f"{len(self.params)} of them in unit {self.group.name or 'root'!r}, and {len(before)} before",
             where=f"parameter {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
             fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze between calls",
         )

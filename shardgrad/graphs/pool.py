@@ -63,16 +63,19 @@ class GraphPool:
         Yields:
             The caller's stream, None on the CPU.
 
-        Streams: the pool's stream waits for the caller's; after the block the caller's waits for the pool's.
+        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the caller's
+        waits for the pool's.
         """
         if self.stream is None:
             yield None
             return
         caller = torch.accelerator.current_stream(self.device)
         wait_for_stream(self.stream, caller)
-        with self.stream:
-            yield caller
-        wait_for_stream(caller, self.stream)
+        try:
+            with self.stream:
+                yield caller
+        finally:
+            wait_for_stream(caller, self.stream)
 
     @contextmanager
     def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:

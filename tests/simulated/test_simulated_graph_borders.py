@@ -196,6 +196,32 @@ def update_on_another_stream(graphed: Callable[..., Any]) -> list[Any]:
     return seen + weights(model)
 
 
+def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
+    """The program goes on at once on its own stream, with parameters that the step was still reading."""
+    model = build(Setup())
+    optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
+
+    @graphed(model, optimizer)
+    def step(x: Tensor, is_bad: bool) -> Tensor:
+        loss = loss_of(model, x)
+        if is_bad:
+            raise ValueError
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    for number in range(8):
+        try:
+            step(batch(number), number == 6)
+        except ValueError:
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(0.99)
+    require_replays(step, 1, 4)
+    return weights(model)
+
+
 def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
     event = torch.Event(device)
     event.record(torch.accelerator.current_stream())
@@ -213,6 +239,7 @@ def _record_post_optim_event(model: nn.Module, device: torch.device) -> None:
         scaler_updated_in_the_next_call,
         event_of_the_optimizer,
         update_on_another_stream,
+        write_after_an_error,
     ],
     ids=lambda program: program.__name__.replace("_", " "),
 )

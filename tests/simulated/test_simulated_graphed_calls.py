@@ -606,7 +606,8 @@ def adversarial(graphed: Callable[..., Any], frozen_without: bool = False) -> li
         deceived.backward()
         forges.step()
         critic.requires_grad_(True)
-        judges.zero_grad()
+        if not frozen_without:  # else what came while it was frozen would count
+            judges.zero_grad()
         judged = (critic(forged.detach()) - critic(x)).square().mean()
         judged.backward()
         judges.step()
