@@ -151,6 +151,7 @@ class GradGroup:
         self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
+        self._agreed: tuple[bool, ...] = ()  # what sharded and unsharded parameters had in common last
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
@@ -177,14 +178,14 @@ class GradGroup:
                 now = tuple(map(_REQUIRES_GRAD, self._both))
             if now == self._trainable or now == self._trainable * 2:
                 return
-        known = self._trainable if self._generation == self.group.generation else ()
+        known = self._agreed if self._generation == self.group.generation else ()
         for p, was in zip(params, known, strict=False):
             if p.unsharded is not None and p.unsharded.requires_grad != was:
                 p.sharded.requires_grad_(not was)
         for p in params:
             if p.unsharded is not None and p.unsharded.requires_grad != p.sharded.requires_grad:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
-        self._trainable = tuple(p.sharded.requires_grad for p in params)
+        self._trainable = self._agreed = tuple(p.sharded.requires_grad for p in params)
         if self.scheduler is not None:
             self.scheduler.join()  # what is in flight has the places of now, and will be gradients there
         attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
@@ -199,6 +200,22 @@ class GradGroup:
                 self._refuse_in_capture(before)  # what the host knows is of one piece again, for eager steps
         else:
             self._hook()  # those that have begun to require grad again
+
+    def carry_requires_grad(self) -> None:
+        """Gives sharded parameters what the program has set on unsharded ones, which modules show until now.
+
+        Else it could not be told from what the program sets on the sharded ones next.
+        """
+        with DisableTorchFunctionSubclass():
+            if tuple(map(_REQUIRES_GRAD, self._both)) in (self._agreed, self._agreed * 2):
+                return
+        if self._generation == self.group.generation:
+            agreed = list(self._agreed)
+            for place, p in enumerate(self.group.params):
+                if p.unsharded is not None and p.unsharded.requires_grad != agreed[place]:
+                    agreed[place] = p.unsharded.requires_grad
+                    p.sharded.requires_grad_(agreed[place])
+            self._agreed = tuple(agreed)
 
     def _refuse_in_capture(self, before: list[FSDPParam]) -> NoReturn:
         """Refuses other places than before in a capture: tables of them come from the host."""

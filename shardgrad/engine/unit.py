@@ -238,7 +238,8 @@ class Unit:
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Reshards every group; see `ParamGroup.reshard`."""
         self.held = False
-        for group in self.groups:
+        for group, grads in zip(self.groups, self.grad_groups, strict=True):
+            grads.carry_requires_grad()
             group.reshard(drop_kept=drop_kept)
 
     def refresh(self) -> bool:

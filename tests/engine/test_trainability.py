@@ -10,10 +10,14 @@ from torch.distributed.tensor import DTensor
 import shardgrad
 from tests.support.parity import (
     FSDP2,
+    GATHERED,
     SHARDGRAD,
+    UNSHARDED,
     Engine,
     Tensors,
+    assert_close,
     close_to_unsharded,
+    float64,
     make_optimizer,
     same_bits_as_fsdp2,
     stack,
@@ -211,3 +215,33 @@ def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> 
 
 def test_a_frozen_parameter_never_gets_a_gradient(two_ranks: Ranks) -> None:
     two_ranks.run(frozen_parameters_have_no_gradient)
+
+
+def thawed_after_resharding(engine: Engine, how: str, reshards: bool | None) -> Tensors:
+    """Frozen while modules show unsharded parameters, and thawed when they show the sharded ones again."""
+    model = engine.shard_tower(tower(), reshard_after_forward=reshards)
+    for step in range(3):
+        loss = token_loss(model, engine.tokens(step))
+        model.requires_grad_(False)
+        if how == "backward":
+            loss.backward()
+        elif engine is not UNSHARDED:
+            model.reshard()
+        model.requires_grad_(True)
+        model.zero_grad()
+        token_loss(model, engine.tokens(step + 3)).backward()
+    return engine.snapshot(model)
+
+
+def is_thawed(how: str, reshards: bool | None) -> None:
+    with float64():
+        ours = thawed_after_resharding(GATHERED, how, reshards)
+        assert_close(ours, thawed_after_resharding(UNSHARDED, how, None))
+
+
+@pytest.mark.parametrize("how", ["backward", "reshard"])
+@pytest.mark.parametrize("reshards", [None, False, True])
+def test_what_was_frozen_unsharded_can_be_thawed_sharded(
+    two_ranks: Ranks, how: str, reshards: bool | None
+) -> None:
+    two_ranks.run(is_thawed, how, reshards)
