@@ -3,10 +3,10 @@
 A run can go on for days while part of the model does not change: the optimizer reads another attribute than
 the one that holds the gradients, it was given an empty list, frozen parameters or those that `fully_shard`
 has replaced since, or its updates vanish in rounding. So the first step of every optimizer over sharded
-parameters is checked on a sample of each parameter: one with a gradient has to change, unless that is no more
-than rounding beside the others', as of a bias in front of a normalization. It is the only step for which the
-host waits. An optimizer over unsharded parameters, whose memory is freed after
-their unit's forward, is refused in it.
+parameters is checked on a sample of each parameter: one with a gradient has to change, unless its gradient is
+rounding error compared with the largest, like that of a bias in front of a normalization. It is the only step
+for which the host waits. An optimizer over unsharded parameters, whose memory is freed after their unit's
+forward, is refused in it.
 """
 
 from __future__ import annotations

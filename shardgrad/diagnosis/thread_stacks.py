@@ -1,10 +1,10 @@
 """The stacks of all threads as text: to look at a thread changes nothing about it.
 
-`sys._current_frames()` makes objects of frames, and both have cost us something. A frame that another thread
-refers to outlives its call, and keeps what its variables named, so that gradients seemed to be kept by the
+`sys._current_frames()` creates frame objects, which is wrong here for two reasons. A frame that a thread
+refers to outlives its call and keeps its local variables alive, so gradients would seem to be kept by the
 program ([Note: Kept gradients] in `gradient_objects.py`). And CPython 3.11 before 3.11.9 may collect garbage
-with the lock of its list of threads held, where a finalizer that needs this lock waits for ever
-(https://github.com/python/cpython/issues/106883). faulthandler reads the frames without making anything.
+while it holds the lock of its list of threads, where a finalizer that needs this lock waits for ever
+(https://github.com/python/cpython/issues/106883). faulthandler reads the frames and creates no object.
 """
 
 from __future__ import annotations

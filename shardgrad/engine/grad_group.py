@@ -197,14 +197,14 @@ class GradGroup:
             before = self.params
             self._place(placed)
             if known and placed and is_capturing(self.group.mesh.device):
-                self._refuse_in_capture(before)  # what the host knows is of one piece again, for eager steps
+                self._refuse_in_capture(before)  # after the places have changed, for the eager steps to come
         else:
             self._hook()  # those that have begun to require grad again
 
     def carry_requires_grad(self) -> None:
-        """Gives sharded parameters what the program has set on unsharded ones, which modules show until now.
+        """Applies to the sharded parameters what the program has set on the unsharded ones; before a reshard.
 
-        Else it could not be told from what the program sets on the sharded ones next.
+        Later it would be unknown which came last: this, or what the program sets on the sharded ones then.
         """
         with DisableTorchFunctionSubclass():
             if tuple(map(_REQUIRES_GRAD, self._both)) in (self._agreed, self._agreed * 2):

@@ -36,9 +36,9 @@ class StopRequest:
     """Records a request to stop this process; a second, later request ends the process at once.
 
     Args:
-        launcher: our own, if that has started this process: it forwards the first request, at whatever moment
-            a loaded machine lets it, so a second one ends the ranks by its hand alone. Its end is a request,
-            too. None for another parent, whose end is one as well.
+        launcher: the process of `spawn` that has started this one; None for any other parent. Its end is a
+            request, too. It forwards the first request, seconds later on a loaded machine, and kills ranks
+            on a second one, so they do not end themselves.
     """
 
     def __init__(self, launcher: int | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -245,3 +247,24 @@ def test_what_was_frozen_unsharded_can_be_thawed_sharded(
     two_ranks: Ranks, how: str, reshards: bool | None
 ) -> None:
     two_ranks.run(is_thawed, how, reshards)
+
+
+def says_so_at_every_turn(words: list[tuple[bool, bool]]) -> list[list[bool]]:
+    """Sets `requires_grad` on unsharded or on sharded parameters; returns what the next forward finds."""
+    model = SHARDGRAD.fully_shard(stack(5, 3))
+    model(SHARDGRAD.inputs(0, 5))
+    for word, is_unsharded in words:
+        model.unshard() if is_unsharded else model.reshard()
+        model.requires_grad_(word)
+    model.reshard()
+    found = [[param.requires_grad for param in model.parameters()]]
+    model(SHARDGRAD.inputs(0, 5))
+    return [*found, [param.requires_grad for param in model.parameters()]]
+
+
+@pytest.mark.parametrize("words", list(product(product([False, True], repeat=2), repeat=3)))
+def test_what_is_said_last_of_requires_grad_counts_on_either_parameter(
+    two_ranks: Ranks, words: tuple[tuple[bool, bool], ...]
+) -> None:
+    last = [words[-1][0]] * 2
+    assert two_ranks.run(says_so_at_every_turn, list(words)) == [[last, last]] * 2
