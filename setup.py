@@ -1,20 +1,21 @@
 """Builds `shardgrad/_C.so`, the compiled ops, against the torch that is installed.
 
-The library is optional: without a compiler the install still succeeds, says so in one sentence, and the
-package runs on its Python reference ops. It is a plain shared library on torch's stable ABI, not a Python
-module, so one build serves torch 2.11 to 2.15 and every Python: a wheel with it is `py3-none-<platform>`, one
-without it `py3-none-any`. `release/backend.py` says when an isolated build asks for torch.
+The library is optional: without a compiler the install still succeeds, says so in one sentence, and
+the package runs on its Python reference ops. It is a plain shared library on torch's stable ABI,
+not a Python module, so one build serves torch 2.11 to 2.15 and every Python: a wheel with it is
+`py3-none-<platform>`, one without it `py3-none-any`. `release/backend.py` says when an isolated
+build asks for torch.
 
-CUDA kernels are linked in where torch was built for CUDA and an `nvcc` of the same major version is found
-in CUDA_HOME or on PATH. An isolated build leaves them out, unless SHARDGRAD_CUDA=1 asks for them: a library
-with them does not load where torch is without CUDA. Two more variables change how:
+CUDA kernels are linked in where torch was built for CUDA and an `nvcc` of the same major version is
+found in CUDA_HOME or on PATH. An isolated build leaves them out, unless SHARDGRAD_CUDA=1 asks for
+them: a library with them does not load where torch is without CUDA. Two more variables change how:
 
     TORCH_CUDA_ARCH_LIST=9.0         the architectures to compile for, as for torch's own extensions
     SHARDGRAD_CUDA_RUNTIME=shared    link the runtime that torch loads, not the static one
 
-SHARDGRAD_SOURCE_URL is where the source is published, such as https://example.org/shardgrad. The package's
-README and metadata then link there. Without it the README's links to other files are plain words: an address
-that may be another's is not given.
+SHARDGRAD_SOURCE_URL is where the source is published, such as https://example.org/shardgrad. The
+package's README and metadata then link there. Without it the README's links to other files are
+plain words: an address that may be another's is not given.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from setuptools.errors import BaseError, CCompilerError
 STABLE_ABI = "0x020b000000000000ULL"  # torch 2.11, the oldest version served
 
 # No contraction to fused multiply-add: results must equal torch's bit for bit, on every machine.
-# No trapping math: lets the compiler evaluate both sides of a selection, and so vectorise it; same results.
-# No errno: lets it vectorise square roots; same results.
+# No trapping math: lets the compiler evaluate both sides of a selection, and so vectorise it; same
+# results. No errno: lets it vectorise square roots; same results.
 CXX_FLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra"]
 CXX_FLAGS += ["-ffp-contract=off", "-fno-trapping-math", "-fno-math-errno"]
 NVCC_FLAGS = ["-std=c++17", "-O3", "--fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
@@ -49,7 +50,9 @@ CUDA_BINDINGS = [str(path) for path in sorted((CSRC / "cuda").glob("*.cpp"))]
 CUDA_SOURCES = [str(path) for path in sorted((CSRC / "cuda").glob("*.cu"))]
 
 # For who has no source tree; the same as in shardgrad/ops/library.py.
-INSTALL_AGAIN = "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+INSTALL_AGAIN = (
+    "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+)
 COMMIT_FILE = Path("shardgrad", "_commit.txt")  # read by shardgrad/version.py
 BUILD_FAILURES = (BaseError, CCompilerError, ImportError, OSError, subprocess.SubprocessError)
 
@@ -60,24 +63,36 @@ def find_nvcc(cuda_version: str | None, *, is_isolated: bool) -> str | None:
     if cuda_version is None:
         return None
     if wanted == "0":
-        print("shardgrad: CUDA tensors will use the reference ops: to build kernels, SHARDGRAD_CUDA=1.")
+        print(
+            "shardgrad: CUDA tensors will use the reference ops: to build kernels, "
+            "SHARDGRAD_CUDA=1."
+        )
         return None
     home = os.environ.get("CUDA_HOME")
     nvcc = shutil.which("nvcc", path=str(Path(home, "bin")) if home else None)
     if nvcc is None:
         reason = "there is no nvcc"
     else:
-        release = subprocess.run([nvcc, "--version"], check=True, capture_output=True, text=True).stdout
+        release = subprocess.run(
+            [nvcc, "--version"], check=True, capture_output=True, text=True
+        ).stdout
         if f"release {cuda_version.split('.')[0]}." in release:
             return nvcc
         reason = f"{nvcc} is of another major version"
-    print(f"shardgrad: CUDA tensors will use the reference ops: torch has CUDA {cuda_version}, but {reason}.")
+    print(
+        f"shardgrad: CUDA tensors will use the reference ops: torch has CUDA {cuda_version}, but "
+        f"{reason}."
+    )
     return None
 
 
 def architecture_flags(nvcc: str) -> list[str]:
-    """Returns machine code for each architecture this nvcc knows, and PTX of the newest for later ones."""
-    listing = subprocess.run([nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True).stdout
+    """Returns machine code for each architecture this nvcc knows, and PTX of the newest for later
+    ones.
+    """
+    listing = subprocess.run(
+        [nvcc, "--list-gpu-arch"], check=True, capture_output=True, text=True
+    ).stdout
     asked = re.findall(r"(\d+)\.(\d)", os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     wanted = ["".join(each) for each in asked] or CUDA_ARCHITECTURES
     known = [arch for arch in wanted if f"compute_{arch}" in listing.split()]
@@ -86,7 +101,9 @@ def architecture_flags(nvcc: str) -> list[str]:
 
 
 def static_cuda_runtime(nvcc: str) -> str:
-    """Returns the runtime archive of the toolkit as nvcc sees it: the one on PATH may be a wrapper script."""
+    """Returns the runtime archive of the toolkit as nvcc sees it: the one on PATH may be a wrapper
+    script.
+    """
     command = [nvcc, "--dryrun", "-c", CUDA_SOURCES[0]]
     dryrun = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     toolkit = Path(dryrun.split("TOP=", 1)[1].splitlines()[0].strip())
@@ -108,7 +125,9 @@ def shared_cuda_runtime() -> Path:
 
 
 class BuildOps(build_ext):
-    """Compiles the C++ with setuptools' compiler and the CUDA with nvcc; never fails the install."""
+    """Compiles the C++ with setuptools' compiler and the CUDA with nvcc; never fails the
+    install.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")) + ".so"
@@ -122,7 +141,8 @@ class BuildOps(build_ext):
             for stale in (self.get_ext_fullpath(ext.name), self.get_ext_filename(ext.name)):
                 Path(stale).unlink(missing_ok=True)
             print(
-                f"shardgrad: the compiled ops were not built ({error}), so the slower Python reference ops "
+                f"shardgrad: the compiled ops were not built ({error}), so the slower Python "
+                f"reference ops "
                 "will be used; to build them, install torch and a C++17 compiler, then type: "
                 f"{INSTALL_AGAIN} (in a clone: pip install --no-build-isolation -e .)"
             )
@@ -147,7 +167,9 @@ class BuildOps(build_ext):
         for source in CUDA_SOURCES:
             target = Path(self.build_temp, source).with_suffix(".o")
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.spawn([nvcc, *NVCC_FLAGS, *architecture_flags(nvcc), "-c", source, "-o", str(target)])
+            self.spawn(
+                [nvcc, *NVCC_FLAGS, *architecture_flags(nvcc), "-c", source, "-o", str(target)]
+            )
             ext.extra_objects.append(str(target))
         if os.environ.get("SHARDGRAD_CUDA_RUNTIME") == "shared":
             ext.extra_objects.append(str(shared_cuda_runtime()))
@@ -179,7 +201,9 @@ class Wheel(bdist_wheel):
 
     def run(self) -> None:
         self.run_command("build")
-        if not Path(self.get_finalized_command("build_ext").get_ext_fullpath("shardgrad._C")).exists():
+        if not Path(
+            self.get_finalized_command("build_ext").get_ext_fullpath("shardgrad._C")
+        ).exists():
             self.distribution.ext_modules = None
             self.root_is_pure = True
         super().run()
@@ -190,7 +214,9 @@ class Wheel(bdist_wheel):
 
 
 def write_commit(root: Path) -> None:
-    """Copies the commit of an unpacked archive, or asks git; writes nothing where there is neither."""
+    """Copies the commit of an unpacked archive, or asks git; writes nothing where there is
+    neither.
+    """
     target = root / COMMIT_FILE
     if COMMIT_FILE.exists():
         shutil.copyfile(COMMIT_FILE, target)

@@ -24,23 +24,31 @@ DEFAULT = "training_step"
 
 # By the name of its module: the question that it answers.
 BENCHMARKS = {
-    "training_step": "How long does a step take with each engine, with how much memory and traffic?",
+    "training_step": "How long does a step take with each engine, with how much memory and "
+    "traffic?",
     "host_overhead": "How much host time does an engine add per unit, and does it grow linearly?",
-    "versions": "Does a step cost more CPU time or memory than with another version of the source tree?",
-    "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and no GPU.",
+    "versions": "Does a step cost more CPU time or memory than with another version of the source "
+    "tree?",
+    "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and "
+    "no GPU.",
     "calls": "How many engine functions and files does a forward or backward go through?",
     "step_calls": "How many functions does a training step call, in Python and in C?",
     "construction": "How long does `fully_shard` take on a deep model?",
-    "collectives": "Is the exchange transport better than gloo's own collectives, and from which size on?",
-    "zero_copy": "From which size on does a parameter travel faster by itself than packed with others?",
+    "collectives": "Is the exchange transport better than gloo's own collectives, and from which "
+    "size on?",
+    "zero_copy": "From which size on does a parameter travel faster by itself than packed with "
+    "others?",
     "kernels": "How near to a plain copy of as many bytes are the ops?",
     "optimizers": "How long do an optimizer step and clipping take, beside torch's under FSDP2?",
-    "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's replay?",
+    "graphed_replay": "How long does the host take to call a graphed step, beside a bare graph's "
+    "replay?",
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
     "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
-    "wire_dtype": "Does training with bfloat16 or float8 on the wire go the way it goes in float32?",
+    "wire_dtype": "Does training with bfloat16 or float8 on the wire go the way it goes in "
+    "float32?",
     "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
-    "flight_recorder": "What do the flight recorder and the watch for non-finite numbers cost a tiny step?",
+    "flight_recorder": "What do the flight recorder and the watch for non-finite numbers cost a "
+    "tiny step?",
     "soak": "Does anything grow in 20,000 steps, or while 200 models are built and deleted?",
 }
 _RECORDS = {
@@ -83,18 +91,21 @@ class _Group(click.Group):
 
 @click.group(cls=_Group, chain=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--smoke", is_flag=True, help="A few seconds each, to see that they run; the numbers mean nothing."
+    "--smoke",
+    is_flag=True,
+    help="A few seconds each, to see that they run; the numbers mean nothing.",
 )
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    help="Folder of records and report.  [default: runs/bench-<time>; with --smoke: nothing is written]",
+    help="Folder of records and report.  [default: runs/bench-<time>; with --smoke: nothing is "
+    "written]",
 )
 @click.pass_context
 def main(ctx: click.Context, smoke: bool, out: Path | None) -> None:
-    """Measure claims about shardgrad. Several names are measured one after the other, `all` is every one;
-    without a name it is training_step. `NAME --help` lists a benchmark's options. How to read the results:
-    docs/how_to/benchmark.md.
+    """Measure claims about shardgrad. Several names are measured one after the other, `all` is
+    every one; without a name it is training_step. `NAME --help` lists a benchmark's options. How to
+    read the results: docs/how_to/benchmark.md.
     """
     if out is None and not smoke:
         out = Path("runs") / time.strftime("bench-%Y%m%d-%H%M%S")

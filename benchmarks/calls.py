@@ -1,18 +1,20 @@
 """How many engine functions and files one forward and one backward go through, ours and FSDP2's.
 
-The model is two `nn.Linear` units and a root (`fully_shard` on each Linear, then on the `nn.Sequential`
-around them), in fp32, on one gloo rank on the CPU. After three whole training steps with `torch.optim.SGD`,
-one forward and one backward are watched with `sys.setprofile`:
+The model is two `nn.Linear` units and a root (`fully_shard` on each Linear, then on the
+`nn.Sequential` around them), in fp32, on one gloo rank on the CPU. After three whole training steps
+with `torch.optim.SGD`, one forward and one backward are watched with `sys.setprofile`:
 
-- A *call* is a call of a Python function (or lambda, property, generator that goes on; on Python 3.11 also a
-  comprehension) whose code lies in a file of the engine. C functions, torch's other files and `shardgrad.ops`
-  are not counted: operators are to shardgrad what `torch._foreach_copy_` is to FSDP2.
+- A *call* is a call of a Python function (or lambda, property, generator that goes on; on Python
+  3.11 also a comprehension) whose code lies in a file of the engine. C functions, torch's other
+  files and `shardgrad.ops` are not counted: operators are to shardgrad what `torch._foreach_copy_`
+  is to FSDP2.
 - *Files entered* are the different files of these calls.
-- *Changes of file* are the neighbours in the sequence of calls that lie in different files. Returns are left
-  out: a helper in another file, called once, is one change on the way in, and one more where the next call
-  lies in the first file again.
+- *Changes of file* are the neighbours in the sequence of calls that lie in different files. Returns
+  are left out: a helper in another file, called once, is one change on the way in, and one more
+  where the next call lies in the first file again.
 
-The engine's files are found by the folder of its package alone, so moving them needs no change here.
+The engine's files are found by the folder of its package alone, so moving them needs no change
+here.
 
     python -m benchmarks calls            # the table
     python -m benchmarks calls --list     # and, for each engine, the calls in order, and the calls by file
@@ -48,7 +50,9 @@ class _Engine:
     """
 
     def __init__(self, package: str, function: tuple[str, str], aside: Sequence[str] = ()) -> None:
-        self.fully_shard: Callable[..., Any] = getattr(importlib.import_module(function[0]), function[1])
+        self.fully_shard: Callable[..., Any] = getattr(
+            importlib.import_module(function[0]), function[1]
+        )
         self.folder = _folder(package)
         self._aside = tuple(f"{_folder(name)}/" for name in aside)
 
@@ -101,7 +105,9 @@ def measure() -> dict[str, dict[str, dict[str, Any]]]:
     from torch import nn
 
     engines = {
-        "fsdp2": _Engine("torch.distributed.fsdp._fully_shard", ("torch.distributed.fsdp", "fully_shard")),
+        "fsdp2": _Engine(
+            "torch.distributed.fsdp._fully_shard", ("torch.distributed.fsdp", "fully_shard")
+        ),
         "shardgrad": _Engine("shardgrad", ("shardgrad", "fully_shard"), aside=["shardgrad.ops"]),
     }
     found: dict[str, dict[str, dict[str, Any]]] = {}
@@ -123,7 +129,9 @@ def measure() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 @click.command()
-@click.option("--list", "is_list", is_flag=True, help="Print every call in order, and the calls by file.")
+@click.option(
+    "--list", "is_list", is_flag=True, help="Print every call in order, and the calls by file."
+)
 @click.pass_obj
 def main(run: Run, is_list: bool) -> None:
     """Count the engine's calls in a forward and a backward of two Linear units."""
@@ -134,12 +142,16 @@ def main(run: Run, is_list: bool) -> None:
             for phase, one in of.items():
                 click.echo(f"\n{name}, {phase}:")
                 click.echo("\n".join(f"  {call}" for call in one["sequence"]))
-                click.echo("\n".join(f"  {calls:4} {file}" for file, calls in one["calls_by_file"].items()))
+                click.echo(
+                    "\n".join(f"  {calls:4} {file}" for file, calls in one["calls_by_file"].items())
+                )
     kept = ("files", "changes_of_file", "calls")
     run.finish(
         "calls",
         config={"units": 2, "ranks": 1, "warm_up_steps": _WARM_UP_STEPS},
-        samples={phase: {name: of[phase]["sequence"] for name, of in found.items()} for phase in _PHASES},
+        samples={
+            phase: {name: of[phase]["sequence"] for name, of in found.items()} for phase in _PHASES
+        },
         summary={
             phase: {name: {key: of[phase][key] for key in kept} for name, of in found.items()}
             for phase in _PHASES

@@ -30,7 +30,9 @@ _WRITES = ("raw write", "save", "save_async")
 )
 @click.pass_obj
 def main(run: Run, mib: int, tensors: int, rounds: int, folder: Path | None) -> None:
-    """Measure how fast checkpoints are written and read on one rank; every file is on the disk at the end."""
+    """Measure how fast checkpoints are written and read on one rank; every file is on the disk at
+    the end.
+    """
     if run.smoke:
         mib, tensors, rounds = 16, 4, 2
     rows = mib * 2**20 // tensors // 4 // 256

@@ -1,7 +1,8 @@
 """gloo's own all-gather and reduce-scatter against the engine's exchange transport.
 
-Both end in the same place: every rank has all shards, or its sum. The engine reads gathered shards where they
-arrived, so its own shard is not copied; its sum over ranks is a separate op, which is part of what is timed.
+Both end in the same place: every rank has all shards, or its sum. The engine reads gathered shards
+where they arrived, so its own shard is not copied; its sum over ranks is a separate op, which is
+part of what is timed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.transports import ExchangeTransport, MessageTag
 
 _KIB, _MIB = 2**10, 2**20
-_SECTION_NBYTES = 4 * 2**20  # what one timing moves at least, so that it is long enough for the clock
+_SECTION_NBYTES = (
+    4 * 2**20
+)  # what one timing moves at least, so that it is long enough for the clock
 _MOST_REPEATS = 50
 _FIELDS = ("wall_s", "cpu_s", "loopback_nbytes")
 
@@ -29,14 +32,23 @@ Costs = dict[str, dict[int, dict[str, list[Cost]]]]
 
 @click.command()
 @option(
-    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
+    "--ranks",
+    "worlds",
+    type=click.IntRange(2),
+    multiple=True,
+    default=[2, 4],
+    help="Processes; repeatable.",
 )
 @option("--rounds", type=click.IntRange(2), default=20, help="Turns of each transport.")
 @option("--max-mib", type=click.IntRange(1), default=16, help="Largest shard.")
 @click.pass_obj
 def main(run: Run, worlds: Sequence[int], rounds: int, max_mib: int) -> None:
     """Measure both transports for shards of 4 KiB and up, in fp32."""
-    shards = [nbytes for nbytes in (4 * _KIB * 4**power for power in range(13)) if nbytes <= max_mib * _MIB]
+    shards = [
+        nbytes
+        for nbytes in (4 * _KIB * 4**power for power in range(13))
+        if nbytes <= max_mib * _MIB
+    ]
     if run.smoke:
         worlds, rounds, shards = [2], 2, shards[:2]
     for ranks in worlds:

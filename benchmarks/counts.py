@@ -1,13 +1,13 @@
 """What a step asks of the host and of the device's memory, counted without a GPU.
 
-torch.cuda runs on the runtime of `tests/cuda_runtime`, whose README says what is faithful: streams, events,
-the caching allocator, graphs and ProcessGroupNCCL are torch's. Nothing has values there, so memory that
-nothing touches is free, and one process stands for rank 0 of a world of any size.
+torch.cuda runs on the runtime of `tests/cuda_runtime`, whose README says what is faithful: streams,
+events, the caching allocator, graphs and ProcessGroupNCCL are torch's. Nothing has values there, so
+memory that nothing touches is free, and one process stands for rank 0 of a world of any size.
 
     .venv-cuda/bin/python -m benchmarks counts
 
-With torch 2.15 there is one more engine: FSDP2 that keeps the memory of its whole parameters, forward and
-backward in a plain CUDA graph.
+With torch 2.15 there is one more engine: FSDP2 that keeps the memory of its whole parameters,
+forward and backward in a plain CUDA graph.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ class Rank0:
     def __init__(self, worker: Worker) -> None:
         name, task = worker.argument
         if not inspection.installed():
-            raise RuntimeError("this needs torch.cuda on the host: python -m tests.cuda_runtime .venv-cuda")
+            raise RuntimeError(
+                "this needs torch.cuda on the host: python -m tests.cuda_runtime .venv-cuda"
+            )
         device = torch.device("cuda", 0)
         torch.set_num_threads(1)
         torch.cuda.set_device(device)
@@ -73,13 +75,16 @@ class Rank0:
         dist.init_process_group("cpu:fake,cuda:nccl", store=store, rank=0, world_size=task.ranks)
         _agree()
         self._trained = _ENGINES[name](task, device)
-        self._data = cycle(micro_batches(task, 0, facts_of(task.preset, task.hf).vocab_size, device))
+        self._data = cycle(
+            micro_batches(task, 0, facts_of(task.preset, task.hf).vocab_size, device)
+        )
 
     def counts(self) -> dict[str, int]:
-        """Takes steps, and returns what one of the last asked for, and the peaks of all but the first.
+        """Takes steps, and returns what one of the last asked for, and the peaks of all but the
+        first.
 
-        The first is left out since it allocates what stays, such as the states of the optimizer, while
-        gradients are there. A capture's allocations count like those of an eager step.
+        The first is left out since it allocates what stays, such as the states of the optimizer,
+        while gradients are there. A capture's allocations count like those of an eager step.
         """
         self._step()
         settle()
@@ -93,7 +98,10 @@ class Rank0:
         graph = inspection.graph() if found.get("graphs") else None
         nodes = [] if graph is None else graph["nodes"]
         return {
-            **{kind: found.get(kind, 0) for kind in (*dict.fromkeys(_KINDS.values()), "allocations")},
+            **{
+                kind: found.get(kind, 0)
+                for kind in (*dict.fromkeys(_KINDS.values()), "allocations")
+            },
             "nodes": len(nodes),
             "edges": sum(len(node["before"]) for node in nodes),
             "peak_allocated_nbytes": torch.cuda.max_memory_allocated(),
@@ -111,7 +119,9 @@ class Rank0:
 
 
 def _agree() -> None:
-    """Lets lazy init find that ranks which do not exist have built the same model; they wait for nothing."""
+    """Lets lazy init find that ranks which do not exist have built the same model; they wait for
+    nothing.
+    """
     from shardgrad.checks import same_weights
     from shardgrad.diagnosis.rank_watch import leave_to_program
     from shardgrad.engine import same_model
@@ -135,7 +145,13 @@ def _calls() -> Counter[str]:
 
 @click.command()
 @option("--preset", type=click.Choice(list(MODELS)), default="gpt2", help="Model.")
-@option("--ranks", type=click.IntRange(1), multiple=True, default=[1, 2, 4, 8], help="World; repeatable.")
+@option(
+    "--ranks",
+    type=click.IntRange(1),
+    multiple=True,
+    default=[1, 2, 4, 8],
+    help="World; repeatable.",
+)
 @option(
     "--precision",
     "precisions",
@@ -149,11 +165,20 @@ def _calls() -> Counter[str]:
 @option("--rounds", type=click.IntRange(2), default=10, help="Turns of each engine.")
 @click.pass_obj
 def main(
-    run: Run, preset: str, ranks: Sequence[int], precisions: Sequence[str], rounds: int, **sizes: int
+    run: Run,
+    preset: str,
+    ranks: Sequence[int],
+    precisions: Sequence[str],
+    rounds: int,
+    **sizes: int,
 ) -> None:
-    """Count what a step asks of the host and of the device's memory, beside FSDP2, without a GPU."""
+    """Count what a step asks of the host and of the device's memory, beside FSDP2, without a
+    GPU.
+    """
     if not inspection.installed():
-        click.echo("counts: left out, this needs .venv-cuda: python -m tests.cuda_runtime .venv-cuda")
+        click.echo(
+            "counts: left out, this needs .venv-cuda: python -m tests.cuda_runtime .venv-cuda"
+        )
         return
     if run.smoke:
         preset, ranks, precisions, rounds = "tiny", [2], ["bf16"], 2
@@ -185,7 +210,9 @@ def _measure(task: Task, rounds: int) -> tuple[dict[str, dict[str, int]], dict[s
     workers: dict[str, Workers] = {}
     try:
         for name in _ENGINES:
-            workers[name] = Workers("benchmarks.counts:Rank0", (name, task), 1, 600.0, device="cuda")
+            workers[name] = Workers(
+                "benchmarks.counts:Rank0", (name, task), 1, 600.0, device="cuda"
+            )
             workers[name].ready()
         counts = {name: one.call("counts")[0] for name, one in workers.items()}
         costs: dict[str, list[Cost]] = {name: [] for name in workers}
@@ -228,7 +255,9 @@ def _summary(
             "requested_beyond_fsdp2_and_gradients_nbytes": (
                 None
                 if name.startswith("fsdp2")
-                else of["peak_requested_nbytes"] - base["peak_requested_nbytes"] - round(gradients_nbytes)
+                else of["peak_requested_nbytes"]
+                - base["peak_requested_nbytes"]
+                - round(gradients_nbytes)
             ),
         }
     return found

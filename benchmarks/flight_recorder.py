@@ -1,8 +1,9 @@
-"""CPU time that what is on by default adds to a step: the flight recorder, and the watch for lost numbers.
+"""CPU time that what is on by default adds to a step: the flight recorder, and the watch for lost
+numbers.
 
-The same step of the same model is taken with and without it in turns, on two ranks, so that whatever slows
-the machine down slows both. A ratio of one in a hundred is less than a busy machine shows, so the parts are
-also timed alone, many times over, and added up.
+The same step of the same model is taken with and without it in turns, on two ranks, so that
+whatever slows the machine down slows both. A ratio of one in a hundred is less than a busy machine
+shows, so the parts are also timed alone, many times over, and added up.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ def main(run: Run, preset: str, rounds: int, repeats: int) -> None:
         "flight_recorder",
         config={"preset": preset, "ranks": _RANKS, "rounds": rounds, "repeats": repeats},
         samples=[
-            {mode: {"cpu_s": [cost.cpu_s for cost in costs[mode]]} for mode in _MODES} | {"parts": parts}
+            {mode: {"cpu_s": [cost.cpu_s for cost in costs[mode]]} for mode in _MODES}
+            | {"parts": parts}
             for costs, parts in ranks
         ],
         summary=summary | {f"part: {name}": of for name, of in ranks[0][1].items()},
@@ -59,7 +61,9 @@ def main(run: Run, preset: str, rounds: int, repeats: int) -> None:
 
 
 def measure(preset: str, rounds: int, repeats: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a rank's costs of a step by mode; and how often a step does each part, with its CPU seconds."""
+    """Returns a rank's costs of a step by mode; and how often a step does each part, with its CPU
+    seconds.
+    """
     config = TrainConfig(preset=preset, steps=10**9, graph="off")
     step, place = make_step(config, "cpu")
     names = [name for name, p in step._state.model.named_parameters() if p.requires_grad]
@@ -102,7 +106,9 @@ def _mode(mode: str, parameters: int) -> Iterator[None]:
 def _parts(step: Any, health: NonfiniteCheck) -> dict[str, dict[str, float]]:
     with (
         mock.patch.object(GroupLog, "record", autospec=True, side_effect=GroupLog.record) as record,
-        mock.patch.object(FlightRecorder, "enter", autospec=True, side_effect=FlightRecorder.enter) as enter,
+        mock.patch.object(
+            FlightRecorder, "enter", autospec=True, side_effect=FlightRecorder.enter
+        ) as enter,
     ):
         result = step()
     chunk = torch.zeros(1000)

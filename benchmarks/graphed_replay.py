@@ -1,7 +1,8 @@
-"""Host time of a graphed step's call, beside a bare graph's replay and beside the function it was made from.
+"""Host time of a graphed step's call, beside a bare graph's replay and beside the function it was
+made from.
 
-The step is that of a chain of small layers, so that the host's work is what there is to see. On a CPU, where
-graphed steps run eagerly, it shows what the wrapper costs.
+The step is that of a chain of small layers, so that the host's work is what there is to see. On a
+CPU, where graphed steps run eagerly, it shows what the wrapper costs.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ def main(run: Run, units: int, inputs: int, rounds: int, device: str) -> None:
         costs = interleaved(works, rounds, warmup=_WARMUP, device=device)
     base = "function" if device == "cpu" else "plain graph"
     summary = summarise(costs, base, "host_s")
-    beyond = [ours.host_s - bare.host_s for ours, bare in zip(costs["graphed"], costs[base], strict=True)]
+    beyond = [
+        ours.host_s - bare.host_s for ours, bare in zip(costs["graphed"], costs[base], strict=True)
+    ]
     summary["graphed"]["overhead_s"] = spread(beyond)
     run.finish(
         "graphed_replay",

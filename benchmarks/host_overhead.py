@@ -1,7 +1,9 @@
-"""Host CPU time that an engine adds to a step, per unit, with nothing sent and almost nothing computed.
+"""Host CPU time that an engine adds to a step, per unit, with nothing sent and almost nothing
+computed.
 
-At world size 1 neither engine runs a collective, and units are so small that what is left after subtracting
-the same model without an engine is hooks, bookkeeping and copies of a few hundred bytes.
+At world size 1 neither engine runs a collective, and units are so small that what is left after
+subtracting the same model without an engine is hooks, bookkeeping and copies of a few hundred
+bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ from benchmarks.models import Chain
 from benchmarks.run import Run, option
 from benchmarks.workers import one_rank
 
-_ENGINES: dict[str, Callable[..., Any]] = {"fsdp2": torch_fully_shard, "shardgrad": shardgrad.fully_shard}
+_ENGINES: dict[str, Callable[..., Any]] = {
+    "fsdp2": torch_fully_shard,
+    "shardgrad": shardgrad.fully_shard,
+}
 # Parameters of a unit: one layer with a bias, or four of them and a scale.
 _LAYERS = {"2": 1, "9": 4}
 
@@ -42,7 +47,9 @@ _LAYERS = {"2": 1, "9": 4}
 )
 @option("--rounds", type=click.IntRange(2), default=20, help="Turns of each engine.")
 @option("--warmup", type=click.IntRange(1), default=3, help="Steps before the first round.")
-@option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
+@option(
+    "--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting."
+)
 @click.pass_obj
 def main(
     run: Run, units: Sequence[int], params: Sequence[str], rounds: int, warmup: int, keep_heap: bool
@@ -57,13 +64,18 @@ def main(
             added: dict[int, dict[str, list[float]]] = {}
             samples[kind], summary[kind] = {}, {}
             for count in units:
-                works = {name: _make_step(name, _LAYERS[kind], count) for name in (*_ENGINES, "plain")}
+                works = {
+                    name: _make_step(name, _LAYERS[kind], count) for name in (*_ENGINES, "plain")
+                }
                 # So many repeats that a round is long enough for the clock.
                 costs = interleaved(works, rounds, repeats=math.ceil(100 / count), warmup=warmup)
                 samples[kind][f"{count} units"] = samples_of(costs, "cpu_s")
                 plain = [cost.cpu_s for cost in costs["plain"]]
                 added[count] = {
-                    name: [(one.cpu_s - less) / count for one, less in zip(costs[name], plain, strict=True)]
+                    name: [
+                        (one.cpu_s - less) / count
+                        for one, less in zip(costs[name], plain, strict=True)
+                    ]
                     for name in _ENGINES
                 }
                 summary[kind][f"{count} units"] = {
@@ -74,7 +86,9 @@ def main(
                     for name, of in added[count].items()
                 }
             if len(units) > 1:
-                summary[kind]["growth"] = {name: _growth(summary[kind], name, units) for name in _ENGINES}
+                summary[kind]["growth"] = {
+                    name: _growth(summary[kind], name, units) for name in _ENGINES
+                }
     run.finish(
         "host_overhead",
         config={
@@ -92,7 +106,9 @@ def main(
 def _growth(summary: dict[str, Any], name: str, units: Sequence[int]) -> dict[str, float]:
     """How the total grows from the smallest count to the largest: as the count to which power."""
     few, many = min(units), max(units)
-    low, high = (summary[f"{count} units"][name]["cpu_per_unit_s"]["median"] for count in (few, many))
+    low, high = (
+        summary[f"{count} units"][name]["cpu_per_unit_s"]["median"] for count in (few, many)
+    )
     return {"exponent": 1 + math.log(high / low, many / few)}
 
 

@@ -1,7 +1,8 @@
-"""The ops, compiled and reference, beside a plain copy of as many bytes and torch's own where it has one.
+"""The ops, compiled and reference, beside a plain copy of as many bytes and torch's own where it
+has one.
 
-`movement` is packing, unpacking and summing on one block of a model; `segments` are optimizer updates and
-norms of one large parameter and of very many small ones.
+`movement` is packing, unpacking and summing on one block of a model; `segments` are optimizer
+updates and norms of one large parameter and of very many small ones.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def main(
         samples: dict[str, Any] = {}
         summary: dict[str, Any] = {}
         with torch.device(device):
-            for case in make_cases(**config) if kind == "movement" else make_segment_cases(**config):
+            for case in (
+                make_cases(**config) if kind == "movement" else make_segment_cases(**config)
+            ):
                 repeats = {name: _repeats(call, device) for name, call in case.calls.items()}
                 costs = interleaved(case.calls, rounds, repeats=repeats, device=device)
                 samples[case.name] = {"nbytes": case.nbytes} | samples_of(costs, clock)
@@ -92,7 +95,8 @@ class Case:
     Attributes:
         name: op and dtypes.
         nbytes: read and written, the same for every call.
-        calls: `copy`, `reference`, and `compiled` if there is a library; `torch` where torch has the same.
+        calls: `copy`, `reference`, and `compiled` if there is a library; `torch` where torch has
+            the same.
     """
 
     name: str
@@ -116,10 +120,14 @@ def make_cases(preset: str, ranks: int) -> Iterable[Case]:
 
 
 def _layout(shapes: Sequence[tuple[int, ...]], ranks: int) -> ShardLayout:
-    return ShardLayout.of(shapes, ranks, alignment=alignment_numel([torch.bfloat16]), with_flags=False)
+    return ShardLayout.of(
+        shapes, ranks, alignment=alignment_numel([torch.bfloat16]), with_flags=False
+    )
 
 
-def _pack(shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype) -> Case:
+def _pack(
+    shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype
+) -> Case:
     layout = _layout(shapes, ranks)
     grads = [torch.ones(shape, dtype=source) for shape in shapes]
     slot = torch.zeros(ranks * layout.chunk_numel, dtype=target)
@@ -127,7 +135,9 @@ def _pack(shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, ta
     return _case(f"pack {_short(source)} to {_short(target)}", "pack", args, grads, slot)
 
 
-def _unpack(shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype) -> Case:
+def _unpack(
+    shapes: Sequence[tuple[int, ...]], ranks: int, source: torch.dtype, target: torch.dtype
+) -> Case:
     layout = _layout(shapes, ranks)
     chunks = [torch.ones(layout.chunk_numel, dtype=source) for _ in range(ranks)]
     unsharded = torch.zeros(layout.unsharded_numel, dtype=target)
@@ -143,7 +153,9 @@ def _sum_chunks(shapes: Sequence[tuple[int, ...]], ranks: int, dtype: torch.dtyp
     return _case(f"sum of {ranks} chunks, {_short(dtype)} to fp32", "sum_chunks", args, chunks, out)
 
 
-def _case(name: str, op: str, args: tuple[object, ...], sources: Sequence[Tensor], target: Tensor) -> Case:
+def _case(
+    name: str, op: str, args: tuple[object, ...], sources: Sequence[Tensor], target: Tensor
+) -> Case:
     nbytes = sum(source.nbytes for source in sources) + target.nbytes
     plain = torch.ones(nbytes // 2, dtype=torch.uint8)
     calls: dict[str, Call] = {"copy": partial(torch.zeros_like(plain).copy_, plain)}
@@ -175,7 +187,9 @@ def make_segment_cases(numel: int, tiny: int) -> Iterator[Case]:
 
 
 def _segment(sizes: Sequence[int]) -> tuple[int, list[Tensor], list[object]]:
-    """Returns the elements of `sizes` laid out without gaps; steps and ticket; touched, table and tiles."""
+    """Returns the elements of `sizes` laid out without gaps; steps and ticket; touched, table and
+    tiles.
+    """
     offsets = list(itertools.accumulate(sizes, initial=0))
     pieces = [(at, at, at, n, i, i) for i, (at, n) in enumerate(zip(offsets, sizes, strict=False))]
     rows, tiles = ops.segment_rows(pieces)
@@ -184,14 +198,32 @@ def _segment(sizes: Sequence[int]) -> tuple[int, list[Tensor], list[object]]:
 
 
 def _adam(
-    name: str, sizes: Sequence[int], param: torch.dtype, grad: torch.dtype, master: torch.dtype | None
+    name: str,
+    sizes: Sequence[int],
+    param: torch.dtype,
+    grad: torch.dtype,
+    master: torch.dtype | None,
 ) -> Case:
     numel, counters, where = _segment(sizes)
     flat, gradient = torch.ones(numel, dtype=param), torch.ones(numel, dtype=grad)
     moments = [torch.zeros(numel) for _ in range(2)]
     exact = None if master is None else torch.zeros(numel, dtype=master)
     hyper = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.01], dtype=torch.float64)
-    args = (flat, gradient, *moments, exact, *counters, *where, hyper, None, None, True, False, False, 0)
+    args = (
+        flat,
+        gradient,
+        *moments,
+        exact,
+        *counters,
+        *where,
+        hyper,
+        None,
+        None,
+        True,
+        False,
+        False,
+        0,
+    )
     written = [flat, *moments, *([] if exact is None else [exact])]
     case = _in_place(name, update._adam_reference, "adam_", args, written, [gradient])
     if param == grad and master is None:  # what torch's own has a kernel for
@@ -221,7 +253,11 @@ def _norm(name: str, sizes: Sequence[int], dtype: torch.dtype) -> Case:
 
 
 def _fused(
-    cls: type[torch.optim.Optimizer], flat: Tensor, gradient: Tensor, sizes: Sequence[int], **options: float
+    cls: type[torch.optim.Optimizer],
+    flat: Tensor,
+    gradient: Tensor,
+    sizes: Sequence[int],
+    **options: float,
 ) -> Call:
     params = [torch.nn.Parameter(part.clone()) for part in flat.split(list(sizes))]
     for param, part in zip(params, gradient.split(list(sizes)), strict=True):
@@ -230,7 +266,12 @@ def _fused(
 
 
 def _in_place(
-    name: str, reference: Call, op: str, args: tuple[object, ...], written: list[Tensor], read: list[Tensor]
+    name: str,
+    reference: Call,
+    op: str,
+    args: tuple[object, ...],
+    written: list[Tensor],
+    read: list[Tensor],
 ) -> Case:
     nbytes = 2 * sum(tensor.nbytes for tensor in written) + sum(tensor.nbytes for tensor in read)
     plain = torch.ones(nbytes // 2, dtype=torch.uint8)

@@ -1,8 +1,10 @@
-"""Loss curves of the tiny preset on real text: `shardgrad.optim.AdamW` beside torch's, same data, same start.
+"""Loss curves of the tiny preset on real text: `shardgrad.optim.AdamW` beside torch's, same data,
+same start.
 
-Not a timing. What it answers: does training go the same way? Four runs on two ranks, each with clipping and a
-schedule: FSDP2 with torch's fused AdamW, shardgrad with the same, shardgrad with its own, and as a yardstick
-FSDP2 with torch's other AdamW. That one rounds elsewhere too, and training enlarges a rounding.
+Not a timing. What it answers: does training go the same way? Four runs on two ranks, each with
+clipping and a schedule: FSDP2 with torch's fused AdamW, shardgrad with the same, shardgrad with its
+own, and as a yardstick FSDP2 with torch's other AdamW. That one rounds elsewhere too, and training
+enlarges a rounding.
 """
 
 from __future__ import annotations
@@ -22,7 +24,12 @@ from shardgrad.train.corpus import Sampler, load_corpus
 
 _RANKS = 2
 _BASE = "fsdp2, torch.optim"
-_RUNS = (_BASE, "shardgrad, torch.optim", "shardgrad, shardgrad.optim", "fsdp2, torch.optim not fused")
+_RUNS = (
+    _BASE,
+    "shardgrad, torch.optim",
+    "shardgrad, shardgrad.optim",
+    "fsdp2, torch.optim not fused",
+)
 
 
 @click.command()

@@ -1,8 +1,8 @@
 """The one way in which costs are measured: in turns, round by round, and compared within a round.
 
-Everything that is compared runs in the same round, in an order that reverses from round to round, so that
-what slows the machine down for a while slows down all of it. A ratio is taken round by round; what is
-reported is the median of these ratios, and their quartiles.
+Everything that is compared runs in the same round, in an order that reverses from round to round,
+so that what slows the machine down for a while slows down all of it. A ratio is taken round by
+round; what is reported is the median of these ratios, and their quartiles.
 """
 
 from __future__ import annotations
@@ -39,12 +39,16 @@ class Cost:
 
 
 def settle() -> None:
-    """Takes what lives now out of garbage collection: a pass over torch's objects takes as long as a step."""
+    """Takes what lives now out of garbage collection: a pass over torch's objects takes as long as
+    a step.
+    """
     gc.collect()
     gc.freeze()
 
 
-def cost_of(work: Work, *, repeats: int = 1, device: str = "cpu", barrier: Work = lambda: None) -> Cost:
+def cost_of(
+    work: Work, *, repeats: int = 1, device: str = "cpu", barrier: Work = lambda: None
+) -> Cost:
     """Measures `work`; with a barrier, on all ranks at once."""
     gc.collect()  # garbage of the work before is not a cost of this one
     synchronize(device)
@@ -119,7 +123,8 @@ def interleaved(
 
 
 def over_ranks(results: Sequence[Any]) -> Any:
-    """The costs to the world from each rank's: `Cost`, lists of it, or dictionaries of either, all alike.
+    """The costs to the world from each rank's: `Cost`, lists of it, or dictionaries of either, all
+    alike.
 
     The slowest rank's time; a rank's mean CPU time and faults.
     """
@@ -137,7 +142,8 @@ def over_ranks(results: Sequence[Any]) -> Any:
     )
 
 
-# -- from costs to records -----------------------------------------------------------------------------------
+# -- from costs to records
+# -----------------------------------------------------------------------------------
 
 
 def spread(samples: Sequence[float]) -> dict[str, Any]:
@@ -182,7 +188,9 @@ def summarise(costs: Mapping[str, Any], base: str, *fields: str) -> dict[str, An
         found[name] = {field: spread(values) for field, values in of.items()}
         for number, field in enumerate(one for one in of if one.endswith("_s")):
             prefix = "" if number == 0 else f"{field.removesuffix('_s')}_"
-            found[name][f"{prefix}ratio_to_{base}"] = spread(ratios(of[field], samples[base][field]))
+            found[name][f"{prefix}ratio_to_{base}"] = spread(
+                ratios(of[field], samples[base][field])
+            )
     return found
 
 
@@ -190,7 +198,8 @@ def _is_nested(costs: Mapping[str, Any]) -> bool:
     return any(isinstance(of, Mapping) for of in costs.values())
 
 
-# -- what Linux counts ---------------------------------------------------------------------------------------
+# -- what Linux counts
+# ---------------------------------------------------------------------------------------
 
 
 def loopback_nbytes() -> int:
@@ -207,8 +216,8 @@ def proc_nbytes(path: str, field: str) -> int:
 
     Args:
         path: such as `/proc/self/status` or `/proc/meminfo`.
-        field: such as `VmRSS`, what is resident now; `VmHWM`, the most that has been (not `ru_maxrss`, which
-            a spawned process inherits from its parent); or `MemAvailable`.
+        field: such as `VmRSS`, what is resident now; `VmHWM`, the most that has been (not
+            `ru_maxrss`, which a spawned process inherits from its parent); or `MemAvailable`.
     """
     for line in Path(path).read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):

@@ -24,24 +24,28 @@ class MixtureConfig(TransformerConfig):
     """A transformer whose feed-forwards are many experts side by side, each token visiting one.
 
     Args:
-        experts: per block. A token's place in the batch decides which one it visits, so shapes never depend
-            on data and every engine can run it, captured or not.
+        experts: per block. A token's place in the batch decides which one it visits, so shapes
+            never depend on data and every engine can run it, captured or not.
     """
 
     experts: int = 16
 
 
-# The training program's, a size between 124 million and 1.2 billion, and two shapes that are hard on engines.
+# The training program's, a size between 124 million and 1.2 billion, and two shapes that are hard
+# on engines.
 MODELS: Mapping[str, TransformerConfig] = {
     **PRESETS,
-    "300m": TransformerConfig(width=1024, layers=20, heads=16, kv_heads=16, hidden=2816, vocab_size=50_257),
+    "300m": TransformerConfig(
+        width=1024, layers=20, heads=16, kv_heads=16, hidden=2816, vocab_size=50_257
+    ),
     "many-small": TransformerConfig(width=64, layers=96, heads=2, kv_heads=2, hidden=128),
     "wide-moe": MixtureConfig(width=256, layers=4, heads=4, kv_heads=4, hidden=512),
 }
 
 
 class Experts(nn.Module):
-    """Feed-forwards side by side; the token at place `i` of the batch visits expert `i` modulo their number.
+    """Feed-forwards side by side; the token at place `i` of the batch visits expert `i` modulo
+    their number.
 
     Args:
         config: of the model.
@@ -64,7 +68,9 @@ class Experts(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         """`[batch, sequence, width]` to the same; batch x sequence is a multiple of the experts."""
         count, width = self.gate.shape[:2]
-        tokens = inputs.reshape(-1, count, width).transpose(0, 1)  # [experts, tokens of each, width]
+        tokens = inputs.reshape(-1, count, width).transpose(
+            0, 1
+        )  # [experts, tokens of each, width]
         inner = functional.silu(torch.bmm(tokens, self.gate)) * torch.bmm(tokens, self.up)
         return torch.bmm(inner, self.down).transpose(0, 1).reshape(inputs.shape)
 
@@ -118,7 +124,8 @@ class ModelFacts:
         numel: numbers in the parameters.
         active_numel: those that one token meets.
         units: modules that an engine shards: the blocks and the model.
-        attention_numel: layers times the width of attention, as in the cost of scores; 0 where not known.
+        attention_numel: layers times the width of attention, as in the cost of scores; 0 where not
+            known.
         vocab_size: tokens that the model knows.
     """
 
@@ -157,8 +164,8 @@ def build_model(
         preset: see `on_meta`.
         device: where parameters lie.
         hf: see `on_meta`.
-        wrap: called for each block, and last for the model, as soon as its values are there. A built-in
-            model that is sharded in this way never exists unsharded.
+        wrap: called for each block, and last for the model, as soon as its values are there. A
+            built-in model that is sharded in this way never exists unsharded.
         seed: of the initial values.
     """
     model = build_causal_lm(hf, {}, device=device, seed=seed) if hf else on_meta(preset)

@@ -1,8 +1,10 @@
-"""What an optimizer step costs: over many small parameters, over one large model, and with clipping.
+"""What an optimizer step costs: over many small parameters, over one large model, and with
+clipping.
 
 * `one_unit`: about 600 parameters of up to 256 elements in one unit; what is measured is host time;
 * `many_units`: the same in units of nine;
-* `large`: 124 million parameters on one rank, beside torch's fused kernel over one flat tensor of that size,
+* `large`: 124 million parameters on one rank, beside torch's fused kernel over one flat tensor of
+that size,
   which no engine can beat by much, and beside a copy of memory;
 * `clip`: clipping and step of the tiny preset on two ranks.
 """
@@ -50,7 +52,9 @@ def main(run: Run, names: Sequence[str], rounds: int, threads: int, device: str)
     """Measure optimizer steps."""
     if run.smoke:
         rounds = 2
-    for name in names or [name for name, case in CASES.items() if device == "cpu" or case.ranks == 1]:
+    for name in names or [
+        name for name, case in CASES.items() if device == "cpu" or case.ranks == 1
+    ]:
         case = CASES[name]
         by_rank = on_ranks(
             "benchmarks.optimizers:measure", case.ranks, name, rounds, threads, device, run.smoke
@@ -84,7 +88,12 @@ def measure(
     steps, numel = CASES[name].make(smoke)
     repeats = 1 if name == "large" or smoke else 5
     costs = interleaved(
-        steps, rounds, repeats=repeats, warmup=2 if smoke else 3, device=device, barrier=dist.barrier
+        steps,
+        rounds,
+        repeats=repeats,
+        warmup=2 if smoke else 3,
+        device=device,
+        barrier=dist.barrier,
     )
     return costs, numel
 
@@ -95,7 +104,8 @@ def _small(smoke: bool, *, units: bool) -> tuple[Steps, int]:
     def make(name: str) -> Callable[[], object]:
         model = Chain(count, layers=4)
         _shard(name, [*model.units, model] if units else [model])
-        # Not a backward's gradients: those of a deep chain are so small that their squares are subnormal.
+        # Not a backward's gradients: those of a deep chain are so small that their squares are
+        # subnormal.
         return _adamw(name, _with_gradients(model)).step
 
     numel = sum(p.numel() for p in Chain(count, layers=4).parameters())

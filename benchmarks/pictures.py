@@ -1,4 +1,6 @@
-"""Pictures of records: charts of times, ratios and memory, and a timeline of one step of some engines."""
+"""Pictures of records: charts of times, ratios and memory, and a timeline of one step of some
+engines.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,16 @@ from benchmarks.engines.trace import LANES
 from benchmarks.records import Record
 from benchmarks.tables import heading, is_spread, rows_of, title, unit_of, words
 
-_COLOURS = dict(zip(LANES, ("#4c78a8", "#f28e2b", "#b23a8e", "#c44e52", "#3a8a4d", "#8b8f95"), strict=True))
+_COLOURS = dict(
+    zip(LANES, ("#4c78a8", "#f28e2b", "#b23a8e", "#c44e52", "#3a8a4d", "#8b8f95"), strict=True)
+)
 _ENGINE, _FLOOR = "#4c78a8", "#a9b0b8"
 _IN_TIMELINE = ("fsdp2", "shardgrad", "shardgrad-graphed")
 _TIMES = ("wall_s", "host_s", "cpu_s")
-_MEMORY = ("peak_reserved_nbytes", "peak_rss_beyond_imports_nbytes")  # of the device, where it has some
+_MEMORY = (
+    "peak_reserved_nbytes",
+    "peak_rss_beyond_imports_nbytes",
+)  # of the device, where it has some
 
 
 def draw(record: Record) -> dict[str, bytes]:
@@ -43,13 +50,17 @@ def draw(record: Record) -> dict[str, bytes]:
 def _fields(record: Record) -> list[str]:
     """What there is a chart of: times and ratios, and, of training steps, memory."""
     rows = [row for _, row in rows_of(record["summary"])]
-    spreads = dict.fromkeys(field for row in rows for field, value in row.items() if is_spread(value))
+    spreads = dict.fromkeys(
+        field for row in rows for field, value in row.items() if is_spread(value)
+    )
     wanted = [field for field in spreads if field in _TIMES or field.startswith("ratio_to_")]
     return wanted + [field for field in _MEMORY if any(field in row for row in rows)][:1]
 
 
 def _charts(record: Record, fields: Sequence[str]) -> Figure:
-    """A panel for each field, a bar for each row, with quartiles as whiskers and a dot for every round."""
+    """A panel for each field, a bar for each row, with quartiles as whiskers and a dot for every
+    round.
+    """
     rows = list(rows_of(record["summary"]))[::-1]
     figure = Figure(figsize=(9, len(fields) * (0.9 + 0.3 * len(rows))), layout="constrained")
     panels = figure.subplots(len(fields), 1, squeeze=False)[:, 0]
@@ -63,7 +74,9 @@ def _charts(record: Record, fields: Sequence[str]) -> Figure:
         above = [max(0.0, high - median) / factor for _, median, high in spreads]
         colours = [_FLOOR if _is_floor(rows[place][0]) else _ENGINE for place in places]
         bars = axes.barh(places, medians, xerr=(below, above), color=colours, capsize=2)
-        axes.bar_label(bars, [words(field, median) for _, median, _ in spreads], padding=6, fontsize=8)
+        axes.bar_label(
+            bars, [words(field, median) for _, median, _ in spreads], padding=6, fontsize=8
+        )
         for place in places if field in _TIMES else ():
             rounds = [value / factor for value in _at(record["samples"], (*rows[place][0], field))]
             axes.plot(rounds, [place] * len(rounds), "|", color="black", alpha=0.3)
@@ -109,7 +122,9 @@ def _timeline(record: Record) -> Figure:
         spans = timelines[name]["spans"]
         lanes = [lane for lane in LANES if any(span[0] == lane for span in spans)][::-1]
         for position, lane in enumerate(lanes):
-            parts = [(start / 1e3, length / 1e3) for kind, _, start, length in spans if kind == lane]
+            parts = [
+                (start / 1e3, length / 1e3) for kind, _, start, length in spans if kind == lane
+            ]
             axes.broken_barh(parts, (position - 0.4, 0.8), color=_COLOURS[lane])
         axes.set_yticks(range(len(lanes)), lanes, fontsize=8)
         axes.set_title(name, fontsize="small")

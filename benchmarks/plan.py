@@ -1,13 +1,14 @@
-"""Does what `shardgrad plan` predicts happen? Memory and step time, predicted and measured, on CPU ranks.
+"""Does what `shardgrad plan` predicts happen? Memory and step time, predicted and measured, on CPU
+ranks.
 
-Memory: each run of the ranks has new processes, in which every large block is mapped by itself, so that
-resident memory is what is allocated. The peak beyond what was resident before there was a model, of the
-heaviest rank, is compared with the plan's.
+Memory: each run of the ranks has new processes, in which every large block is mapped by itself, so
+that resident memory is what is allocated. The peak beyond what was resident before there was a
+model, of the heaviest rank, is compared with the plan's.
 
-Time: in every round, in turn: a step with the engine; forward and backward of the unsharded model; a pass
-over memory; a small and a large exchange. The plan of the step, with these as its constants, is compared with
-the step of the same round. Compute is measured, so what is tested is the rest: which bytes move, when, what
-they can hide behind, and what the engine adds.
+Time: in every round, in turn: a step with the engine; forward and backward of the unsharded model;
+a pass over memory; a small and a large exchange. The plan of the step, with these as its constants,
+is compared with the step of the same round. Compute is measured, so what is tested is the rest:
+which bytes move, when, what they can hide behind, and what the engine adds.
 """
 
 from __future__ import annotations
@@ -85,7 +86,12 @@ class Task:
 @click.command()
 @option("--preset", type=click.Choice(["tiny", "small", "medium"]), default="small", help="Model.")
 @option(
-    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
+    "--ranks",
+    "worlds",
+    type=click.IntRange(2),
+    multiple=True,
+    default=[2, 4],
+    help="Processes; repeatable.",
 )
 @option(
     "--precision",
@@ -134,7 +140,8 @@ def main(
             steps_s = [one["step_s"] for one in measured]
             run.finish(
                 "plan",
-                config=dataclasses.asdict(task) | {"ranks": ranks, "rounds": rounds, "repeats": repeats},
+                config=dataclasses.asdict(task)
+                | {"ranks": ranks, "rounds": rounds, "repeats": repeats},
                 samples={"peak_nbytes": peaks, "rounds": measured, "predicted_step_s": predicted_s},
                 summary={
                     "peak_nbytes": statistics.median(peaks),
@@ -162,7 +169,9 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
         on_host=True,
     )
     rehearsal = rehearse(request)
-    usual = machine_of("cpu", is_graphed=True)  # the compute that is measured has its launches in it
+    usual = machine_of(
+        "cpu", is_graphed=True
+    )  # the compute that is measured has its launches in it
     plans = []
     for one in measured:
         device = dataclasses.replace(usual.device, bandwidth=one["bandwidth"])
@@ -173,7 +182,8 @@ def _predict(task: Task, ranks: int, measured: Sequence[Round]) -> tuple[int, li
     return plans[0].peak_nbytes, [plan.step_s for plan in plans]
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------
+# -- on the ranks
+# ------------------------------------------------------------------------------------------
 
 
 class _Program:
@@ -187,10 +197,14 @@ class _Program:
         self._optimizer: torch.optim.Optimizer | None = None
         if sharded:
             shape = task.mesh_shape(dist.get_world_size())
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+            mesh = init_device_mesh(
+                "cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+            )
             policy = MixedPrecisionPolicy()
             if task.precision == "bf16":
-                policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+                policy = MixedPrecisionPolicy(
+                    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+                )
             stage: Any = task.stage if task.stage == "hfsdp" else int(task.stage)
             for unit in (*self.model.layers, self.model):
                 shardgrad.fully_shard(unit, mesh=mesh, mp_policy=policy, zero_stage=stage)
@@ -218,10 +232,12 @@ class _Program:
 
 
 def measure_memory(task: Task) -> tuple[int, int]:
-    """Returns this rank's resident bytes before there is a model, and at most until the steps are done.
+    """Returns this rank's resident bytes before there is a model, and at most until the steps are
+    done.
 
-    Large blocks are mapped one by one, so that what the program frees leaves the resident set at once, and a
-    first, small model has loaded and initialised whatever is loaded and initialised once.
+    Large blocks are mapped one by one, so that what the program frees leaves the resident set at
+    once, and a first, small model has loaded and initialised whatever is loaded and initialised
+    once.
     """
     libc = ctypes.CDLL(None)
     if not (libc.mallopt(_M_MMAP_THRESHOLD, _MAPPED_NBYTES) and libc.mallopt(_M_ARENA_MAX, 1)):
@@ -239,9 +255,9 @@ def measure_memory(task: Task) -> tuple[int, int]:
 def measure_times(task: Task, rounds: int) -> list[Round]:
     """Measures a step and the constants of a prediction, in turn; seconds, and bytes per second.
 
-    `compute_s` is forward and backward of the unsharded model, without engine, optimizer and communication;
-    `bandwidth` that of a pass which reads and writes a block's parameters; `hop_s` how long a small message
-    takes; `link_bandwidth` that of a message as large as a block.
+    `compute_s` is forward and backward of the unsharded model, without engine, optimizer and
+    communication; `bandwidth` that of a pass which reads and writes a block's parameters; `hop_s`
+    how long a small message takes; `link_bandwidth` that of a message as large as a block.
     """
     engine, alone = _Program(task, sharded=True), _Program(task, sharded=False)
     for program in (engine, alone):
@@ -278,7 +294,9 @@ def _pass_bandwidth(numel: int) -> float:
 
 
 def _exchange_s(nbytes: int, repeats: int = 8) -> float:
-    """Returns the seconds in which every rank sends `nbytes` in all, to the others in equal parts."""
+    """Returns the seconds in which every rank sends `nbytes` in all, to the others in equal
+    parts.
+    """
     ranks = dist.get_world_size()
     sent, received = (torch.zeros(ranks, nbytes // 4 // (ranks - 1)) for _ in range(2))
     return _seconds(lambda: dist.all_to_all_single(received, sent), repeats)

@@ -4,8 +4,8 @@
     python -m benchmarks readme --check    exit with status 1 if they are out of date
     python -m benchmarks readme --small    print the small table for the README of the repository
 
-A table is made of the newest record of each kind that counts as a result: a clean tree, compiled ops, a quiet
-machine, no smoke run, ranks with devices of their own.
+A table is made of the newest record of each kind that counts as a result: a clean tree, compiled
+ops, a quiet machine, no smoke run, ranks with devices of their own.
 """
 
 from __future__ import annotations
@@ -40,9 +40,13 @@ Found = tuple[str, Record]
 
 @click.command()
 @click.option(
-    "--check", is_flag=True, help="Change nothing; exit with status 1 if the tables are out of date."
+    "--check",
+    is_flag=True,
+    help="Change nothing; exit with status 1 if the tables are out of date.",
 )
-@click.option("--small", is_flag=True, help="Print the small table for the README of the repository instead.")
+@click.option(
+    "--small", is_flag=True, help="Print the small table for the README of the repository instead."
+)
 def main(check: bool, small: bool) -> None:
     """Measure nothing: write the tables of benchmarks/README.md from the records."""
     found = newest(results(RESULTS))
@@ -57,11 +61,15 @@ def main(check: bool, small: bool) -> None:
     if not check:
         README.write_text(fresh, encoding="utf-8")
     elif fresh != text:
-        raise click.ClickException("benchmarks/README.md is out of date; run: python -m benchmarks readme")
+        raise click.ClickException(
+            "benchmarks/README.md is out of date; run: python -m benchmarks readme"
+        )
 
 
 def results(folder: Path) -> Iterator[Found]:
-    """Records that count as results, and the path of each, relative to the root of the source tree."""
+    """Records that count as results, and the path of each, relative to the root of the source
+    tree.
+    """
     for path in sorted(folder.rglob("*.jsonl")):
         if path.name not in _LEFT_OUT:
             for record in read(path):
@@ -74,7 +82,9 @@ def newest(found: Iterable[Found]) -> list[Found]:
     by_kind: dict[tuple[str, str, str], Found] = {}
     for path, record in sorted(found, key=lambda pair: pair[1]["environment"]["time"]):
         # Modes of one soak, cases of one run: what is in a summary belongs to the kind.
-        rows = "" if record["benchmark"] == "training_step" else json.dumps(sorted(record["summary"]))
+        rows = (
+            "" if record["benchmark"] == "training_step" else json.dumps(sorted(record["summary"]))
+        )
         by_kind[_where(record), title(record), rows] = (path, record)
     return [by_kind[kind] for kind in sorted(by_kind)]
 
@@ -83,7 +93,9 @@ def tables(found: Sequence[Found]) -> Iterator[str]:
     """All tables in Markdown: training steps in one, and one for each record of the others."""
     yield _NOTE
     yield from ("", "### training_step", "")
-    yield from markdown(_STEPS, [_step_cells(path, record, full=True) for path, record in _steps(found)])
+    yield from markdown(
+        _STEPS, [_step_cells(path, record, full=True) for path, record in _steps(found)]
+    )
     for name in dict.fromkeys(record["benchmark"] for _, record in found):
         if name == "training_step":
             continue
@@ -125,7 +137,9 @@ def _last_ratio(of: Record) -> float:
     """The ratio at the largest number of units, where this record has it."""
     if "ratio_to_fsdp2" in of:  # before summaries were by count, and then by engine
         return float(list(of["ratio_to_fsdp2"].values())[-1]["median"])
-    counts = [row for row in of.values() if is_spread(row.get("shardgrad", {}).get("ratio_to_fsdp2"))]
+    counts = [
+        row for row in of.values() if is_spread(row.get("shardgrad", {}).get("ratio_to_fsdp2"))
+    ]
     return float(counts[-1]["shardgrad"]["ratio_to_fsdp2"]["median"])
 
 
@@ -135,7 +149,8 @@ def replaced(text: str, table: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(
-            f"benchmarks/README.md lacks the marks {BEGIN} and {END}: put them where the tables belong"
+            f"benchmarks/README.md lacks the marks {BEGIN} and {END}: put them where the tables "
+            f"belong"
         )
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 
@@ -144,13 +159,16 @@ def _steps(found: Sequence[Found]) -> list[Found]:
     return [
         (path, record)
         for path, record in found
-        if record["benchmark"] == "training_step" and {"fsdp2", "shardgrad"} <= set(record["summary"])
+        if record["benchmark"] == "training_step"
+        and {"fsdp2", "shardgrad"} <= set(record["summary"])
     ]
 
 
 def _where(record: Record) -> str:
     environment = record["environment"]
-    return str(environment.get("device_name") or f"{environment['cores']} cores, {environment['cpu']}")
+    return str(
+        environment.get("device_name") or f"{environment['cores']} cores, {environment['cpu']}"
+    )
 
 
 def _link(path: str) -> str:
@@ -166,6 +184,8 @@ def _step_cells(path: str, record: Record, *, full: bool) -> list[str]:
         quartiles = " ({:.2f} .. {:.2f})".format(*ratio["quartiles"]) if ratio and full else ""
         cells.append("" if ratio is None else f"{ratio['median']:.2f}{quartiles}")
     floor = summary.get("collectives")
-    cells.append("" if floor is None else f"{ours['wall_s']['median'] / floor['wall_s']['median']:.2f}")
+    cells.append(
+        "" if floor is None else f"{ours['wall_s']['median'] / floor['wall_s']['median']:.2f}"
+    )
     field = "peak_reserved_nbytes" if "peak_reserved_nbytes" in ours else "peak_rss_nbytes"
     return [*cells, f"{ours[field] / base[field]:.2f}", f"[record]({_link(path)})"]

@@ -1,4 +1,5 @@
-"""Records: one JSON object a line, with all that is needed to judge a measurement or to make it again.
+"""Records: one JSON object a line, with all that is needed to judge a measurement or to make it
+again.
 
 | key | what it holds |
 |---|---|
@@ -39,10 +40,13 @@ _RENAMED = {
 
 
 def environment() -> dict[str, Any]:
-    """Code, versions and hardware. Ask at the start: the load tells whether the machine was quiet then."""
+    """Code, versions and hardware. Ask at the start: the load tells whether the machine was quiet
+    then.
+    """
     import shardgrad.ops
 
-    # In our own source tree; inside another project's repository, its commit must not be taken for ours.
+    # In our own source tree; inside another project's repository, its commit must not be taken for
+    # ours.
     is_ours = _git("rev-parse", "--show-toplevel") == str(ROOT)
     changes = _git("status", "--porcelain", "--", ".", ":!benchmarks/results") if is_ours else None
     return {
@@ -60,7 +64,12 @@ def environment() -> dict[str, Any]:
 
 
 def make_record(
-    benchmark: str, *, environment: Mapping[str, Any], config: Mapping[str, Any], samples: Any, summary: Any
+    benchmark: str,
+    *,
+    environment: Mapping[str, Any],
+    config: Mapping[str, Any],
+    samples: Any,
+    summary: Any,
 ) -> dict[str, Any]:
     """Puts a record together; see the table at the top of this file."""
     return {
@@ -91,9 +100,13 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON ({error}): give files of records") from error
+            raise ValueError(
+                f"{path}, line {number} is not JSON ({error}): give files of records"
+            ) from error
         if not isinstance(record, dict) or not {"benchmark", "config", "summary"} <= set(record):
-            raise ValueError(f"{path}, line {number} is not a record of a benchmark: leave the file out")
+            raise ValueError(
+                f"{path}, line {number} is not a record of a benchmark: leave the file out"
+            )
         yield record | {"benchmark": _RENAMED.get(record["benchmark"], record["benchmark"])}
 
 

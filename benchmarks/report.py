@@ -35,7 +35,10 @@ def show(record: Record) -> None:
         drawn = rich.table.Table("")
         for column in columns:
             drawn.add_column(
-                escape(table.headings[column]), justify="right", no_wrap=len(columns) > 1, overflow="fold"
+                escape(table.headings[column]),
+                justify="right",
+                no_wrap=len(columns) > 1,
+                overflow="fold",
             )
         for name, cells in table.rows.items():
             drawn.add_row(escape(name), *(escape(cells[column]) for column in columns))
@@ -87,7 +90,9 @@ def render(records: Sequence[Record], pictures: Sequence[Mapping[str, bytes]]) -
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     steps = [record for record in records if record["benchmark"] == "training_step"]
-    named = dict.fromkeys(name for record in steps for name in (*record["summary"], *record["left_out"]))
+    named = dict.fromkeys(
+        name for record in steps for name in (*record["summary"], *record["left_out"])
+    )
     return environment.from_string(_PAGE.read_text(encoding="utf-8")).render(
         sections=[_section(*pair) for pair in zip(records, pictures, strict=True)],
         engines={name: ENGINES[name].words for name in named if name in ENGINES},
@@ -100,9 +105,13 @@ def _section(record: Record, pictures: Mapping[str, bytes]) -> dict[str, Any]:
         "table": table_of(record),
         "headline": headline(record),
         "left_out": record.get("left_out", {}),
-        "pictures": {name: base64.b64encode(picture).decode() for name, picture in pictures.items()},
+        "pictures": {
+            name: base64.b64encode(picture).decode() for name, picture in pictures.items()
+        },
         "peak": record["config"].get("mfu_peak"),
-        "facts": json.dumps({"environment": record["environment"], "config": record["config"]}, indent=2),
+        "facts": json.dumps(
+            {"environment": record["environment"], "config": record["config"]}, indent=2
+        ),
     }
 
 

@@ -1,4 +1,6 @@
-"""What every benchmark is given: where records go, and whether the numbers have to mean anything."""
+"""What every benchmark is given: where records go, and whether the numbers have to mean
+anything.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class Run:
         self.has_failed = False
         self.environment = environment()
 
-    def finish(self, benchmark: str, *, config: Mapping[str, Any], samples: Any, summary: Any) -> None:
+    def finish(
+        self, benchmark: str, *, config: Mapping[str, Any], samples: Any, summary: Any
+    ) -> None:
         """Makes the record of a measurement, prints it, and writes it.
 
         Its environment is that of the moment when the measurement before it was finished.
@@ -43,7 +47,11 @@ class Run:
         config = {**config, "smoke": self.smoke}
         self.add(
             make_record(
-                benchmark, environment=self.environment, config=config, samples=samples, summary=summary
+                benchmark,
+                environment=self.environment,
+                config=config,
+                samples=samples,
+                summary=summary,
             )
         )
 

@@ -27,7 +27,13 @@ from shardgrad.train.sharding import build_model
 _MODES = {"eager": ("train", 2), "graphed": ("train_graphed", 1), "models": ("build_and_delete", 2)}
 _WARM = 0.2  # of the looks: caches, lazily made buffers, the allocator's arenas
 # What a process may hold more at the end than after the warm-up.
-_ALLOWED = {"resident_nbytes": 8 * 2**20, "tensors": 0, "objects": 64, "descriptors": 0, "threads": 0}
+_ALLOWED = {
+    "resident_nbytes": 8 * 2**20,
+    "tensors": 0,
+    "objects": 64,
+    "descriptors": 0,
+    "threads": 0,
+}
 
 Looks = list[dict[str, Any]]
 
@@ -47,7 +53,8 @@ Looks = list[dict[str, Any]]
 def main(run: Run, preset: str, steps: int, models: int, modes: Sequence[str]) -> None:
     """Repeat, and compare what every process holds after the warm-up and at the end.
 
-    The exit status is 1 if anything has grown. `graphed` needs a source tree, for the simulated accelerator.
+    The exit status is 1 if anything has grown. `graphed` needs a source tree, for the simulated
+    accelerator.
     """
     looks = 40
     if run.smoke:
@@ -62,12 +69,17 @@ def main(run: Run, preset: str, steps: int, models: int, modes: Sequence[str]) -
     summary = {mode: _summary(of) for mode, of in samples.items()}
     run.has_failed |= not all(of["is_flat"] for of in summary.values())
     run.finish(
-        "soak", config={"preset": preset, "steps": steps, "models": models}, samples=samples, summary=summary
+        "soak",
+        config={"preset": preset, "steps": steps, "models": models},
+        samples=samples,
+        summary=summary,
     )
 
 
 def _summary(ranks: list[Looks]) -> dict[str, Any]:
-    """Growth from the end of the warm-up to the last look, of the rank where it is largest; step times."""
+    """Growth from the end of the warm-up to the last look, of the rank where it is largest; step
+    times.
+    """
     found: dict[str, Any] = {
         what: max(_growth([look[what] for look in looks]) for looks in ranks) for what in _ALLOWED
     }
@@ -81,21 +93,23 @@ def _summary(ranks: list[Looks]) -> dict[str, Any]:
 def _growth(values: list[int]) -> int:
     """What was added between the end of the warm-up and the end.
 
-    The smallest of a few looks on either side, since what a look catches in the middle of its life is gone at
-    the next.
+    The smallest of a few looks on either side, since what a look catches in the middle of its life
+    is gone at the next.
     """
     warm = values[int(_WARM * len(values)) :]
     side = max(1, len(warm) // 8)
     return min(warm[-side:]) - min(warm[:side])
 
 
-# -- on the ranks ------------------------------------------------------------------------------------------
+# -- on the ranks
+# ------------------------------------------------------------------------------------------
 
 
 def _look(step: int, step_s: float) -> dict[str, Any]:
     """What this process holds now, after a collection of garbage."""
     gc.collect()
-    # Which free pages the heap keeps depends on the order of all allocations: it would hide a small leak.
+    # Which free pages the heap keeps depends on the order of all allocations: it would hide a small
+    # leak.
     ctypes.CDLL(None).malloc_trim(0)
     objects = gc.get_objects()
     found = {
@@ -127,7 +141,9 @@ def _repeat(work: Callable[[], object], times: int, looks: int) -> Looks:
 
 
 def train(preset: str, steps: int, looks: int, device: str = "cpu", graph: str = "off") -> Looks:
-    """Trains a preset, with everything that the training program does in a step, and its watchdog."""
+    """Trains a preset, with everything that the training program does in a step, and its
+    watchdog.
+    """
     config = TrainConfig(preset=preset, steps=steps, batch_size=1, seq_len=32, graph=graph)
     store = dist.distributed_c10d._get_default_store()
     watchdog = HangWatchdog(store, dist.get_rank(), dist.get_world_size()).start()

@@ -1,8 +1,9 @@
-"""How many functions a training step calls, in Python and in C, and which: what the host does, counted.
+"""How many functions a training step calls, in Python and in C, and which: what the host does,
+counted.
 
-One step of each engine is watched with `sys.setprofile` on rank 0 of two gloo ranks in fp32, after some steps
-that are not. Everything counts: the model, the optimizer, torch and the engine. Counts do not depend on what
-else a machine does, so they say whether a change made the host's work less.
+One step of each engine is watched with `sys.setprofile` on rank 0 of two gloo ranks in fp32, after
+some steps that are not. Everything counts: the model, the optimizer, torch and the engine. Counts
+do not depend on what else a machine does, so they say whether a change made the host's work less.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def main(run: Run, presets: Sequence[str]) -> None:
     samples: dict[str, Any] = {}
     for preset in presets[:1] if run.smoke else presets:
         samples[preset] = {
-            name: on_ranks("benchmarks.step_calls:count", _RANKS, preset, name)[0] for name in ENGINES
+            name: on_ranks("benchmarks.step_calls:count", _RANKS, preset, name)[0]
+            for name in ENGINES
         }
     run.finish(
         "step_calls",
@@ -50,7 +52,9 @@ def main(run: Run, presets: Sequence[str]) -> None:
 
 
 def count(preset: str, engine: str) -> dict[str, dict[str, int]]:
-    """Returns how often a step calls each function, the most frequent ones by name and the rest together."""
+    """Returns how often a step calls each function, the most frequent ones by name and the rest
+    together.
+    """
     import torch
     import torch.distributed as dist
 
@@ -66,7 +70,9 @@ def count(preset: str, engine: str) -> dict[str, dict[str, int]]:
         "fsdp2": lambda: torch_and_shardgrad.fsdp2(task, device).step,
         "shardgrad": lambda: torch_and_shardgrad.ours(task, device).step,
         "shardgrad and its AdamW": lambda: (
-            torch_and_shardgrad._sharded(task, device, shardgrad.fully_shard, owns_optimizer=True).step
+            torch_and_shardgrad._sharded(
+                task, device, shardgrad.fully_shard, owns_optimizer=True
+            ).step
         ),
         "collectives": lambda: floors.collectives(task, device).step,
     }

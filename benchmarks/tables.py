@@ -11,7 +11,8 @@ from benchmarks.records import Record
 
 _MIB = 2**20
 
-# -- values -----------------------------------------------------------------------------------------
+# -- values
+# -----------------------------------------------------------------------------------------
 
 
 def _scaled(value: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
@@ -74,7 +75,10 @@ _FORMATS: Mapping[str, Callable[[Any], str]] = {
 
 # Headings, and what they mean, of the fields that need either.
 COLUMNS: Mapping[str, tuple[str, str]] = {
-    "wall_s": ("wall time", "of one repetition, on the slowest rank: median and quartiles over rounds"),
+    "wall_s": (
+        "wall time",
+        "of one repetition, on the slowest rank: median and quartiles over rounds",
+    ),
     "bytes_per_s": ("bytes per second", "read and written"),
     "host_s": ("host time", "until the host had asked for one repetition"),
     "cpu_s": ("CPU time", "of a rank's threads"),
@@ -84,7 +88,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     "mfu": ("MFU", "6 N + 12 L H Q T FLOPs for a token, of the peak named below"),
     "beyond_compute_s": (
         "beyond compute",
-        "step time less that of compute alone in the same round: what the engine and its traffic expose",
+        "step time less that of compute alone in the same round: what the engine and its traffic "
+        "expose",
     ),
     "collectives": ("sent: calls, MiB", "collectives of a step, and what a rank sends for them"),
     "loopback_nbytes": ("on the wire", "received on the loopback interface, all ranks"),
@@ -94,9 +99,15 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
     ),
     "launches": ("launches", "what the host gives the device to do in a step"),
     "dtensors": ("DTensors", "constructed from Python in a steady step"),
-    "peak_rss_beyond_imports_nbytes": ("resident", "peak beyond imports and process group, heaviest rank"),
+    "peak_rss_beyond_imports_nbytes": (
+        "resident",
+        "peak beyond imports and process group, heaviest rank",
+    ),
     "peak_allocated_nbytes": ("allocated", "peak on the device"),
-    "peak_requested_nbytes": ("requested", "of it, without the ends of blocks that nothing asked for"),
+    "peak_requested_nbytes": (
+        "requested",
+        "of it, without the ends of blocks that nothing asked for",
+    ),
     "peak_reserved_nbytes": ("reserved", "peak on the device, with what the allocator keeps"),
     "pool_nbytes": ("graphs", "of it, by graphs"),
     "joules": ("joules", "of a step"),
@@ -105,7 +116,8 @@ COLUMNS: Mapping[str, tuple[str, str]] = {
 _SILENT = ("minor_faults", "communication_s", "exposed_s", "loss_difference", "peak_rss_nbytes")
 
 
-# -- tables --------------------------------------------------------------------------------------------------
+# -- tables
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -136,16 +148,22 @@ def table_of(record: Record) -> Table:
         silent |= {"loopback_nbytes", "cpu_s"}
     used = dict.fromkeys(field for row in found.values() for field in row if row[field] is not None)
     # The fields that are known in their order, and then the others in theirs.
-    fields = [field for field in (*COLUMNS, *(one for one in used if one not in COLUMNS)) if field in used]
+    fields = [
+        field for field in (*COLUMNS, *(one for one in used if one not in COLUMNS)) if field in used
+    ]
     fields = [field for field in fields if field not in silent]
     rows = {
         name: ["" if row.get(field) is None else words(field, row[field]) for field in fields]
         for name, row in found.items()
     }
-    return Table(title(record), setting(record), [heading(one) for one in fields], rows, notes(record))
+    return Table(
+        title(record), setting(record), [heading(one) for one in fields], rows, notes(record)
+    )
 
 
-def rows_of(summary: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def rows_of(
+    summary: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The innermost dictionaries of a summary, each with the names that lead to it."""
     if not summary or any(is_spread(of) or not isinstance(of, Mapping) for of in summary.values()):
         if summary:
@@ -174,10 +192,10 @@ def title(record: Record) -> str:
     """What sets a record apart from its neighbours."""
     config = record["config"]
     if record["benchmark"] != "training_step":
-        options = {name: value for name, value in config.items() if name != "smoke" and value is not None}
-        return (
-            f"{record['benchmark']}: {', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
-        )
+        options = {
+            name: value for name, value in config.items() if name != "smoke" and value is not None
+        }
+        return f"{record['benchmark']}: {', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
     model = config["hf"] or config["preset"]
     ranks = f"{config['ranks']} rank{'s' * (config['ranks'] > 1)}"
     if config["mesh"]:
@@ -185,7 +203,8 @@ def title(record: Record) -> str:
     accumulate = f", {config['accumulate']} micro-batches" if config["accumulate"] > 1 else ""
     clip = f", clipped at {config['clip']:g}" if config["clip"] else ""
     return (
-        f"{model}, {config['precision']}, {ranks}, {config['batch_size']} x {config['seq_len']} tokens each"
+        f"{model}, {config['precision']}, {ranks}, {config['batch_size']} x {config['seq_len']} "
+        f"tokens each"
         f"{accumulate}{clip}"
     )
 
@@ -202,7 +221,8 @@ def setting(record: Record) -> str:
     changed = "" if environment["git_is_clean"] in (True, None) else " with changes"
     ops = f", {environment['ops_backend']} ops" if environment.get("ops_backend") else ""
     return (
-        f"{device}, {environment['cores']} cores, load {environment['load_average_1min']:.1f} at the start; "
+        f"{device}, {environment['cores']} cores, load {environment['load_average_1min']:.1f} at "
+        f"the start; "
         f"torch {environment['torch']}{ops}; {commit}{changed}; {environment['time']}"
     )
 
@@ -211,10 +231,16 @@ def headline(record: Record) -> str:
     """One sentence that compares the engine with its peer; empty where a record does not."""
     ratio = record["summary"].get("shardgrad", {})
     ratio = ratio.get("ratio_to_base") if isinstance(ratio, Mapping) else None
-    if record["benchmark"] != "training_step" or not is_spread(ratio) or record["config"].get("smoke"):
+    if (
+        record["benchmark"] != "training_step"
+        or not is_spread(ratio)
+        or record["config"].get("smoke")
+    ):
         return ""
     low, high = ratio["quartiles"]
-    return f"shardgrad takes {ratio['median']:.2f} of FSDP2's step; quartiles {low:.2f} to {high:.2f}."
+    return (
+        f"shardgrad takes {ratio['median']:.2f} of FSDP2's step; quartiles {low:.2f} to {high:.2f}."
+    )
 
 
 def notes(record: Record) -> list[str]:
@@ -228,7 +254,8 @@ def notes(record: Record) -> list[str]:
     if not noise["is_quiet"]:
         loud = max(noise["by_name"], key=lambda name: noise["by_name"][name])
         found.append(
-            f"The machine was too noisy: a quartile of {loud} is {noise['by_name'][loud]:.0%} from its "
+            f"The machine was too noisy: a quartile of {loud} is {noise['by_name'][loud]:.0%} from "
+            f"its "
             f"median, {noise['allowed']:.0%} are allowed. Let nothing else run, and measure again."
         )
     for name in record.get("disagreed", ()):

@@ -27,5 +27,7 @@ def make_step(config: TrainConfig, device: str) -> tuple[TrainStep, World]:
     model = build_model(config, init_device_mesh(world.device.type, (ranks,)), world.device)
     optimizer = build_optimizer(model, config)
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
-    text = torch.randint(256, (10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    text = torch.randint(
+        256, (10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
     return TrainStep(state, Sampler(text, config.seq_len, seed=0), config, world), world

@@ -1,8 +1,9 @@
 """Training steps of several engines, interleaved round by round, each in processes of its own.
 
-A record has, beyond what every record has: `left_out`, why each of the other engines has no numbers;
-`disagreed`, those of them that do not compute what fsdp2 computes; `unobserved`, why engines that have times
-have nothing else; `noise`, how far quartiles are from medians; and `timelines`, one step of each engine.
+A record has, beyond what every record has: `left_out`, why each of the other engines has no
+numbers; `disagreed`, those of them that do not compute what fsdp2 computes; `unobserved`, why
+engines that have times have nothing else; `noise`, how far quartiles are from medians; and
+`timelines`, one step of each engine.
 """
 
 from __future__ import annotations
@@ -31,9 +32,17 @@ _ALL = "all"
 
 @click.command()
 @option(
-    "--preset", "presets", multiple=True, metavar="|".join(MODELS), help="Model; repeatable.  [default: tiny]"
+    "--preset",
+    "presets",
+    multiple=True,
+    metavar="|".join(MODELS),
+    help="Model; repeatable.  [default: tiny]",
 )
-@option("--hf", multiple=True, help="A Hugging Face causal LM: a config.json, or a model type; repeatable.")
+@option(
+    "--hf",
+    multiple=True,
+    help="A Hugging Face causal LM: a config.json, or a model type; repeatable.",
+)
 @option(
     "--precision",
     "precisions",
@@ -41,25 +50,42 @@ _ALL = "all"
     metavar="|".join(PRECISIONS),
     help="Data type of forward and backward; repeatable.  [default: fp32]",
 )
-@option("--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]")
+@option(
+    "--ranks", type=click.IntRange(1), multiple=True, help="Processes; repeatable.  [default: 2]"
+)
 @option("--mesh", help="2x2: HSDP, 2 replicas of 2 shards.  [default: shard over all ranks]")
 @option(
     "--engine",
     "engines",
     multiple=True,
     metavar="NAME",
-    help=f"Engine, or {_ALL}; repeatable; --list-engines names them.  [default: {', '.join(DEFAULT)}]",
+    help=f"Engine, or {_ALL}; repeatable; --list-engines names them.  [default: "
+    f"{', '.join(DEFAULT)}]",
 )
 @option("--accumulate", type=click.IntRange(1), default=1, help="Micro-batches per step.")
-@option("--batch-size", type=click.IntRange(1), default=8, help="Sequences per rank and micro-batch.")
+@option(
+    "--batch-size", type=click.IntRange(1), default=8, help="Sequences per rank and micro-batch."
+)
 @option("--seq-len", type=click.IntRange(2), default=128, help="Tokens per sequence.")
-@option("--clip", type=click.FloatRange(0), default=0.0, help="Largest gradient norm; 0 does not clip.")
-@option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", help="Where ranks compute.")
+@option(
+    "--clip", type=click.FloatRange(0), default=0.0, help="Largest gradient norm; 0 does not clip."
+)
+@option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    help="Where ranks compute.",
+)
 @option("--share-device", is_flag=True, help="Put all ranks on one GPU, to see that it works.")
 @option("--rounds", type=click.IntRange(2), default=40, help="Turns of each engine.")
 @option("--steps", type=click.IntRange(1), default=5, help="Steps in a turn.")
 @option("--warmup", type=click.IntRange(5), default=8, help="Steps before the first round.")
-@option("--limit-s", type=float, default=3600.0, help="Measure fewer rounds rather than for more seconds.")
+@option(
+    "--limit-s",
+    type=float,
+    default=3600.0,
+    help="Measure fewer rounds rather than for more seconds.",
+)
 @option(
     "--timeout",
     "answer_s",
@@ -67,7 +93,9 @@ _ALL = "all"
     default=120.0,
     help="Seconds without an answer until ranks count as hung.",
 )
-@option("--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting.")
+@option(
+    "--keep-heap/--no-keep-heap", default=True, help="Apply the training program's heap setting."
+)
 @option("--list-engines", is_flag=True, help="List the engines, and exit.")
 @click.pass_obj
 def main(
@@ -86,10 +114,12 @@ def main(
     answer_s: float,
     **common: Any,
 ) -> None:
-    """Measure training steps of several engines, interleaved round by round, each in processes of its own.
+    """Measure training steps of several engines, interleaved round by round, each in processes of
+    its own.
 
-    An engine that is not installed, cannot do the task, crashes or hangs is a row with the reason; the others
-    go on. The exit status is 1 if nothing was measured, or if an engine did not compute what fsdp2 computes.
+    An engine that is not installed, cannot do the task, crashes or hangs is a row with the reason;
+    the others go on. The exit status is 1 if nothing was measured, or if an engine did not compute
+    what fsdp2 computes.
     """
     if list_engines:
         for name, engine in ENGINES.items():
@@ -98,7 +128,9 @@ def main(
     length = Length(rounds, steps, warmup, limit_s, answer_s)
     try:
         names = _names(engines)
-        models: list[dict[str, Any]] = [{"preset": one} for one in presets] + [{"hf": one} for one in hf]
+        models: list[dict[str, Any]] = [{"preset": one} for one in presets] + [
+            {"hf": one} for one in hf
+        ]
         worlds = ranks or [prod(mesh_shape(common["mesh"])) if common["mesh"] else 2]
         tasks = [
             Task(**model, precision=precision, ranks=world, device=_device(device), **common)
@@ -107,7 +139,9 @@ def main(
     except TrainingError as error:
         raise click.UsageError(str(error)) from error
     records = [_measure(task, length, names, run) for task in tasks]
-    run.has_failed |= any(one["disagreed"] for one in records) or not any(one["summary"] for one in records)
+    run.has_failed |= any(one["disagreed"] for one in records) or not any(
+        one["summary"] for one in records
+    )
 
 
 def _measure(task: Task, length: Length, names: Sequence[str], run: Run) -> dict[str, Any]:

@@ -3,10 +3,10 @@
     git worktree add ../before COMMIT      # and build its ops there
     python -m benchmarks versions --before ../before
 
-Each version has processes that stay, which import `shardgrad` from its own tree. In a round every version
-has a turn, in an order that reverses from round to round, and CPU time is compared, not time on the clock: so
-a busy machine slows both alike. The cases are the forward and backward of `host_overhead`, where nothing is
-sent and almost nothing computed, and the training program's step.
+Each version has processes that stay, which import `shardgrad` from its own tree. In a round every
+version has a turn, in an order that reverses from round to round, and CPU time is compared, not
+time on the clock: so a busy machine slows both alike. The cases are the forward and backward of
+`host_overhead`, where nothing is sent and almost nothing computed, and the training program's step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ _ROOT = Path(__file__).parents[1]
 _BEFORE, _NOW = "before", "now"
 
 
-# -- a rank of one version -----------------------------------------------------------------------------------
+# -- a rank of one version
+# -----------------------------------------------------------------------------------
 
 
 def _serve(case: Mapping[str, Any], rank: int, store: str) -> None:
-    """Answers lines of stdin, each with a number of repetitions; the end of stdin ends the process."""
+    """Answers lines of stdin, each with a number of repetitions; the end of stdin ends the
+    process.
+    """
     from benchmarks.workers import Worker
 
     answers = os.fdopen(os.dup(1), "w")
@@ -67,7 +70,9 @@ def _work(case: Mapping[str, Any]) -> Any:
 
 
 def _peak_nbytes(work: Any) -> int:
-    """Returns the most bytes that torch's CPU allocator had lent in a call, above what it had before."""
+    """Returns the most bytes that torch's CPU allocator had lent in a call, above what it had
+    before.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
@@ -80,7 +85,8 @@ def _peak_nbytes(work: Any) -> int:
     return most
 
 
-# -- the parent ----------------------------------------------------------------------------------------------
+# -- the parent
+# ----------------------------------------------------------------------------------------------
 
 
 class _Version:
@@ -117,7 +123,9 @@ class _Version:
 
 
 def _commit(tree: Path) -> str:
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 
@@ -125,12 +133,21 @@ def _commit(tree: Path) -> str:
 @click.option(
     "--before",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Source tree of the other version, with its compiled ops.  [default: this one, to see the noise]",
+    help="Source tree of the other version, with its compiled ops.  [default: this one, to see the "
+    "noise]",
 )
-@click.option("--preset", default="tiny", show_default=True, help="Model of the training program's step.")
-@click.option("--units", type=click.IntRange(1), default=100, show_default=True, help="Of the chain.")
-@click.option("--rounds", type=click.IntRange(2), default=100, show_default=True, help="Turns of each.")
-@click.option("--warmup", type=click.IntRange(1), default=5, show_default=True, help="Steps before them.")
+@click.option(
+    "--preset", default="tiny", show_default=True, help="Model of the training program's step."
+)
+@click.option(
+    "--units", type=click.IntRange(1), default=100, show_default=True, help="Of the chain."
+)
+@click.option(
+    "--rounds", type=click.IntRange(2), default=100, show_default=True, help="Turns of each."
+)
+@click.option(
+    "--warmup", type=click.IntRange(1), default=5, show_default=True, help="Steps before them."
+)
 @click.pass_obj
 def main(run: Any, before: Path | None, preset: str, units: int, rounds: int, warmup: int) -> None:
     """Measure a step of this source tree and of another version of it, in turns."""
@@ -145,7 +162,11 @@ def main(run: Any, before: Path | None, preset: str, units: int, rounds: int, wa
         f"{preset}, 2 ranks": {**common, "ranks": 2, "preset": preset},
     }
     if run.smoke:
-        cases = {name: case for name, case in cases.items() if case["ranks"] == 1 and case.get("layers") != 4}
+        cases = {
+            name: case
+            for name, case in cases.items()
+            if case["ranks"] == 1 and case.get("layers") != 4
+        }
     samples, summary = {}, {}
     for name, case in cases.items():
         samples[name], summary[name] = _measure(case, trees, rounds)

@@ -1,11 +1,12 @@
 """Loss curves with gradients in bfloat16 and in float8 on the wire, beside float32 and other seeds.
 
-Not a timing. What it answers: does training go the same way? A difference in the last digit of a gradient
-grows with training, so the curves are judged by how far three float32 runs with other initial values and
-other data lie apart. `reduce_dtype=torch.bfloat16` is shown too, which sends as little as bfloat16.
+Not a timing. What it answers: does training go the same way? A difference in the last digit of a
+gradient grows with training, so the curves are judged by how far three float32 runs with other
+initial values and other data lie apart. `reduce_dtype=torch.bfloat16` is shown too, which sends as
+little as bfloat16.
 
-A curve takes minutes. With `--keep FOLDER` each is written there when it is through, and a call that was cut
-short goes on behind it.
+A curve takes minutes. With `--keep FOLDER` each is written there when it is through, and a call
+that was cut short goes on behind it.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ _CURVES = {
     _BASE: _Curve(0, {}),
     "float8 on the wire": _on_the_wire(torch.float8_e4m3fn),
     "bfloat16 on the wire": _on_the_wire(torch.bfloat16),
-    "bfloat16 reduction": _Curve(0, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}),
+    "bfloat16 reduction": _Curve(
+        0, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
+    ),
     "float32, second seed": _Curve(1, {}),
     "float32, third seed": _Curve(2, {}),
 }
@@ -57,7 +60,8 @@ _CURVES = {
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),
     default=None,
-    help="Folder for curves that are through; those of this commit that lie there are not run again.",
+    help="Folder for curves that are through; those of this commit that lie there are not run "
+    "again.",
 )
 @click.pass_obj
 def main(run: Run, preset: str, ranks: int, steps: int, keep: Path | None) -> None:
@@ -111,7 +115,9 @@ def _train(preset: str, steps: int, seed: int, **options: Any) -> list[float]:
     model: Any = build_model(
         preset, torch.device("cpu"), wrap=partial(shardgrad.fully_shard, **options), seed=seed
     )
-    optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = shardgrad.optim.AdamW(
+        model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1
+    )
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=steps + 1)
     corpus = load_corpus(None, limit_nbytes=1 << 20, validation_fraction=0.1, seq_len=_SEQ_LEN)
     sampler = Sampler(corpus.train, seq_len=_SEQ_LEN, seed=seed)

@@ -29,7 +29,8 @@ _PRELOADED = "benchmarks.engines.torch_and_shardgrad"
 _GRACE_S = 2.0  # for a peer to tell the cause, where the first to speak only felt the consequence
 _CONSEQUENCES = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
-# Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other hosts.
+# Several ranks on one GPU: NCCL 2.30 allows it if asked; older ones do not look at ranks of other
+# hosts.
 _SHARED_DEVICE = {
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
     "NCCL_MAX_CTAS": "4",
@@ -46,7 +47,8 @@ class Worker:
     """One process.
 
     Attributes:
-        serves: `module:class`; made of this worker and `argument`, its methods are what the parent calls.
+        serves: `module:class`; made of this worker and `argument`, its methods are what the parent
+            calls.
         argument: for it.
         rank: of this process.
         ranks: of its group.
@@ -88,7 +90,9 @@ class Worker:
             device = torch.device("cuda", 0 if self.share_device else self.rank)
             torch.cuda.set_device(device)
             places = [0 if self.share_device else rank for rank in range(self.ranks)]
-            os.sched_setaffinity(0, share_of_cores([_cores_near(place) for place in places], self.rank))
+            os.sched_setaffinity(
+                0, share_of_cores([_cores_near(place) for place in places], self.rank)
+            )
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
@@ -101,7 +105,9 @@ class Worker:
 
 
 def _cores_near(device: int) -> list[int]:
-    """Returns the cores on a GPU's NUMA node, of those that this process may use; all of these if unknown."""
+    """Returns the cores on a GPU's NUMA node, of those that this process may use; all of these if
+    unknown.
+    """
     import torch
 
     allowed = os.sched_getaffinity(0)
@@ -121,8 +127,8 @@ def _cores_near(device: int) -> list[int]:
 def share_of_cores(near: Sequence[Sequence[int]], rank: int) -> Sequence[int]:
     """Returns a rank's part of the cores that it has in common with other ranks.
 
-    So that no two ranks have the same core, and none moves to another node: NCCL from 2.30 on does not see to
-    it any more.
+    So that no two ranks have the same core, and none moves to another node: NCCL from 2.30 on does
+    not see to it any more.
 
     Args:
         near: for each rank, the cores near its GPU.
@@ -173,12 +179,15 @@ class Workers:
         **settings: further fields of `Worker`.
     """
 
-    def __init__(self, serves: str, argument: Any, ranks: int, timeout_s: float, **settings: Any) -> None:
+    def __init__(
+        self, serves: str, argument: Any, ranks: int, timeout_s: float, **settings: Any
+    ) -> None:
         self._timeout_s = timeout_s
         self._store = tempfile.mkdtemp(prefix="shardgrad-benchmark-")
         self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
-        # A server imports torch and the engines once, touches no device, and is forked for every rank.
+        # A server imports torch and the engines once, touches no device, and is forked for every
+        # rank.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_PRELOADED, serves.partition(":")[0]])
         for rank in range(ranks):
@@ -230,7 +239,9 @@ class Workers:
             ready = wait(list(missing), max(0.0, deadline_s - time.monotonic()))
             if not ready:
                 ranks = ", ".join(map(str, missing.values()))
-                raise WorkersFailed(f"rank {ranks} did not answer within {self._timeout_s:g} s ({doing})")
+                raise WorkersFailed(
+                    f"rank {ranks} did not answer within {self._timeout_s:g} s ({doing})"
+                )
             for pipe in ready:
                 rank = missing[pipe]  # type: ignore[index]
                 answers[rank] = self._answer(rank, doing)
@@ -245,7 +256,9 @@ class Workers:
             return _Failure(self._death(rank, doing))
 
     def _cause(self, answers: dict[int, Any], doing: str) -> WorkersFailed:
-        """The failure that explains the others: ranks that felt only the end of a peer come last."""
+        """The failure that explains the others: ranks that felt only the end of a peer come
+        last.
+        """
         missing = [pipe for rank, pipe in enumerate(self._pipes) if rank not in answers]
         for pipe in wait(missing, _GRACE_S):
             rank = self._pipes.index(pipe)  # type: ignore[arg-type]
@@ -271,7 +284,9 @@ class Workers:
 
 
 def _main(worker: Worker, pipe: Connection) -> None:
-    """What torchrun would have done for a rank, and then the answers to calls, until the pipe closes."""
+    """What torchrun would have done for a rank, and then the answers to calls, until the pipe
+    closes.
+    """
     if worker.log is not None:
         with open(worker.log, "ab") as log:  # some engines print a lot, some from C++
             os.dup2(log.fileno(), 1)
@@ -292,15 +307,20 @@ def _main(worker: Worker, pipe: Connection) -> None:
             method, arguments = pipe.recv()
             pipe.send(getattr(served, method)(*arguments))
     except EOFError:
-        os._exit(0)  # the parent has closed the pipe; graphs, watchdogs and peers may be in any state
+        os._exit(
+            0
+        )  # the parent has closed the pipe; graphs, watchdogs and peers may be in any state
     except BaseException as error:
         is_memory = isinstance(error, MemoryError) or "out of memory" in str(error).lower()
         words = textwrap.shorten(f"{type(error).__name__}: {error}", 300, placeholder=" ...")
         pipe.send(_Failure(words, "".join(traceback.format_exception(error)), is_memory))
-        os._exit(1)  # not by unwinding: a peer may never come to the collective that a destructor waits for
+        os._exit(
+            1
+        )  # not by unwinding: a peer may never come to the collective that a destructor waits for
 
 
-# -- functions on ranks --------------------------------------------------------------------------------------
+# -- functions on ranks
+# --------------------------------------------------------------------------------------
 
 
 class Functions:
@@ -337,7 +357,9 @@ def on_ranks(
 def started(
     ranks: int, *, keep_heap: bool = True, timeout_s: float = 3600.0
 ) -> Iterator[Callable[..., list[Any]]]:
-    """Starts ranks that live as long as the block; yields what calls a function on each, like `on_ranks`."""
+    """Starts ranks that live as long as the block; yields what calls a function on each, like
+    `on_ranks`.
+    """
     workers = Workers("benchmarks.workers:Functions", None, ranks, timeout_s, keep_heap=keep_heap)
     try:
         workers.ready()

@@ -1,7 +1,7 @@
 """From which size on does a parameter travel faster by itself than packed with others?
 
-A step of a few units whose weights all have the same size, once with every weight in a message by itself and
-once with all packed, on the same ranks, round by round in turns.
+A step of a few units whose weights all have the same size, once with every weight in a message by
+itself and once with all packed, on the same ranks, round by round in turns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,19 @@ from shardgrad.sharding import zero_copy
 _KIB = 2**10
 _UNITS, _WEIGHTS = 2, 4
 _WIDTH = 512  # of every weight; its rows follow from its size
-_SECTION_NBYTES = 32 * 2**20  # what one timing moves at least, so that it is long enough for the clock
+_SECTION_NBYTES = (
+    32 * 2**20
+)  # what one timing moves at least, so that it is long enough for the clock
 
 
 @click.command()
 @option(
-    "--ranks", "worlds", type=click.IntRange(2), multiple=True, default=[2, 4], help="Processes; repeatable."
+    "--ranks",
+    "worlds",
+    type=click.IntRange(2),
+    multiple=True,
+    default=[2, 4],
+    help="Processes; repeatable.",
 )
 @option("--rounds", type=click.IntRange(2), default=21, help="Turns of each way.")
 @click.pass_obj
@@ -53,7 +60,10 @@ def measure(shards: Sequence[int], rounds: int) -> dict[int, dict[str, list[Cost
     costs = {}
     for nbytes in shards:
         repeats = max(1, _SECTION_NBYTES // (nbytes * dist.get_world_size() * _UNITS * _WEIGHTS))
-        steps = {way: _step(nbytes, least) for way, least in (("packed", nbytes + 1), ("zero copy", nbytes))}
+        steps = {
+            way: _step(nbytes, least)
+            for way, least in (("packed", nbytes + 1), ("zero copy", nbytes))
+        }
         costs[nbytes] = interleaved(steps, rounds, repeats=repeats, barrier=dist.barrier)
     return costs
 
@@ -72,7 +82,9 @@ class _Block(nn.Module):
 
 
 def _step(shard_nbytes: int, least_nbytes: int) -> Callable[[], None]:
-    """Builds a model whose weights go without a copy from `least_nbytes` on; returns what trains it once."""
+    """Builds a model whose weights go without a copy from `least_nbytes` on; returns what trains it
+    once.
+    """
     rows = shard_nbytes * dist.get_world_size() // (_WIDTH * torch.float32.itemsize)
     with mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", least_nbytes):
         torch.manual_seed(0)

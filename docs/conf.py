@@ -1,7 +1,8 @@
 """Settings of the documentation site: `make docs` builds it into `build/docs`.
 
-The source folder is the repository's root, so that README.md, CONTRIBUTING.md and benchmarks/README.md are
-pages of the site and links to them are checked. `docs/design/documentation.md` says why Sphinx.
+The source folder is the repository's root, so that README.md, CONTRIBUTING.md and
+benchmarks/README.md are pages of the site and links to them are checked.
+`docs/design/documentation.md` says why Sphinx.
 """
 
 from __future__ import annotations
@@ -49,16 +50,32 @@ CHAPTERS = {
 
 
 def add_contents(app: Sphinx, name: str, source: list[str]) -> None:
-    """Adds the table of contents to the first page: a code host would show it there as a block of code."""
+    """Adds the table of contents to the first page: a code host would show it there as a block of
+    code.
+    """
     if name == root_doc:
         for chapter, pages in CHAPTERS.items():
             source[0] += "\n".join(
-                ["", "```{toctree}", ":hidden:", ":glob:", f":caption: {chapter}", "", *pages, "```", ""]
+                [
+                    "",
+                    "```{toctree}",
+                    ":hidden:",
+                    ":glob:",
+                    f":caption: {chapter}",
+                    "",
+                    *pages,
+                    "```",
+                    "",
+                ]
             )
 
 
-def for_napoleon(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Moves `Streams: text` and `Capture: text` to the end, as sections; marks indented examples as code."""
+def for_napoleon(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Moves `Streams: text` and `Capture: text` to the end, as sections; marks indented examples as
+    code.
+    """
     text = "\n".join(lines)
     section = re.compile(r"^(Streams|Capture): *(.*(?:\n    .*)*)\n?", flags=re.MULTILINE)
     found = section.findall(text)

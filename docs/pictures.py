@@ -1,8 +1,8 @@
 """Draws the timelines of `docs/explanation/`: `python docs/pictures.py`.
 
-Each picture is data: lanes, boxes in them, arrows between boxes. A solid arrow is a wait that the program
-has; the red, dashed one is the wait it lacks. A frame encloses what a graph holds. The ground is white on
-dark pages too.
+Each picture is data: lanes, boxes in them, arrows between boxes. A solid arrow is a wait that the
+program has; the red, dashed one is the wait it lacks. A frame encloses what a graph holds. The
+ground is white on dark pages too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,13 @@ from pathlib import Path
 FOLDER = Path(__file__).with_name("explanation") / "pictures"
 
 LANE_HEIGHT, BOX_HEIGHT, LABEL_WIDTH, UNIT, TOP, MARGIN = 64, 34, 150, 56, 66, 16
-COLOURS = {"plain": "#cfd8e3", "write": "#ffe0a3", "read": "#bfe3c4", "late": "#e3e3e3", "free": "#e2cdf2"}
+COLOURS = {
+    "plain": "#cfd8e3",
+    "write": "#ffe0a3",
+    "read": "#bfe3c4",
+    "late": "#e3e3e3",
+    "free": "#e2cdf2",
+}
 INK, WAIT, MISSING = "#1b1f24", "#4d6480", "#d1242f"
 
 
@@ -65,7 +71,8 @@ class Picture:
 PICTURES = [
     Picture(
         "hook_on_a_side_stream",
-        "The reduction waits for the default stream; the hook runs on the stream its node was created on",
+        "The reduction waits for the default stream; the hook runs on the stream its node was "
+        "created on",
         ("default stream", "reduce stream", "side stream"),
         {
             "backward": Box(0, 0, 2, "backward", "plain"),
@@ -92,7 +99,8 @@ PICTURES = [
     ),
     Picture(
         "refill_after_the_flush",
-        "The reader waits for both producers; before the refill only the producer that flushed waits",
+        "The reader waits for both producers; before the refill only the producer that flushed "
+        "waits",
         ("flusher", "other producer", "reduce stream"),
         {
             "fill a": Box(0, 0, 1.7, "fill bucket 0", "write"),
@@ -184,9 +192,13 @@ def draw_lane(number: int, name: str, width: float) -> list[str]:
 
 def draw_frame(frame: Frame) -> list[str]:
     x, y = LABEL_WIDTH + UNIT * frame.begin, TOP + LANE_HEIGHT * frame.first_lane + 2
-    width, height = UNIT * (frame.end - frame.begin), LANE_HEIGHT * (frame.last_lane - frame.first_lane + 1)
+    width, height = (
+        UNIT * (frame.end - frame.begin),
+        LANE_HEIGHT * (frame.last_lane - frame.first_lane + 1),
+    )
     return [
-        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="10" fill="#f5f7fa" '
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="10" '
+        f'fill="#f5f7fa" '
         f'stroke="{WAIT}" stroke-dasharray="3 4"/>'
     ]
 
@@ -230,13 +242,15 @@ def legend(y: float, picture: Picture) -> list[str]:
     ]
     if picture.wrong:
         lines += [
-            f'<line x1="{x + 120}" y1="{y}" x2="{x + 160}" y2="{y}" stroke="{MISSING}" stroke-width="2.5" '
+            f'<line x1="{x + 120}" y1="{y}" x2="{x + 160}" y2="{y}" stroke="{MISSING}" '
+            f'stroke-width="2.5" '
             f'stroke-dasharray="7 5" marker-end="url(#missing)"/>',
             text(x + 170, y + 5, f"should wait; without it, {picture.wrong}", fill=MISSING),
         ]
     if picture.frame is not None:
         lines += [
-            f'<rect x="{x + 120}" y="{y - 8}" width="40" height="16" rx="5" fill="#f5f7fa" stroke="{WAIT}" '
+            f'<rect x="{x + 120}" y="{y - 8}" width="40" height="16" rx="5" fill="#f5f7fa" '
+            f'stroke="{WAIT}" '
             f'stroke-dasharray="3 4"/>',
             text(x + 170, y + 5, picture.frame.text),
         ]
@@ -249,7 +263,8 @@ def draw(picture: Picture) -> str:
     end = max(left_of(box) + UNIT * box.length for box in boxes) + MARGIN
     width, height = max(end, 720.0), TOP + LANE_HEIGHT * len(picture.lanes) + 42
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" width="{width:.0f}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height}" '
+        f'width="{width:.0f}" '
         f'height="{height}" font-family="sans-serif" font-size="14" fill="{INK}">',
         f"<title>{escape(picture.title)}</title>",
         f"<defs>{marker('wait', WAIT)}{marker('missing', MISSING)}</defs>",
@@ -264,7 +279,9 @@ def draw(picture: Picture) -> str:
     for box in boxes:
         lines += draw_box(box)
     for arrow in picture.arrows:
-        lines += draw_arrow(picture.boxes[arrow.first], picture.boxes[arrow.then], missing=arrow.missing)
+        lines += draw_arrow(
+            picture.boxes[arrow.first], picture.boxes[arrow.then], missing=arrow.missing
+        )
     lines += legend(height - 24, picture)
     return "\n".join([*lines, "</svg>", ""])
 

@@ -1,4 +1,5 @@
-"""Writes the tables of `explanation/scaling.md`: the numbers in that page are what the planner says today.
+"""Writes the tables of `explanation/scaling.md`: the numbers in that page are what the planner says
+today.
 
     python docs/scaling.py                 write them; a few minutes
     python docs/scaling.py --check         exit with status 1 if one is out of date
@@ -57,7 +58,8 @@ def rehearsals(name: str) -> list[Rehearsal]:
     return rehearse_shallow(CASES[name].request)
 
 
-# -- weak scaling ---------------------------------------------------------------------------------------
+# -- weak scaling
+# ---------------------------------------------------------------------------------------
 
 GRAPHED = machine_of("h100", is_graphed=True)
 SHORT = "8b short"  # a sixteenth of the tokens: nothing to hide behind
@@ -97,7 +99,8 @@ def short_cases() -> list[Case]:
 
 def weak_table(preset: str) -> list[str]:
     lines = [
-        "| GPUs | layout | needs | fits in 80 GiB | step | compute waits | tokens/s a GPU | of the first |",
+        "| GPUs | layout | needs | fits in 80 GiB | step | compute waits | tokens/s a GPU | of the "
+        "first |",
         "|---:|---|---:|---|---:|---:|---:|---:|",
     ]
     first: float | None = None  # that fits
@@ -109,7 +112,9 @@ def weak_table(preset: str) -> list[str]:
 
 
 def weak_row(name: str, first: float | None) -> str:
-    """One case; `first` is what it is compared with, None if it is that itself, or if nothing fits yet."""
+    """One case; `first` is what it is compared with, None if it is that itself, or if nothing fits
+    yet.
+    """
     guess, request = predicted(name), CASES[name].request
     layout = name.split()[-2]
     if request.replicas > 1:
@@ -117,12 +122,14 @@ def weak_row(name: str, first: float | None) -> str:
     share = f"{guess.tokens_per_s / first:.1%}" if first else ""
     return (
         f"| {request.ranks:,} | {layout} | {guess.needed_nbytes / GIB:.1f} GiB "
-        f"| {'yes' if guess.fits else 'no'} | {guess.step_s * 1e3:,.0f} ms | {guess.exposed_s * 1e3:,.0f} ms "
+        f"| {'yes' if guess.fits else 'no'} | {guess.step_s * 1e3:,.0f} ms | "
+        f"{guess.exposed_s * 1e3:,.0f} ms "
         f"| {guess.tokens_per_s:,.0f} | {share} |"
     )
 
 
-# -- beside what others published -----------------------------------------------------------------------
+# -- beside what others published
+# -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -149,13 +156,36 @@ def _mpt(width: int, layers: int, heads: int) -> dict[str, int]:
 
 H100, A100 = machine_of("h100"), machine_of("a100", network="ib200")
 TITAN = Request(preset="8b", batch_size=2, seq_len=8192, activation_checkpointing="selective")
-OLDER = Request(preset="8b", ranks=64, batch_size=1, seq_len=8192, activation_checkpointing="selective")
+OLDER = Request(
+    preset="8b", ranks=64, batch_size=1, seq_len=8192, activation_checkpointing="selective"
+)
 OLDER_70B = OLDER.but(preset="70b", activation_checkpointing="full")
 LLAMA_2 = {
     "7b": {"kv_heads": 32, "hidden": 11_008, "vocab_size": 32_000},
-    "13b": {"width": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "hidden": 13_824, "vocab_size": 32_000},
-    "34b": {"width": 8192, "layers": 48, "heads": 64, "kv_heads": 8, "hidden": 22_016, "vocab_size": 32_000},
-    "70b": {"width": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "hidden": 28_672, "vocab_size": 32_000},
+    "13b": {
+        "width": 5120,
+        "layers": 40,
+        "heads": 40,
+        "kv_heads": 40,
+        "hidden": 13_824,
+        "vocab_size": 32_000,
+    },
+    "34b": {
+        "width": 8192,
+        "layers": 48,
+        "heads": 64,
+        "kv_heads": 8,
+        "hidden": 22_016,
+        "vocab_size": 32_000,
+    },
+    "70b": {
+        "width": 8192,
+        "layers": 80,
+        "heads": 64,
+        "kv_heads": 8,
+        "hidden": 28_672,
+        "vocab_size": 32_000,
+    },
 }
 MPT = {
     "1b": _mpt(2048, 24, 16),
@@ -182,7 +212,12 @@ def _older(size: str, recompute: str) -> Request:
 
 
 def _foundry(
-    size: str, ranks: int, seq_len: int, batch_size: int, accumulate: int = 1, recompute: str = "none"
+    size: str,
+    ranks: int,
+    seq_len: int,
+    batch_size: int,
+    accumulate: int = 1,
+    recompute: str = "none",
 ) -> Request:
     return Request(
         override=MPT[size],
@@ -205,7 +240,12 @@ PUBLISHED = [
         67.0,
     ),
     Published(
-        "torchtitan, Llama 3.1 8B, 8 x H100, compiled", TITAN.but(compile=True), H100, 6667, None, 77.0
+        "torchtitan, Llama 3.1 8B, 8 x H100, compiled",
+        TITAN.but(compile=True),
+        H100,
+        6667,
+        None,
+        77.0,
     ),
     Published(
         "torchtitan, Llama 3.1 8B, 128 x H100, compiled",
@@ -221,7 +261,9 @@ PUBLISHED = [
     Published("torchtitan (older), Llama 2 13B, selective", _older("13b", "selective"), A100, 1904),
     Published("torchtitan (older), Llama 2 70B, 64 x A100", _older("70b", "full"), A100, 353),
     Published("fms-fsdp, Llama 2 7B, HSDP, 128 x A100", _fms("7b", 2, mesh="16x8"), A100, 3760),
-    Published("fms-fsdp, Llama 2 7B, HSDP, 96 x H100", _fms("7b", 2, ranks=96, mesh="12x8"), H100, 7500),
+    Published(
+        "fms-fsdp, Llama 2 7B, HSDP, 96 x H100", _fms("7b", 2, ranks=96, mesh="12x8"), H100, 7500
+    ),
     Published("fms-fsdp, Llama 2 13B, HSDP, 128 x A100", _fms("13b", 1, mesh="16x8"), A100, 1700),
     Published("fms-fsdp, 34B, 128 x A100", _fms("34b", 8, recompute="full"), A100, 772),
     Published("fms-fsdp, Llama 2 70B, 128 x A100", _fms("70b", 6, recompute="full"), A100, 380),
@@ -229,7 +271,9 @@ PUBLISHED = [
     Published("llm-foundry, MPT 1B, 64 x H100", _foundry("1b", 64, 2048, 20), H100, 44_402),
     Published("llm-foundry, MPT 3B, 16 x H100", _foundry("3b", 16, 2048, 10, 3), H100, 24_142),
     Published("llm-foundry, MPT 7B, 8 x H100", _foundry("7b", 8, 2048, 6), H100, 10_643),
-    Published("llm-foundry, MPT 7B, 8 x H100, 8,192", _foundry("7b", 8, 8192, 8, 2, "full"), H100, 6935),
+    Published(
+        "llm-foundry, MPT 7B, 8 x H100, 8,192", _foundry("7b", 8, 8192, 8, 2, "full"), H100, 6935
+    ),
     Published("llm-foundry, MPT 13B, 8 x H100", _foundry("13b", 8, 2048, 2), H100, 4792),
     Published(
         "llm-foundry, MPT 13B, 64 x H100",
@@ -238,12 +282,18 @@ PUBLISHED = [
         4800,
         "llm-foundry, MPT 13B, 8 x H100",
     ),
-    Published("llm-foundry, MPT 30B, 16 x H100", _foundry("30b", 16, 2048, 10, 3, "full"), H100, 2263),
-    Published("llm-foundry, MPT 70B, 64 x H100", _foundry("70b", 64, 2048, 8, 4, "full"), H100, 1039),
+    Published(
+        "llm-foundry, MPT 30B, 16 x H100", _foundry("30b", 16, 2048, 10, 3, "full"), H100, 2263
+    ),
+    Published(
+        "llm-foundry, MPT 70B, 64 x H100", _foundry("70b", 64, 2048, 8, 4, "full"), H100, 1039
+    ),
     Published("llm-foundry, MPT 1B, 8 x A100", _foundry("1b", 8, 2048, 14, 4), A100, 20_513),
     Published("llm-foundry, MPT 3B, 8 x A100", _foundry("3b", 8, 2048, 10, 2), A100, 10_811),
     Published("llm-foundry, MPT 7B, 8 x A100", _foundry("7b", 8, 2048, 6, 2), A100, 4641),
-    Published("llm-foundry, MPT 13B, 8 x A100", _foundry("13b", 8, 4096, 10, 3, "full"), A100, 2060),
+    Published(
+        "llm-foundry, MPT 13B, 8 x A100", _foundry("13b", 8, 4096, 10, 3, "full"), A100, 2060
+    ),
     Published("llm-foundry, MPT 30B, 8 x A100", _foundry("30b", 8, 2048, 3, 21, "full"), A100, 916),
 ]
 
@@ -281,8 +331,10 @@ def published_table() -> list[str]:
         *lines,
         "",
         f"Of {len(ratios)} runs {inside} are inside the range. Likely over published: median "
-        f"{statistics.median(ratios):.2f}, worst {min(ratios):.2f} and {max(ratios):.2f}; the median error "
-        f"is {statistics.median(abs(ratio - 1) for ratio in ratios):.0%}. With the median of the other "
+        f"{statistics.median(ratios):.2f}, worst {min(ratios):.2f} and {max(ratios):.2f}; the "
+        f"median error "
+        f"is {statistics.median(abs(ratio - 1) for ratio in ratios):.0%}. With the median of the "
+        f"other "
         f"sources' runs in its place, so that no run predicts itself, the median error is "
         f"{statistics.median(map(abs, unseen_errors)):.0%} and the worst "
         f"{max(unseen_errors, key=abs):+.0%}. With the compute of the same run "
@@ -302,7 +354,8 @@ def _median_of_others(row: Published) -> Calibration:
 
 
 def show_slowdowns() -> None:
-    """Prints, for each run, the factor on the roofline's compute with which the plan says what was published.
+    """Prints, for each run, the factor on the roofline's compute with which the plan says what was
+    published.
 
     The least, the median and the largest of each kind of GPU are `Device.slowdowns`.
     """

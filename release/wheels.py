@@ -1,8 +1,10 @@
-"""Builds the source distribution and the wheel, and tries both in clean environments: `make wheels`.
+"""Builds the source distribution and the wheel, and tries both in clean environments: `make
+wheels`.
 
-The compiled ops use torch's stable ABI and nothing of Python's, so one wheel serves every Python. auditwheel
-finds out which C library it needs, and writes that into its name. It is then installed into a new environment
-of each Python from 3.11 to 3.13 that is at hand, and the source distribution into one without a compiler.
+The compiled ops use torch's stable ABI and nothing of Python's, so one wheel serves every Python.
+auditwheel finds out which C library it needs, and writes that into its name. It is then installed
+into a new environment of each Python from 3.11 to 3.13 that is at hand, and the source distribution
+into one without a compiler.
 """
 
 from __future__ import annotations
@@ -41,18 +43,28 @@ print(ops.backend())
 
 
 def main() -> None:
-    """Builds into a folder and checks what was built; the exit status is not 0 if anything fails."""
+    """Builds into a folder and checks what was built; the exit status is not 0 if anything
+    fails.
+    """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="[default: dist/]")
-    parser.add_argument("--python", action="append", help="interpreter to try the wheel in; may be repeated")
-    parser.add_argument("--torch", help="version of torch to build and try with  [default: the newest]")
+    parser.add_argument(
+        "--python", action="append", help="interpreter to try the wheel in; may be repeated"
+    )
+    parser.add_argument(
+        "--torch", help="version of torch to build and try with  [default: the newest]"
+    )
     parser.add_argument(
         "--cuda", action="store_true", help="with CUDA kernels, for which nvcc must fit torch"
     )
     parser.add_argument(
-        "--no-isolation", action="store_true", help="build with the torch of the interpreter that runs this"
+        "--no-isolation",
+        action="store_true",
+        help="build with the torch of the interpreter that runs this",
     )
-    parser.add_argument("--source-url", help="where the source is published, for links; see setup.py")
+    parser.add_argument(
+        "--source-url", help="where the source is published, for links; see setup.py"
+    )
     asked = parser.parse_args()
     interpreters = asked.python or list(find_interpreters())
     with tempfile.TemporaryDirectory(prefix="shardgrad wheels ") as text:
@@ -60,7 +72,9 @@ def main() -> None:
         if asked.torch:
             constraint = work / "constraint.txt"
             constraint.write_text(f"torch=={asked.torch}\n", encoding="utf-8")
-            os.environ["PIP_CONSTRAINT"] = constraint.as_uri()  # pip of isolated builds reads it too
+            os.environ["PIP_CONSTRAINT"] = (
+                constraint.as_uri()
+            )  # pip of isolated builds reads it too
         os.environ["SHARDGRAD_CUDA"] = "1" if asked.cuda else "0"
         if asked.source_url:
             os.environ["SHARDGRAD_SOURCE_URL"] = asked.source_url
@@ -83,7 +97,9 @@ def main() -> None:
             print("CUDA kernels for", *architectures(wheel))
             try_with_torch_it_was_built_with(wheel, work / "with its torch")
         for interpreter in interpreters:
-            try_wheel(wheel, interpreter, work / f"try {Path(interpreter).name}", is_cuda=asked.cuda)
+            try_wheel(
+                wheel, interpreter, work / f"try {Path(interpreter).name}", is_cuda=asked.cuda
+            )
         try_without_compiler(archive, tools, work)
         # A wheel with CUDA kernels has the same name, and goes where it cannot be mistaken.
         out = asked.out / "cuda" if asked.cuda else asked.out
@@ -108,7 +124,8 @@ def folder_of_torch() -> str:
 def architectures(wheel: Path) -> list[str]:
     """Returns what a wheel has machine code for; it is an error if that is nothing.
 
-    Read from the library itself: `cuobjdump --list-elf` says the same, but many a toolkit comes without it.
+    Read from the library itself: `cuobjdump --list-elf` says the same, but many a toolkit comes
+    without it.
     """
     with zipfile.ZipFile(wheel) as archive:
         library = archive.read("shardgrad/_C.so")
@@ -124,16 +141,23 @@ def architectures(wheel: Path) -> list[str]:
             position += header + nbytes
         start = library.find(FAT_BINARY, end)
     if not found:
-        sys.exit(f"{wheel.name} has no CUDA kernels: torch must be built for CUDA, and nvcc fit it.")
+        sys.exit(
+            f"{wheel.name} has no CUDA kernels: torch must be built for CUDA, and nvcc fit it."
+        )
     return [f"sm_{number}" for number in sorted(found)]
 
 
 def try_with_torch_it_was_built_with(wheel: Path, folder: Path) -> None:
-    """Loads a wheel with CUDA kernels where torch has CUDA, with or without a GPU, and runs an op there."""
+    """Loads a wheel with CUDA kernels where torch has CUDA, with or without a GPU, and runs an op
+    there.
+    """
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     used = run(
-        Path(sys.executable), "-c", USE_OPS, PYTHONPATH=os.pathsep.join((str(folder), folder_of_torch()))
+        Path(sys.executable),
+        "-c",
+        USE_OPS,
+        PYTHONPATH=os.pathsep.join((str(folder), folder_of_torch())),
     )
     if used.split()[-1:] != ["compiled"]:
         sys.exit(f"{wheel.name} does not load in the torch that it was built with.")
@@ -143,9 +167,15 @@ def find_interpreters() -> Iterable[str]:
     """Yields an interpreter of each version that answers: on PATH, or of pyenv."""
     for version in VERSIONS:
         home = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
-        for candidate in (f"python{version}", *map(str, home.glob(f"{version}.*/bin/python{version}"))):
+        for candidate in (
+            f"python{version}",
+            *map(str, home.glob(f"{version}.*/bin/python{version}")),
+        ):
             path = shutil.which(candidate)
-            if path is not None and not subprocess.run([path, "-c", ""], capture_output=True).returncode:
+            if (
+                path is not None
+                and not subprocess.run([path, "-c", ""], capture_output=True).returncode
+            ):
                 yield path
                 break
         else:
@@ -162,10 +192,14 @@ def new_environment(folder: Path, interpreter: str) -> Path:
 
 
 def run(python: Path, *arguments: str, **environment: str) -> str:
-    """Runs an interpreter where the source tree is not on its path; shows and returns what it prints."""
+    """Runs an interpreter where the source tree is not on its path; shows and returns what it
+    prints.
+    """
     print("$ python", *arguments if len(" ".join(arguments)) < 200 else arguments[:1], flush=True)
     command = [str(python), *arguments]
-    settings = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CC")}
+    settings = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "CXX", "CC")
+    }
     process = subprocess.Popen(
         command,
         cwd=python.parent,
@@ -202,7 +236,12 @@ def repaired(tools: Path, wheel: Path, folder: Path) -> Path:
 
 
 def try_wheel(
-    wheel: Path, interpreter: str, folder: Path, *, is_cuda: bool = False, expected: str = "compiled"
+    wheel: Path,
+    interpreter: str,
+    folder: Path,
+    *,
+    is_cuda: bool = False,
+    expected: str = "compiled",
 ) -> None:
     """Installs a wheel with the command line into a new environment, and uses it there.
 
@@ -213,7 +252,10 @@ def try_wheel(
     run(python, "-m", "pip", "check")
     run(python, "-m", "shardgrad", "--version")
     if is_cuda and run(python, "-c", "import torch; print(torch.version.cuda)").strip() == "None":
-        print("pip installs a torch without CUDA here, which cannot load the kernels: they are not tried.")
+        print(
+            "pip installs a torch without CUDA here, which cannot load the kernels: they are not "
+            "tried."
+        )
         expected = "reference"
     used = run(python, "-c", USE_OPS)
     if used.strip() != expected:
@@ -226,7 +268,16 @@ def try_without_compiler(archive: Path, tools: Path, work: Path) -> None:
     """Builds a wheel of the archive where there is no compiler: for every platform, and usable."""
     none = "no-such-compiler"
     folder = work / "without compiler"
-    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(archive)]
+    command = [
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--wheel-dir",
+        str(folder),
+        str(archive),
+    ]
     run(tools, *command, CXX=none, CC=none)
     (wheel,) = folder.glob("*.whl")
     if not wheel.name.endswith("-py3-none-any.whl"):

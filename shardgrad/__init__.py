@@ -69,8 +69,8 @@ __all__ = [
     "share_comm_ctx",
 ]
 
-# The module that defines each public name. It is imported when the name is first used, so that the command
-# line answers `--help` and usage errors without importing PyTorch.
+# The module that defines each public name. It is imported when the name is first used, so that the
+# command line answers `--help` and usage errors without importing PyTorch.
 _DEFINED_IN = {
     "CPUOffloadPolicy": "policies",
     "DataParallelMeshDims": "policies",

@@ -1,4 +1,6 @@
-"""`python -m shardgrad`, which is also what the `shardgrad` script runs and what torchrun can start."""
+"""`python -m shardgrad`, which is also what the `shardgrad` script runs and what torchrun can
+start.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
                 f"fully_shard does not support containers that do not implement forward: {module}",
                 expected="a module that is called",
                 got=f"{type(module).__name__} with {len(list(module.children()))} children",
-                fix="for child in container: fully_shard(child)   # or fully_shard(list(container))",
+                fix="for child in container: fully_shard(child)   # or "
+                "fully_shard(list(container))",
             )
         if unit_of(module) is not None:
             raise AlreadyShardedError(
@@ -102,9 +103,14 @@ def validate_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None:
-    """Refuses what torch's engines have; DDP may replicate a module inside, which is then left alone."""
+    """Refuses what torch's engines have; DDP may replicate a module inside, which is then left
+    alone.
+    """
     if isinstance(module, DistributedDataParallel) and is_root:
-        engine, fix = "DistributedDataParallel", "fully_shard(ddp.module), and call that; or leave out DDP"
+        engine, fix = (
+            "DistributedDataParallel",
+            "fully_shard(ddp.module), and call that; or leave out DDP",
+        )
     elif isinstance(module, FullyShardedDataParallel):
         engine, fix = "FullyShardedDataParallel", "leave out FSDP1: docs/how_to/from_fsdp1.md"
     elif isinstance(module, FSDPModule) and unit_of(module) is None:
@@ -121,7 +127,9 @@ def _refuse_other_engine(name: str, module: nn.Module, *, is_root: bool) -> None
     )
 
 
-def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh) -> Collected:
+def collect(
+    modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: DataParallelMesh
+) -> Collected:
     """Finds and checks what a unit over `modules` will own. Changes nothing.
 
     Raises:
@@ -142,7 +150,9 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
                 _refuse_claimed(name, param)
                 require_shardable(name, param)
                 plain.setdefault(param, (name, []))[1].append((module, attribute))
-            found.buffers.extend((module, name) for name, b in module._buffers.items() if b is not None)
+            found.buffers.extend(
+                (module, name) for name, b in module._buffers.items() if b is not None
+            )
     for param, (name, owners) in plain.items():
         _assign(found, param, name, owners, inner_units, modules)
     _take_guests(found, inner_units)
@@ -150,9 +160,15 @@ def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter], mesh: Data
     return found
 
 
-def _managed_modules(module: nn.Module, prefix: str, seen: set[nn.Module]) -> Iterable[tuple[str, nn.Module]]:
-    """Yields a module and everything below it that belongs to no inner unit and to no DDP replica."""
-    is_replica = isinstance(module, DistributedDataParallel) or "replicate" in (_get_registry(module) or {})
+def _managed_modules(
+    module: nn.Module, prefix: str, seen: set[nn.Module]
+) -> Iterable[tuple[str, nn.Module]]:
+    """Yields a module and everything below it that belongs to no inner unit and to no DDP
+    replica.
+    """
+    is_replica = isinstance(module, DistributedDataParallel) or "replicate" in (
+        _get_registry(module) or {}
+    )
     if module in seen or is_replica:
         return
     seen.add(module)
@@ -221,5 +237,6 @@ def refuse_unresolved_ties(units: Sequence[Unit]) -> None:
                 expected="a common ancestor that is a unit: it owns what they share",
                 got=f"units {guest.owner_name} and {guest.unit_name}",
                 where=f"parameter {guest.name}",
-                fix="call shardgrad.fully_shard on a module that contains both, and run it as the root",
+                fix="call shardgrad.fully_shard on a module that contains both, and run it as the "
+                "root",
             )

@@ -1,7 +1,7 @@
 """Typed errors with one shape: what happened, then expected / got / where / try.
 
-Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in the same situation, so
-`except` clauses written for FSDP2 keep working.
+Every error is a `ShardgradError` and also the builtin type that FSDP2 raises in the same situation,
+so `except` clauses written for FSDP2 keep working.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ class ShardgradError(Exception):
         self.where = where
         self.fix = fix
         rows = (("expected", expected), ("got", got), ("where", where), ("try", fix))
-        super().__init__("\n".join([what, *(f"  {label + ':':<10}{text}" for label, text in rows if text)]))
+        super().__init__(
+            "\n".join([what, *(f"  {label + ':':<10}{text}" for label, text in rows if text)])
+        )
 
 
 class ContainerError(ShardgradError, ValueError):
@@ -87,7 +89,9 @@ class ContainerError(ShardgradError, ValueError):
 
 
 class MeshError(ShardgradError, ValueError):
-    """The device mesh has a shape the engine cannot shard over, or there are no ranks to make one of."""
+    """The device mesh has a shape the engine cannot shard over, or there are no ranks to make one
+    of.
+    """
 
 
 class MeshNamesError(ShardgradError, AssertionError):
@@ -131,7 +135,9 @@ class AlreadyShardedError(ShardgradError, AssertionError):
 
 
 class EngineError(ShardgradError, ValueError):
-    """A module that another data-parallel engine has, or is about to take: DDP, FSDP1 or torch's FSDP2."""
+    """A module that another data-parallel engine has, or is about to take: DDP, FSDP1 or torch's
+    FSDP2.
+    """
 
 
 class TiedParameterError(ShardgradError, ValueError):
@@ -159,7 +165,9 @@ class MetaParameterError(ShardgradError, RuntimeError):
 
 
 class ExtensionError(ShardgradError, AssertionError):
-    """A tensor subclass follows the all-gather protocol in part, or answered what cannot be gathered."""
+    """A tensor subclass follows the all-gather protocol in part, or answered what cannot be
+    gathered.
+    """
 
 
 class ForeignParameterError(ShardgradError, RuntimeError):
@@ -203,7 +211,9 @@ class OptimizerStateError(ShardgradError, ValueError):
 
 
 class CheckpointError(ShardgradError, RuntimeError, ValueError):
-    """A checkpoint that is incomplete or damaged, or does not fit; or a state that cannot become one."""
+    """A checkpoint that is incomplete or damaged, or does not fit; or a state that cannot become
+    one.
+    """
 
 
 class CheckpointSaveError(ShardgradError, RuntimeError):
@@ -211,7 +221,9 @@ class CheckpointSaveError(ShardgradError, RuntimeError):
 
 
 class CheckpointVersionError(CheckpointError):
-    """A checkpoint that another version of shardgrad wrote, in a format that this one does not read."""
+    """A checkpoint that another version of shardgrad wrote, in a format that this one does not
+    read.
+    """
 
 
 class PartnerUnavailableError(ShardgradError, ImportError):
@@ -219,7 +231,9 @@ class PartnerUnavailableError(ShardgradError, ImportError):
 
 
 class GradientError(ShardgradError, RuntimeError):
-    """A gradient that cannot be used: sparse, of another shape, or not finite where that is forbidden."""
+    """A gradient that cannot be used: sparse, of another shape, or not finite where that is
+    forbidden.
+    """
 
 
 class CaptureError(ShardgradError, RuntimeError):

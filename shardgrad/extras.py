@@ -8,8 +8,8 @@ from shardgrad.errors import PartnerUnavailableError
 
 __all__ = ["EXTRAS", "require"]
 
-# The extra of `pip install shardgrad[...]` that installs a package. Agrees with pyproject.toml; a test
-# compares.
+# The extra of `pip install shardgrad[...]` that installs a package. Agrees with pyproject.toml; a
+# test compares.
 EXTRAS = {
     "click": "cli",
     "rich": "cli",

@@ -18,7 +18,13 @@ from shardgrad.checks.misuse import guard_owner
 from shardgrad.checks.optimizer_hooks import watch_optimizers
 from shardgrad.checks.same_weights import compare_weights, note_weights, sums_of
 from shardgrad.checks.unowned_params import UnownedParams, note_ignored
-from shardgrad.collect_params import Claim, Collected, collect, refuse_unresolved_ties, validate_modules
+from shardgrad.collect_params import (
+    Claim,
+    Collected,
+    collect,
+    refuse_unresolved_ties,
+    validate_modules,
+)
 from shardgrad.compat.torch_views import show_to_torch, state_of
 from shardgrad.diagnosis.rank_watch import watch_ranks
 from shardgrad.engine.all_gather import AllGatherInput
@@ -30,7 +36,11 @@ from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.custom_comms import set_collectives
-from shardgrad.features.float8_wire import Float8Exchange, Float8OuterExchange, Float8ReplicaExchange
+from shardgrad.features.float8_wire import (
+    Float8Exchange,
+    Float8OuterExchange,
+    Float8ReplicaExchange,
+)
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
@@ -80,33 +90,37 @@ def fully_shard(
     gradient_policy: GradientPolicy = GradientPolicy(),
     zero_stage: Literal[1, 2, 3, "hfsdp"] = 3,
 ) -> _ModulesT:
-    """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in place.
+    """Shards a module's parameters, gradients and optimizer states over the ranks of a mesh, in
+    place.
 
-    Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the parameters
-    below it that no inner call owns, and they travel in one collective for each dtype and mesh. Parameters
-    that tensor or expert parallelism has made DTensors of are sharded further, along the axes of `mesh`.
+    Takes what `torch.distributed.fsdp.fully_shard` takes. Apply it bottom-up: a call owns the
+    parameters below it that no inner call owns, and they travel in one collective for each dtype
+    and mesh. Parameters that tensor or expert parallelism has made DTensors of are sharded further,
+    along the axes of `mesh`.
 
     Args:
         module: the module, or a list of modules that form one unit.
-        mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard over
-            axis 1 (HSDP). None means 1-D over all ranks.
-        reshard_after_forward: True frees unsharded parameters after forward and gathers them again in
-            backward; False keeps them; an int keeps them sharded over that many neighbouring ranks. None
-            means True, except for the root and, on the CPU, the unit that ran last, which backward needs at
-            once: on a device its memory would add to the peak of the loss.
-        shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for `Shard(0)`;
-            or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be sharded unevenly.
+        mesh: 1-D to shard over it (FSDP); 2-D with axis names to replicate over axis 0 and shard
+            over axis 1 (HSDP). None means 1-D over all ranks.
+        reshard_after_forward: True frees unsharded parameters after forward and gathers them again
+            in backward; False keeps them; an int keeps them sharded over that many neighbouring
+            ranks. None means True, except for the root and, on the CPU, the unit that ran last,
+            which backward needs at once: on a device its memory would add to the peak of the loss.
+        shard_placement_fn: per parameter, the dim it is sharded on, as `Shard(dim)`, or None for
+            `Shard(0)`; or torch's `ShardPlacementResult`, which names a mesh too. Only dim 0 may be
+            sharded unevenly.
         mp_policy: dtypes of compute, reduction and outputs.
-        offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in host
-            memory; the base class does not.
+        offload_policy: `CPUOffloadPolicy` keeps parameter shards, gradients and optimizer states in
+            host memory; the base class does not.
         ignored_params: parameters to leave alone: not sharded, not moved, not reduced.
-        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it has others
-            and the parameters are DTensors on all of it.
-        gradient_policy: where reduced gradients are bound, in which dtype, and in which they travel; not in
-            FSDP2.
-        zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters unsharded from one
-            optimizer step to the next; 1 also sums unsharded gradients until the last backward
-            (`set_is_last_backward`); "hfsdp" shards everything over both axes of an HSDP mesh. Not in FSDP2.
+        dp_mesh_dims: torch's `DataParallelMeshDims`: which axes of `mesh` are data-parallel, if it
+            has others and the parameters are DTensors on all of it.
+        gradient_policy: where reduced gradients are bound, in which dtype, and in which they
+            travel; not in FSDP2.
+        zero_stage: 3 shards parameters, gradients and optimizer states; 2 keeps parameters
+            unsharded from one optimizer step to the next; 1 also sums unsharded gradients until the
+            last backward (`set_is_last_backward`); "hfsdp" shards everything over both axes of an
+            HSDP mesh. Not in FSDP2.
 
     Returns:
         The module or list it got. Its class is now `FSDP<Original>`, its parameters are DTensors.
@@ -160,7 +174,9 @@ def fully_shard(
             second_step=_second_step(group_mesh, gradient_policy.wire_dtype, exchange),
             regroup=_regroup,
         )
-        groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1], exchange))
+        groups.append(
+            _group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1], exchange)
+        )
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
@@ -175,11 +191,14 @@ def _accept(units: Sequence[Unit]) -> None:
     compare_weights(units)
 
 
-# -- where strategies are chosen ----------------------------------------------------------------------------
+# -- where strategies are chosen
+# ----------------------------------------------------------------------------
 
 
 def _exchange(mesh: DataParallelMesh, wire_dtype: torch.dtype | None) -> Exchange | None:
-    """Returns how a group's gradients are exchanged that have a wire dtype; one rank has none to send to."""
+    """Returns how a group's gradients are exchanged that have a wire dtype; one rank has none to
+    send to.
+    """
     if wire_dtype is None or mesh.data_parallel_size == 1:
         return None
     return Float8Exchange() if wire_dtype == torch.float8_e4m3fn else Exchange()
@@ -188,7 +207,9 @@ def _exchange(mesh: DataParallelMesh, wire_dtype: torch.dtype | None) -> Exchang
 def _second_step(
     mesh: DataParallelMesh, wire_dtype: torch.dtype | None, exchange: Exchange | None
 ) -> Callable[[], SecondStep] | None:
-    """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce over."""
+    """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce
+    over.
+    """
     levels, replicas = mesh.levels, mesh.replicate_group
     if levels is not None:
         if isinstance(exchange, Float8Exchange) and levels.outer.size() > 1:
@@ -237,13 +258,16 @@ def _regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
 
 
 def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]:
-    """Returns what makes the input of all-gathers: from the device or the host, over one axis or two."""
+    """Returns what makes the input of all-gathers: from the device or the host, over one axis or
+    two.
+    """
     if stage.over_both_axes:
         return OffloadedHfsdpInput if memory.is_offloaded else HfsdpInput
     return OffloadedInput if memory.is_offloaded else AllGatherInput
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:
@@ -252,11 +276,13 @@ def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: Offload
             "mp_policy must be a MixedPrecisionPolicy",
             expected="torch.distributed.fsdp.MixedPrecisionPolicy",
             got=repr(mp_policy),
-            fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)",
+            fix="mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+            "reduce_dtype=torch.float32)",
         )
     if type(offload_policy) not in (OffloadPolicy, CPUOffloadPolicy):
         raise unsupported(
-            type(offload_policy).__name__, instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()"
+            type(offload_policy).__name__,
+            instead="offload_policy=CPUOffloadPolicy() or OffloadPolicy()",
         )
     for policy in (mp_policy, offload_policy):
         refuse_unknown_fields(policy)
@@ -290,7 +316,9 @@ def _refuse_combinations(
         name = names[param]
         if stage.over_both_axes and (place.sharding.dim or place.mesh.levels is None):
             what = f"dim {place.sharding.dim}" if place.sharding.dim else "a separate mesh"
-            raise unsupported(f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3")
+            raise unsupported(
+                f'zero_stage="hfsdp" for {name}, cut on {what},', instead="zero_stage=3"
+            )
         if is_int and place.sharding.came_as_dtensor:
             raise unsupported(
                 f"reshard_after_forward as an int for {name}, which is a DTensor already",
@@ -298,7 +326,10 @@ def _refuse_combinations(
             )
         if is_extension(param):
             require_extension(param, name, reshard_after_forward, memory)
-        elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (None, param.dtype):
+        elif is_float8(param.dtype) and dtypes[param].mp_policy.param_dtype not in (
+            None,
+            param.dtype,
+        ):
             raise UnsupportedParameterError(
                 f"parameter {name} is {param.dtype}, which is gathered as it is and not cast",
                 expected="mp_policy.param_dtype=None for units with float8 parameters",
@@ -309,11 +340,15 @@ def _refuse_combinations(
 
 
 def _refuse_two_levels(names: Mapping[nn.Parameter, str]) -> None:
-    """Over two levels there are only plain parameters; their rows follow each other from rank to rank."""
+    """Over two levels there are only plain parameters; their rows follow each other from rank to
+    rank.
+    """
     for param, name in names.items():
         if is_extension(param) or isinstance(param, DTensor):
             what = "has fsdp_pre_all_gather" if is_extension(param) else "is a DTensor already"
-            raise unsupported(f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3")
+            raise unsupported(
+                f'zero_stage="hfsdp" for {name}, which {what},', instead="zero_stage=3"
+            )
 
 
 def _reshard_plan(
@@ -324,7 +359,8 @@ def _reshard_plan(
         return reshard_after_forward, None
     if not isinstance(reshard_after_forward, int):
         raise OptionError(
-            "reshard_after_forward should be a bool or an int representing the group size to reshard to, "
+            "reshard_after_forward should be a bool or an int representing the group size to "
+            "reshard to, "
             f"not {reshard_after_forward!r}",
             expected="None, True, False, or an int",
             got=type(reshard_after_forward).__name__,
@@ -374,7 +410,8 @@ def _take_inherited(claims: Sequence[Claim]) -> None:
 def _install_hooks(unit: Unit, managed_modules: Sequence[nn.Module]) -> None:
     """Guards inner modules, and keeps state dicts and loading on the sharded parameters.
 
-    Modules of inner units too, where they register a parameter that this unit owns since it is tied.
+    Modules of inner units too, where they register a parameter that this unit owns since it is
+    tied.
     """
     lost_work = LostWork()
 

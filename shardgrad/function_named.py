@@ -15,15 +15,16 @@ __all__ = ["function_named"]
 
 
 def function_named(target: str, *, flag: str) -> Callable[[], Any]:
-    """Imports a module, from the current directory too, and returns a function of it that takes no arguments.
+    """Imports a module, from the current directory too, and returns a function of it that takes no
+    arguments.
 
     Args:
         target: `module:function`.
         flag: the option in which it was named, such as `--model`.
 
     Raises:
-        OptionError: it is named otherwise, the module cannot be imported or has no such function, or the
-            function has arguments that have to be given.
+        OptionError: it is named otherwise, the module cannot be imported or has no such function,
+            or the function has arguments that have to be given.
     """
     module_name, _, name = target.partition(":")
     if not module_name or not name:
@@ -36,7 +37,10 @@ def function_named(target: str, *, flag: str) -> Callable[[], Any]:
         sys.path.insert(0, os.getcwd())  # as `python -m` would
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a program without `if __name__ == "__main__"` may exit
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # a program without `if __name__ == "__main__"` may exit
         raise OptionError(
             f"importing {module_name} failed",
             got=f"{type(error).__name__}: {error}",

@@ -63,7 +63,9 @@ _original_new = True
 
 @contextmanager
 def disable_fsdp_module_new_init() -> Iterator[None]:
-    """Builds originals without calling `__init__` while active; Dynamo uses it to rebuild guards."""
+    """Builds originals without calling `__init__` while active; Dynamo uses it to rebuild
+    guards.
+    """
     global _original_new
     previous, _original_new = _original_new, False
     try:
@@ -78,11 +80,13 @@ def swap_class(module: nn.Module) -> None:
     sharded = _sharded_classes.get(cls)
     if sharded is None:
         members: dict[str, Any] = {"__deepcopy__": _refuse_deepcopy, **guarded_methods(cls)}
-        # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo expects.
+        # torch's own class comes last: `isinstance` holds, and index 2 is the original, as Dynamo
+        # expects.
         sharded = type(f"FSDP{cls.__name__}", (FSDPModule, cls, torch_fsdp.FSDPModule), members)
         _sharded_classes[cls] = sharded
     module.__class__ = sharded
-    # torch's composable DDP leaves modules alone, and refuses them, if they are registered like this.
+    # torch's composable DDP leaves modules alone, and refuses them, if they are registered like
+    # this.
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
 
 
@@ -91,7 +95,8 @@ def _refuse_deepcopy(self: nn.Module, memo: Any) -> NoReturn:
         "FSDP does not support deepcopy. Please use state dict for serialization.",
         expected="copy.deepcopy before fully_shard, or state_dict()",
         got=f"copy.deepcopy of {type(self).__name__}",
-        fix="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
+        fix="build a second model, fully_shard it alike, and "
+        "second.load_state_dict(model.state_dict())",
     )
 
 
@@ -123,7 +128,8 @@ class FSDPModule:
             self.__init__(*args, **kwargs)
         return self
 
-    # -- placing parameters -----------------------------------------------------------------------------
+    # -- placing parameters
+    # -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
@@ -134,8 +140,9 @@ class FSDPModule:
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this unit's parameters. Not recursive; a collective.
 
-        Once waited for, they stay unsharded after a forward with gradients too, until a backward or `reshard`
-        reshards them: a pipeline stage goes backward in two parts, and both look for unsharded parameters.
+        Once waited for, they stay unsharded after a forward with gradients too, until a backward or
+        `reshard` reshards them: a pipeline stage goes backward in two parts, and both look for
+        unsharded parameters.
 
         Args:
             async_op: return at once with a handle; forward waits for it by itself.
@@ -154,7 +161,9 @@ class FSDPModule:
         return None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """True keeps the memory of unsharded parameters, and so their addresses, when they are resharded."""
+        """True keeps the memory of unsharded parameters, and so their addresses, when they are
+        resharded.
+        """
         for unit in self._units(recurse):
             for group in unit.groups:
                 group.keeps_memory = keep
@@ -179,7 +188,9 @@ class FSDPModule:
         for unit in self._units(recurse):
             unit.set_reshard_after_forward(reshard_after_forward)
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """False keeps parameters unsharded from one micro-batch's backward to the next forward."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
@@ -192,17 +203,19 @@ class FSDPModule:
         """Replaces the default prefetch of this unit's backward."""
         self._unit.backward_prefetch = _units_of(modules)
 
-    # -- reducing gradients -----------------------------------------------------------------------------
+    # -- reducing gradients
+    # -----------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
         set_is_last_backward(self._unit, is_last_backward)
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """True makes backwards accumulate, or leave reductions in flight, until `finalize_backward`.
+        """True makes backwards accumulate, or leave reductions in flight, until
+        `finalize_backward`.
 
-        On the root, before forward; a collective if nothing has run yet. `set_is_last_backward` counts again
-        once it is False.
+        On the root, before forward; a collective if nothing has run yet. `set_is_last_backward`
+        counts again once it is False.
 
         Raises:
             RootError: not the root.
@@ -212,22 +225,27 @@ class FSDPModule:
 
     @outside_graphs
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
-        """Reduces the gradients that backwards have left, and reshards, as the settings of the moment say.
+        """Reduces the gradients that backwards have left, and reshards, as the settings of the
+        moment say.
 
         On the root, after `set_manual_backward_finalization(True)` and all backwards. A collective.
 
         Args:
-            async_op: return at once with a handle, whose `wait` has to be called before gradients are used.
+            async_op: return at once with a handle, whose `wait` has to be called before gradients
+                are used.
 
         Streams: as a backward; the current stream waits for the gradients, here or in `wait`.
 
         Raises:
             RootError: not the root.
-            BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not waited for.
+            BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
+                waited for.
         """
         return finalize(self._unit, async_op=async_op)
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """False accumulates gradients on each rank, in the reduce dtype, without communication."""
         for unit in self._units(recurse):
             for grads in unit.grad_groups:
@@ -261,7 +279,9 @@ class FSDPModule:
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides last."""
+        """Makes an all-reduce hook see sums; else accepted: the engine only ever sums, and divides
+        last.
+        """
         set_collectives(self._unit.groups, only_sums=enable)
 
     def set_reduce_scatter_unused_params(
@@ -270,10 +290,12 @@ class FSDPModule:
         """Accepted: unused parameters always send zeros, and keep None if no rank used them."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients of all parameters below, whether their units are sharded or not right now.
+        """Resets the gradients of all parameters below, whether their units are sharded or not
+        right now.
 
-        Micro-batches that wait unreduced on this rank are dropped too, as in plain torch, where they are in
-        `.grad`. FSDP2 has torch's method, which looks at registered parameters: both stay there.
+        Micro-batches that wait unreduced on this rank are dropped too, as in plain torch, where
+        they are in `.grad`. FSDP2 has torch's method, which looks at registered parameters: both
+        stay there.
 
         Streams: zeros, if any are written, on the current stream.
         Capture: safe.
@@ -307,13 +329,14 @@ class FSDPModule:
             )
         context.recover()
 
-    # -- collectives ------------------------------------------------------------------------------------
+    # -- collectives
+    # ------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
 
-        Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the call gets
-        an input that lies in the output.
+        Its `allocate` is asked for bytes (uint8), once for as many as the unit needs at most; the
+        call gets an input that lies in the output.
         Under `zero_stage="hfsdp"` it serves both axes. A group of one rank gathers nothing.
         """
         set_collectives(self._unit.groups, all_gather=comm)
@@ -337,10 +360,10 @@ class FSDPModule:
         """Calls `hook` with each reduced gradient chunk of this unit before it becomes gradients.
 
         Args:
-            hook: called once a group and reduction with a 1-D tensor in the reduce dtype, which it may change
-                in place: this rank's pieces, with padding between them. It is the average over all ranks
-                of the mesh, or in float16 and after `set_force_sum_reduction_for_comms(True)` the sum that is
-                divided afterwards.
+            hook: called once a group and reduction with a 1-D tensor in the reduce dtype, which it
+                may change in place: this rank's pieces, with padding between them. It is the
+                average over all ranks of the mesh, or in float16 and after
+                `set_force_sum_reduction_for_comms(True)` the sum that is divided afterwards.
             stream: where it is called; None for the stream of reductions. Not under HSDP.
 
         Streams: the hook's stream comes after the reduction, and the gradients after the hook.
@@ -358,19 +381,22 @@ class FSDPModule:
         set_collectives(self._unit.groups, hook=hook, hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Makes the next forward's all-gathers wait for `event` only, not for the whole current stream.
+        """Makes the next forward's all-gathers wait for `event` only, not for the whole current
+        stream.
 
         For one forward of the root; later ones follow the current stream again, or another event.
 
         Args:
-            event: recorded after the optimizer's step. Parameters that were replaced since are waited for
-                by themselves.
+            event: recorded after the optimizer's step. Parameters that were replaced since are
+                waited for by themselves.
         """
         unit = self._unit
         context = lazy_init(unit)
         context.post_optim_event = event
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Sets how many reductions may be in flight at once; 2 if never set (FSDP2: 1).
 
         The largest number among the units under one root counts, as they share the slots.
@@ -399,11 +425,14 @@ class FSDPModule:
             if context is not None:
                 context.size_reduce_ring()
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Gives reductions a separate process group, so that a backend may run them at the same time as
-        all-gathers.
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Gives reductions a separate process group, so that a backend may run them at the same
+        time as all-gathers.
 
-        Creates one process group for each set of ranks. A collective: every rank of the mesh must call it.
+        Creates one process group for each set of ranks. A collective: every rank of the mesh must
+        call it.
         """
         separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
         for unit in self._units(recurse):
@@ -419,7 +448,8 @@ class FSDPModule:
                 set_collectives([group], reduce_group=reduce_group)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Stages this unit's messages in memory that the process group allocates, if its backend can.
+        """Stages this unit's messages in memory that the process group allocates, if its backend
+        can.
 
         Otherwise, as over gloo, in the usual memory.
 
@@ -433,7 +463,8 @@ class FSDPModule:
     def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
         """Stages all-gathers in symmetric memory, and reductions too where they only sum.
 
-        Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A collective.
+        Call `set_force_sum_reduction_for_comms(True)` first for the latter, as under FSDP2. A
+        collective.
 
         Raises:
             CustomCommError: the unit has custom collectives.
@@ -460,7 +491,8 @@ class FSDPModule:
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
 
-    # -- what a sharded module does not take part in ----------------------------------------------------
+    # -- what a sharded module does not take part in
+    # ----------------------------------------------------
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, for a state dict of shards.
@@ -500,23 +532,29 @@ class FSDPModule:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What DistributedDataParallel looks for first: the place to tell it that it comes too late."""
+        """What DistributedDataParallel looks for first: the place to tell it that it comes too
+        late.
+        """
         if sys._getframe(1).f_code is not DistributedDataParallel.__init__.__code__:
             raise AttributeError("_ddp_params_and_buffers_to_ignore")
         raise EngineError(
-            "DistributedDataParallel was put around a sharded module, which reduces its gradients itself",
+            "DistributedDataParallel was put around a sharded module, which reduces its gradients "
+            "itself",
             expected="one of the two",
             got=f"DistributedDataParallel({type(self).__name__})",
             fix="leave out DDP; for replicas of shards, fully_shard over a 2-D mesh (HSDP)",
         )
 
-    # -- inside -----------------------------------------------------------------------------------------
+    # -- inside
+    # -----------------------------------------------------------------------------------------
 
     @property
     def _unit(self) -> Unit:
         unit = unit_of(cast(nn.Module, self))
         if unit is None:
-            raise UnsupportedError(f"{type(self).__name__} has lost its unit", fix="call fully_shard again")
+            raise UnsupportedError(
+                f"{type(self).__name__} has lost its unit", fix="call fully_shard again"
+            )
         return unit
 
     def _units(self, recurse: bool) -> list[Unit]:
@@ -559,7 +597,8 @@ def _drop_waiting(grads: GradGroup) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain module.
+    """Makes a method of a sharded module gather and reshard like forward. A no-op on a plain
+    module.
 
     Args:
         module: the module.
@@ -592,10 +631,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Lets several roots share streams, staging memory and transports, as the stages of a pipeline may.
+    """Lets several roots share streams, staging memory and transports, as the stages of a pipeline
+    may.
 
     Args:
-        modules: sharded modules that are roots, or will be. What is in flight under them is completed.
+        modules: sharded modules that are roots, or will be. What is in flight under them is
+            completed.
 
     Raises:
         OptionError: one of them is not sharded.

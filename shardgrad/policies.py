@@ -1,4 +1,6 @@
-"""Policies: torch's own, and its handle, re-exported so that one import serves both engines; and ours."""
+"""Policies: torch's own, and its handle, re-exported so that one import serves both engines; and
+ours.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
 
 __all__ = [
     "REDUCES_IN_GRAD_DTYPE",
@@ -20,7 +27,8 @@ __all__ = [
     "UnshardHandle",
 ]
 
-# From torch 2.15 on, `reduce_dtype=None` means the parameter's `grad_dtype`, and not `param_dtype` any more.
+# From torch 2.15 on, `reduce_dtype=None` means the parameter's `grad_dtype`, and not `param_dtype`
+# any more.
 REDUCES_IN_GRAD_DTYPE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
 
 # None where the installed torch does not have it yet.
@@ -35,32 +43,36 @@ class _GradientReductionHandle:
 
 
 # Torch's class, from 2.15 on.
-GradientReductionHandle: Any = getattr(torch_fsdp, "GradientReductionHandle", _GradientReductionHandle)
+GradientReductionHandle: Any = getattr(
+    torch_fsdp, "GradientReductionHandle", _GradientReductionHandle
+)
 
 
 @dataclass(frozen=True)
 class GradientPolicy:
     """Where reduced gradients live, in which dtype, and in which dtype they travel.
 
-    With a `wire_dtype`, a gradient is rounded to it where this rank packs it for the reduction; not at all if
-    autograd has made it in that dtype. Ranks exchange the pieces (an all-to-all), and each adds those of its
-    shard in float32, in rank order; the sum is divided and stored in `dtype`. What waits on this rank
-    (micro-batches without synchronization, ZeRO stage 1, HSDP's partial sums) is summed in float32, and
-    rounded once when it is sent. Across replicas, or the outer axis of `zero_stage="hfsdp"`, the sum over the
-    first axis is rounded and exchanged as well; among more than two replicas, their sum is rounded once more.
-    A group of one rank sends nothing and rounds nothing.
+    With a `wire_dtype`, a gradient is rounded to it where this rank packs it for the reduction; not
+    at all if autograd has made it in that dtype. Ranks exchange the pieces (an all-to-all), and
+    each adds those of its shard in float32, in rank order; the sum is divided and stored in
+    `dtype`. What waits on this rank (micro-batches without synchronization, ZeRO stage 1, HSDP's
+    partial sums) is summed in float32, and rounded once when it is sent. Across replicas, or the
+    outer axis of `zero_stage="hfsdp"`, the sum over the first axis is rounded and exchanged as
+    well; among more than two replicas, their sum is rounded once more. A group of one rank sends
+    nothing and rounds nothing.
 
-    In float8, every 128 elements have a scale, and what rounding has lost is kept on this rank, a byte for
-    each unsharded element, and added to what is sent next ([Note: Error feedback] in
+    In float8, every 128 elements have a scale, and what rounding has lost is kept on this rank, a
+    byte for each unsharded element, and added to what is sent next ([Note: Error feedback] in
     `features/float8_wire.py`); `shardgrad.error_feedback(model)` is what a checkpoint saves of it.
 
     Attributes:
-        dtype: dtype of the persistent gradient shard; None means the dtype of the sharded parameter.
-        decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for optimizers that
-            read a gradient whose dtype differs from the parameter's.
-        wire_dtype: `torch.bfloat16`, `torch.float8_e4m3fn`, or None, which changes nothing: gradients travel
-            in the reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be float32 with a wire dtype,
-            which None stands for.
+        dtype: dtype of the persistent gradient shard; None means the dtype of the sharded
+            parameter.
+        decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for
+            optimizers that read a gradient whose dtype differs from the parameter's.
+        wire_dtype: `torch.bfloat16`, `torch.float8_e4m3fn`, or None, which changes nothing:
+            gradients travel in the reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be
+            float32 with a wire dtype, which None stands for.
     """
 
     dtype: torch.dtype | None = None

@@ -12,7 +12,9 @@ from tests.support.time_limits import pytest_timeout_set_timer
 
 __all__ = ["pytest_timeout_set_timer"]
 
-torch.set_num_threads(1)  # tensors here are small, and ranks and another pytest want the other cores
+torch.set_num_threads(
+    1
+)  # tensors here are small, and ranks and another pytest want the other cores
 
 
 @pytest.fixture(scope="session")

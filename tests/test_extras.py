@@ -1,4 +1,6 @@
-"""The package needs torch alone; what needs more names the extra to install, before any work is done."""
+"""The package needs torch alone; what needs more names the extra to install, before any work is
+done.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def run_with_torch_alone(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]
 
 
 def test_an_import_of_shardgrad_imports_no_optional_package() -> None:
-    program = "import torch.distributed.fsdp, sys; before = set(sys.modules); from shardgrad import *; "
+    program = (
+        "import torch.distributed.fsdp, sys; before = set(sys.modules); from shardgrad import *; "
+    )
     program += "print(*{name.partition('.')[0] for name in set(sys.modules) - before})"
     done = run("-c", program)
     assert done.returncode == 0, done.stderr
@@ -82,7 +86,13 @@ def test_an_import_of_shardgrad_imports_no_optional_package() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["train", "--help"], ["plan", "--help"], ["checkpoint", "--help"], ["train", "--x"]],
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["plan", "--help"],
+        ["checkpoint", "--help"],
+        ["train", "--x"],
+    ],
 )
 def test_help_and_usage_errors_import_no_pytorch(arguments: list[str]) -> None:
     program = (
@@ -96,7 +106,10 @@ def test_help_and_usage_errors_import_no_pytorch(arguments: list[str]) -> None:
 def test_two_ranks_train_with_nothing_but_torch_installed(
     run_with_torch_alone: Callable[..., subprocess.Popen[str]], tmp_path: Path
 ) -> None:
-    ranks = [run_with_torch_alone("-c", TWO_RANKS, str(rank), str(tmp_path / "store")) for rank in range(2)]
+    ranks = [
+        run_with_torch_alone("-c", TWO_RANKS, str(rank), str(tmp_path / "store"))
+        for rank in range(2)
+    ]
     for rank in ranks:
         _, errors = communicate(rank, 100)
         assert rank.returncode == 0, errors
@@ -140,7 +153,8 @@ def test_the_command_line_names_its_extra_in_one_sentence(
                 package,
                 ["train", f"--{package}"],
                 "shardgrad.train.launch.spawn",
-                f"--{package} needs {package}, which is not installed: pip install 'shardgrad[{package}]'",
+                f"--{package} needs {package}, which is not installed: pip install "
+                f"'shardgrad[{package}]'",
             )
             for package in ("tensorboard", "wandb")
         ),
@@ -152,7 +166,14 @@ def test_the_command_line_names_its_extra_in_one_sentence(
             "pip install 'shardgrad[safetensors]'",
         ),
     ],
-    ids=["matplotlib", "transformers, plan", "transformers, run", "tensorboard", "wandb", "safetensors"],
+    ids=[
+        "matplotlib",
+        "transformers, plan",
+        "transformers, run",
+        "tensorboard",
+        "wandb",
+        "safetensors",
+    ],
 )
 def test_a_missing_package_is_named_before_any_work(
     package: str,
@@ -174,7 +195,9 @@ def test_a_missing_package_is_named_before_any_work(
 def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("rich", "numpy"):
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(PartnerUnavailableError, match="it needs rich and numpy, which are not") as raised:
+    with pytest.raises(
+        PartnerUnavailableError, match="it needs rich and numpy, which are not"
+    ) as raised:
         require("click", "rich", "numpy", feature="it")
     assert raised.value.fix == "pip install 'shardgrad[cli,checkpoint]'"
     require("click", feature="it")
@@ -184,12 +207,16 @@ def test_the_extras_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert [line.partition(">")[0] for line in project["dependencies"]] == ["torch"]
     for package, extra in EXTRAS.items():
-        assert any(line.startswith(f"{package}>=") for line in project["optional-dependencies"][extra])
+        assert any(
+            line.startswith(f"{package}>=") for line in project["optional-dependencies"][extra]
+        )
 
 
 def test_importing_a_file_does_not_hide_the_function_of_its_name() -> None:
     program = "import shardgrad.fully_shard, shardgrad.patch, shardgrad; "
-    program += "print(callable(shardgrad.fully_shard), callable(shardgrad.patch)); shardgrad.nothing"
+    program += (
+        "print(callable(shardgrad.fully_shard), callable(shardgrad.patch)); shardgrad.nothing"
+    )
     done = run("-c", program)
     assert done.stdout == "True True\n"
     assert "AttributeError: module 'shardgrad' has no attribute 'nothing'" in done.stderr

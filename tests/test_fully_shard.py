@@ -169,7 +169,9 @@ CASES = {
     "not_a_policy": Case(
         plain, errors.OptionError, ValueError, "mp_policy", lambda _: {"mp_policy": torch.bfloat16}
     ),
-    "stage": Case(plain, errors.OptionError, ValueError, "zero_stage=4", lambda _: {"zero_stage": 4}),
+    "stage": Case(
+        plain, errors.OptionError, ValueError, "zero_stage=4", lambda _: {"zero_stage": 4}
+    ),
     "stage_and_reshard": Case(
         plain,
         errors.OptionError,
@@ -275,7 +277,11 @@ METHODS: dict[str, tuple[Callable[[Any], Any], type[Exception], type[Exception]]
         ValueError,
     ),
     "child_reset": (lambda m: m.layers[0].reset_iter_state(), errors.RootError, RuntimeError),
-    "buffers": (lambda m: m.set_reduce_scatter_max_input_buffers(0), errors.OptionError, ValueError),
+    "buffers": (
+        lambda m: m.set_reduce_scatter_max_input_buffers(0),
+        errors.OptionError,
+        ValueError,
+    ),
     "buffers_type": (
         lambda m: m.set_reduce_scatter_max_input_buffers(True),
         errors.OptionTypeError,
@@ -294,7 +300,9 @@ def sparse_gradients_are_refused() -> None:
     with pytest.raises(errors.GradientError, match=r"sparse=False"):
         model(torch.tensor([1])).sum().backward()
     model.reshard()
-    assert all(torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p.full_tensor(), old) for p, old in zip(model.parameters(), before, strict=True)
+    )
     model[0].sparse = False
     model(torch.tensor([1])).sum().backward()
     optim.step()
@@ -334,7 +342,9 @@ def wrong_gradients_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(two_ranks: Ranks, name: str) -> None:
+def test_bad_input_is_refused_with_a_way_out_and_changes_nothing(
+    two_ranks: Ranks, name: str
+) -> None:
     two_ranks.run(is_refused, name)
 
 
@@ -364,7 +374,9 @@ def test_a_gradient_replaced_by_a_whole_tensor_is_refused(two_ranks: Ranks) -> N
 
 def takes_the_cpu() -> None:
     built_for = torch._C._accelerator_getAccelerator
-    torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # what a CUDA build says, GPU or not
+    torch._C._accelerator_getAccelerator = lambda: torch.device(
+        "cuda"
+    )  # what a CUDA build says, GPU or not
     try:
         model = shardgrad.fully_shard(stack(4, 4))
         model(torch.ones(1, 4)).sum().backward()

@@ -104,7 +104,9 @@ def test_zero_grad_finds_the_gradients_of_units_that_are_unsharded(
 
 
 def drop_micro_batches(engine: Engine, switch: str, set_to_none: bool) -> Tensors:
-    """Two micro-batches are dropped before they were reduced, as after a loss that is not finite."""
+    """Two micro-batches are dropped before they were reduced, as after a loss that is not
+    finite.
+    """
     sharding = {} if engine.whole_batch or switch != "all_reduce" else {"mesh": hsdp_mesh(2, 2)}
     if switch == "last" and not engine.whole_batch:
         sharding = {"zero_stage": 1}
@@ -139,7 +141,9 @@ def test_zero_grad_of_the_model_drops_micro_batches_that_wait(
     two_ranks.run(close_to_unsharded, drop_micro_batches, switch, set_to_none)
 
 
-def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(four_ranks: Ranks) -> None:
+def test_zero_grad_of_the_model_drops_what_waits_for_the_sum_over_replicas(
+    four_ranks: Ranks,
+) -> None:
     four_ranks.run(close_to_unsharded, drop_micro_batches, "all_reduce", True)
 
 
@@ -220,7 +224,9 @@ def forced_sum(model: Tower) -> None:
 
 
 def other_divisor(model: Tower) -> None:
-    model.layers[1].set_force_sum_reduction_for_comms(True)  # gloo cannot scale, and torch then refuses
+    model.layers[1].set_force_sum_reduction_for_comms(
+        True
+    )  # gloo cannot scale, and torch then refuses
     model.layers[1].set_gradient_divide_factor(4.0)
 
 
@@ -293,7 +299,9 @@ def last_unit_stays_whole() -> None:
     token_loss(model, SHARDGRAD.tokens(0)).backward()  # records the order
     loss = token_loss(model, SHARDGRAD.tokens(1))
     assert not is_sharded(model.head), "the root stays whole"
-    assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [False]
+    assert [is_sharded(layer.up) for layer in model.layers] == [True] * (len(model.layers) - 1) + [
+        False
+    ]
     loss.backward()
     assert all(isinstance(param, DTensor) for param in model.parameters())
     with torch.no_grad():
@@ -337,7 +345,9 @@ def train_stepping_in_hooks(engine: Engine) -> Tensors:
 
 
 def train_clipped(engine: Engine, norm_type: float) -> Tensors:
-    model = engine.fully_shard(stack(5, 7, 3))  # no empty pieces: torch has no infinity norm of them
+    model = engine.fully_shard(
+        stack(5, 7, 3)
+    )  # no empty pieces: torch has no infinity norm of them
     optim = make_optimizer("sgd", model)
     found = {}
     for step in range(3):
@@ -416,7 +426,9 @@ def test_settings_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: object
 def test_parameters_kept_whole_across_an_optimizer_step_are_gathered_again(
     two_ranks: Ranks, setting: object
 ) -> None:
-    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the setting."""
+    """FSDP2 goes on with the weights of before the step, so the oracle is the engine without the
+    setting.
+    """
     two_ranks.run(trains_like_the_default, setting)
 
 
@@ -436,7 +448,9 @@ def test_parameters_are_whole_after_forward_only_if_asked_for(
 
 
 @pytest.mark.parametrize("recurse", [True, False])
-def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(two_ranks: Ranks, recurse: bool) -> None:
+def test_set_reshard_after_forward_reaches_inner_units_if_asked_to(
+    two_ranks: Ranks, recurse: bool
+) -> None:
     two_ranks.run(the_flag_reaches_as_far_as_asked, recurse)
 
 
@@ -454,19 +468,27 @@ def only_the_next_unit_is_being_gathered_while_one_computes() -> None:
     def look(what: str, *, past: int, ahead: int) -> None:
         units = {at: model.layers[at]._unit for at in (past, ahead) if 0 <= at < len(model.layers)}
         if len(units) == 2:
-            has_memory = [units[at].groups[0].state is not ParamState.SHARDED for at in (past, ahead)]
+            has_memory = [
+                units[at].groups[0].state is not ParamState.SHARDED for at in (past, ahead)
+            ]
             seen[what] += has_memory
 
     for i, layer in enumerate(model.layers):
-        layer.down.register_forward_pre_hook(lambda *_, i=i: look("forward", past=i - 1, ahead=i + 1))
-        layer.down.register_full_backward_pre_hook(lambda *_, i=i: look("backward", past=i + 1, ahead=i - 1))
+        layer.down.register_forward_pre_hook(
+            lambda *_, i=i: look("forward", past=i - 1, ahead=i + 1)
+        )
+        layer.down.register_full_backward_pre_hook(
+            lambda *_, i=i: look("backward", past=i + 1, ahead=i - 1)
+        )
     for step in range(2):  # in the first one, the engine notes the order
         seen.update(forward=[], backward=[])
         token_loss(model, SHARDGRAD.tokens(step)).backward()
     assert seen == {"forward": [False, True], "backward": [False, True]}
 
 
-def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded(two_ranks: Ranks) -> None:
+def test_while_one_unit_computes_the_next_is_being_gathered_and_the_last_is_sharded(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(only_the_next_unit_is_being_gathered_while_one_computes)
 
 
@@ -483,7 +505,9 @@ def test_optimizers_that_step_in_hooks_train_bit_for_bit_like_fsdp2(two_ranks: R
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(two_ranks: Ranks, norm_type: float) -> None:
+def test_clipping_the_norm_of_gradients_is_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, norm_type: float
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_clipped, norm_type)
 
 
@@ -493,7 +517,9 @@ def test_a_gradient_scaler_skips_the_same_step_as_with_fsdp2(two_ranks: Ranks) -
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("before", [True, False], ids=["before_sharding", "after_sharding"])
-def test_compiled_blocks_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, backend: str, before: bool) -> None:
+def test_compiled_blocks_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, backend: str, before: bool
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_compiled, backend, before)
 
 

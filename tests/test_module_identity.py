@@ -15,7 +15,17 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardgrad
 from shardgrad.errors import DeepcopyError
-from tests.support.parity import SHARDGRAD, UNSHARDED, WIDTH, Block, Tower, many_small, stack, tower, train
+from tests.support.parity import (
+    SHARDGRAD,
+    UNSHARDED,
+    WIDTH,
+    Block,
+    Tower,
+    many_small,
+    stack,
+    tower,
+    train,
+)
 from tests.support.ranks import Ranks
 
 
@@ -23,7 +33,9 @@ def local_shards_are_pieces_of_torch_chunk() -> None:
     for make in (tower, many_small):
         whole = dict(make().named_parameters())
         model = SHARDGRAD.fully_shard(make())
-        start = min(param.to_local().data_ptr() for param in model.parameters() if param.to_local().numel())
+        start = min(
+            param.to_local().data_ptr() for param in model.parameters() if param.to_local().numel()
+        )
         for name, param in model.named_parameters():
             pieces = whole[name].detach().chunk(dist.get_world_size())
             rank = dist.get_rank()
@@ -129,7 +141,9 @@ def test_integers_that_are_replaced_by_floats_are_trained(two_ranks: Ranks) -> N
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_local_shards_are_the_pieces_of_torch_chunk(worlds: dict[int, Ranks], world_size: int) -> None:
+def test_local_shards_are_the_pieces_of_torch_chunk(
+    worlds: dict[int, Ranks], world_size: int
+) -> None:
     worlds[world_size].run(local_shards_are_pieces_of_torch_chunk)
 
 

@@ -24,10 +24,12 @@ class Engine:
         build: `module:function` that makes its `Trained`, given task and device.
         package: import name of what has to be installed besides torch.
         install: what to type for that.
-        has_hsdp: it knows replicas of shards, or shards nothing, so that a mesh means nothing to it.
+        has_hsdp: it knows replicas of shards, or shards nothing, so that a mesh means nothing to
+            it.
         only_cuda: it cannot run on a CPU.
         trains: False for a floor, whose losses mean nothing.
-        shards: each rank keeps a share of weights, gradients and optimizer state, so it needs less memory.
+        shards: each rank keeps a share of weights, gradients and optimizer state, so it needs less
+            memory.
         is_alone: it is one process, which takes the batches of all ranks.
         exact: in fp32, on up to two ranks, its losses must be the base's bit for bit.
     """
@@ -53,13 +55,17 @@ _MEGATRON = "pip install megatron-fsdp"
 # In the order of interest: where time or memory run out, the last are left out.
 ENGINES: Mapping[str, Engine] = {
     BASE: Engine(
-        "torch's fully_shard around every block and the model", f"{_TORCH}:fsdp2", has_hsdp=True, exact=True
+        "torch's fully_shard around every block and the model",
+        f"{_TORCH}:fsdp2",
+        has_hsdp=True,
+        exact=True,
     ),
     "shardgrad": Engine(
         "shardgrad.fully_shard in the same places", f"{_TORCH}:ours", has_hsdp=True, exact=True
     ),
     "shardgrad-graphed": Engine(
-        "the same under shardgrad.graphed_step, with shardgrad's clip and optimizer; eager on a CPU",
+        "the same under shardgrad.graphed_step, with shardgrad's clip and optimizer; eager on a "
+        "CPU",
         f"{_TORCH}:ours_graphed",
         has_hsdp=True,
     ),
@@ -76,10 +82,15 @@ ENGINES: Mapping[str, Engine] = {
         exact=True,
     ),
     "fsdp1": Engine(
-        "FullyShardedDataParallel around every block and the model", f"{_TORCH}:fsdp1", has_hsdp=True
+        "FullyShardedDataParallel around every block and the model",
+        f"{_TORCH}:fsdp1",
+        has_hsdp=True,
     ),
     "ddp": Engine(
-        "DistributedDataParallel; below fp32 under autocast", f"{_TORCH}:ddp", has_hsdp=True, shards=False
+        "DistributedDataParallel; below fp32 under autocast",
+        f"{_TORCH}:ddp",
+        has_hsdp=True,
+        shards=False,
     ),
     "zero-redundancy": Engine(
         "ddp, and ZeroRedundancyOptimizer shards the optimizer's state",
@@ -113,7 +124,9 @@ ENGINES: Mapping[str, Engine] = {
         only_cuda=True,
         shards=False,
     ),
-    "fsdp2-compiled": Engine("fsdp2, every block compiled", f"{_TORCH}:fsdp2_compiled", has_hsdp=True),
+    "fsdp2-compiled": Engine(
+        "fsdp2, every block compiled", f"{_TORCH}:fsdp2_compiled", has_hsdp=True
+    ),
     "fsdp2-graphed": Engine(
         "fsdp2, forward and backward one plain CUDA graph, clip and optimizer eager",
         f"{_TORCH}:fsdp2_graphed",
@@ -146,7 +159,16 @@ ENGINES: Mapping[str, Engine] = {
     ),
 }
 
-DEFAULT = (BASE, "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", COMPUTE, "collectives")
+DEFAULT = (
+    BASE,
+    "shardgrad",
+    "shardgrad-graphed",
+    "fsdp2-keep",
+    "fsdp1",
+    "ddp",
+    COMPUTE,
+    "collectives",
+)
 
 _STATE_NBYTES = 16  # of a parameter: weight, gradient and two moments, in fp32
 _UNSHARDED_NBYTES = 4  # of a parameter that a rank has in full: the weight
@@ -169,7 +191,9 @@ def obstacle(name: str, task: Task) -> str | None:
 
 
 def least_nbytes(name: str, task: Task) -> int | None:
-    """Bytes that all ranks of an engine need at the least, without activations; None if not known."""
+    """Bytes that all ranks of an engine need at the least, without activations; None if not
+    known.
+    """
     if task.hf is not None:
         return None
     numel, engine = facts_of(task.preset).numel, ENGINES[name]

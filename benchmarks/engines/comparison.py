@@ -1,4 +1,6 @@
-"""Engines side by side, as the parent sees them: they take turns; one that fails is a row with a reason."""
+"""Engines side by side, as the parent sees them: they take turns; one that fails is a row with a
+reason.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,17 @@ from benchmarks.workers import Workers, WorkersFailed
 
 RANK = "benchmarks.engines.rank:Rank"
 
-# Of losses, relative. Below fp32, engines may round sums differently; a wrong gradient shows as far more.
+# Of losses, relative. Below fp32, engines may round sums differently; a wrong gradient shows as far
+# more.
 _TOLERANCES = {"fp32": 1e-4, "bf16": 0.02, "fp16": 0.02}
 
 Tell = Callable[[str], None]
 
 
 class Disagreement(Exception):
-    """An engine does not compute what the base computes, so that their speeds cannot be compared."""
+    """An engine does not compute what the base computes, so that their speeds cannot be
+    compared.
+    """
 
 
 @dataclass
@@ -97,8 +102,9 @@ def compare(
 class _Comparison:
     """Workers that are alive together, and what they have shown so far.
 
-    Engines that do not fit into memory together are measured in waves; the base is in each of them, so that
-    every engine is compared with it in the same round. The arguments are those of `compare`.
+    Engines that do not fit into memory together are measured in waves; the base is in each of them,
+    so that every engine is compared with it in the same round. The arguments are those of
+    `compare`.
     """
 
     def __init__(self, task: Task, length: Length, logs: Path, tell: Tell, serves: str) -> None:
@@ -139,11 +145,15 @@ class _Comparison:
         return deferred
 
     def _start(self, names: Sequence[str]) -> list[str]:
-        """Builds and warms up engines until memory runs out; returns those for which there was none."""
+        """Builds and warms up engines until memory runs out; returns those for which there was
+        none.
+        """
         for number, name in enumerate(names):
             others = set(self._workers) - {BASE}
             if others and time.monotonic() > self._until_s - self._length.limit_s / 2:
-                self.leave_out(name, "no time left to start it: raise --limit-s, or name fewer engines")
+                self.leave_out(
+                    name, "no time left to start it: raise --limit-s, or name fewer engines"
+                )
                 continue
             self._tell(f"{name}: {ENGINES[name].words}")
             try:

@@ -68,8 +68,8 @@ class PlainGraph:
             with torch.cuda.graph(graph, pool, self._stream, capture_error_mode="thread_local"):
                 self._output = self._function(*self._inputs)
         except Exception:
-            # torch leaves the allocator waiting for the end of a capture that broke, which would hold back
-            # the memory of whatever is measured after it.
+            # torch leaves the allocator waiting for the end of a capture that broke, which would
+            # hold back the memory of whatever is measured after it.
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             raise
         self.pool_nbytes = max(0, torch.cuda.memory_reserved() - reserved)

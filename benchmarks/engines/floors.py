@@ -1,4 +1,5 @@
-"""What is left if an engine costs nothing: compute alone, with the same collectives, and as one plain graph.
+"""What is left if an engine costs nothing: compute alone, with the same collectives, and as one
+plain graph.
 
 | name           | a step is                                                                       |
 |----------------|---------------------------------------------------------------------------------|
@@ -53,7 +54,8 @@ def hand_graphed(task: Task, device: torch.device) -> Trained:
 
 
 class _Floor:
-    """Forward and backward of the unsharded model, and the optimizer's work on this rank's share of it.
+    """Forward and backward of the unsharded model, and the optimizer's work on this rank's share of
+    it.
 
     The share is what a sharding engine would leave to this rank: 1/N of every parameter, in fp32.
     """
@@ -62,7 +64,9 @@ class _Floor:
         mesh = mesh_of(task)
         self._shards, self._mine = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
         self._device, self._clip = device, task.clip
-        self._model = build_model(task.preset, device, hf=task.hf).to(COMPUTE_DTYPES[task.precision])
+        self._model = build_model(task.preset, device, hf=task.hf).to(
+            COMPUTE_DTYPES[task.precision]
+        )
         self._params = list(self._model.parameters())
         self._rows = [self._share(param.detach()) for param in self._params]
         # In fp32 a share is a view of its parameter, so that updating one updates the other.
@@ -129,7 +133,9 @@ class _Collectives:
 class _UnitBuffers:
     """One unit's flat buffers, zeros: what they hold does not matter to a collective."""
 
-    def __init__(self, params: Sequence[Tensor], gather_dtype: torch.dtype, mesh: DeviceMesh) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], gather_dtype: torch.dtype, mesh: DeviceMesh
+    ) -> None:
         self._shard_group = mesh.get_group(mesh.ndim - 1)
         self._replicas = mesh.get_group(0) if mesh.ndim > 1 else None
         shards = self._shard_group.size()

@@ -1,4 +1,6 @@
-"""Engines from packages that may be installed: DeepSpeed and Megatron-FSDP, as their manuals say."""
+"""Engines from packages that may be installed: DeepSpeed and Megatron-FSDP, as their manuals
+say.
+"""
 
 from __future__ import annotations
 
@@ -108,5 +110,7 @@ def _trained(
 ) -> Trained:
     clip = partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     return Trained(
-        Program(model, optimizer, clip, device, task.clip, micro_batch, scaler=scaler_for(task)).step
+        Program(
+            model, optimizer, clip, device, task.clip, micro_batch, scaler=scaler_for(task)
+        ).step
     )

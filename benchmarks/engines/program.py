@@ -30,8 +30,8 @@ class Trained:
     """A model under an engine.
 
     Attributes:
-        step: takes this rank's micro-batches on the device, makes an optimizer step, returns the mean of
-            their losses (fp32 scalar, on the device).
+        step: takes this rank's micro-batches on the device, makes an optimizer step, returns the
+            mean of their losses (fp32 scalar, on the device).
         pool_nbytes: device memory that graphs reserved; asked after the capture.
     """
 
@@ -108,10 +108,16 @@ def mesh_of(task: Task) -> DeviceMesh:
 
 def scaler_for(task: Task) -> Any:
     """Torch's loss scaler in fp16, otherwise None."""
-    return torch.amp.GradScaler(task.device, init_scale=FIRST_SCALE) if task.precision == "fp16" else None
+    return (
+        torch.amp.GradScaler(task.device, init_scale=FIRST_SCALE)
+        if task.precision == "fp16"
+        else None
+    )
 
 
-def micro_batches(task: Task, rank: int, vocab_size: int, device: torch.device) -> list[list[MicroBatch]]:
+def micro_batches(
+    task: Task, rank: int, vocab_size: int, device: torch.device
+) -> list[list[MicroBatch]]:
     """A rank's micro-batches of `DISTINCT_STEPS` steps: random tokens, the same in every process.
 
     Args:
@@ -123,4 +129,6 @@ def micro_batches(task: Task, rank: int, vocab_size: int, device: torch.device) 
     generator = torch.Generator().manual_seed(rank)
     shape = (DISTINCT_STEPS, task.accumulate, task.batch_size, task.seq_len + 1)
     text = torch.randint(vocab_size, shape, generator=generator).to(device)
-    return [[(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in step] for step in text]
+    return [
+        [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in step] for step in text
+    ]

@@ -57,7 +57,9 @@ class Rank:
         self._facts = facts_of(self._task.preset, self._task.hf)
         is_alone = ENGINES[name].is_alone
         ranks = range(self._task.ranks) if is_alone else [worker.rank]
-        by_rank = [micro_batches(self._task, rank, self._facts.vocab_size, self._device) for rank in ranks]
+        by_rank = [
+            micro_batches(self._task, rank, self._facts.vocab_size, self._device) for rank in ranks
+        ]
         steps = [[*chain.from_iterable(parts)] for parts in zip(*by_rank, strict=True)]
         self._data: Iterator[list[MicroBatch]] = cycle(steps)
         if self._device.type == "cuda":
@@ -68,7 +70,8 @@ class Rank:
     def warm_up(self, steps: int) -> list[float]:
         """Takes steps and returns their losses."""
         for number in range(steps):
-            # On a device, where a later step may be a graph, the second eager step shows what is sent.
+            # On a device, where a later step may be a graph, the second eager step shows what is
+            # sent.
             if number == 1 and self._device.type != "cpu":
                 self._traffic = self._traffic_of(trace(self._step, self._device))
             else:
@@ -81,7 +84,9 @@ class Rank:
         return [float(loss) for loss in self._losses]
 
     def turn(self, steps: int) -> Cost:
-        """Times steps, on all ranks at once. On a device, `host_s` is that of one more, while it is idle."""
+        """Times steps, on all ranks at once. On a device, `host_s` is that of one more, while it is
+        idle.
+        """
         device = self._device.type
         cost = cost_of(self._step, repeats=steps, device=device, barrier=self._barrier)
         if device == "cpu":
@@ -93,7 +98,10 @@ class Rank:
         peak_rss = proc_nbytes("/proc/self/status", "VmHWM")
         allocated = reserved = None
         if self._device.type == "cuda":
-            allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            allocated, reserved = (
+                torch.cuda.max_memory_allocated(),
+                torch.cuda.max_memory_reserved(),
+            )
         with counting_dtensors() as dtensors:
             self._step()
         self._barrier()
@@ -120,14 +128,19 @@ class Rank:
     def hardware(self) -> dict[str, Any]:
         """What this rank computes on, with which libraries, and the rate of its matrix products.
 
-        The rate is FLOP/s of a 1024 x 1024 product in the task's precision, on all ranks at once: what a
-        share of the peak can be taken of where nobody publishes one.
+        The rate is FLOP/s of a 1024 x 1024 product in the task's precision, on all ranks at once:
+        what a share of the peak can be taken of where nobody publishes one.
         """
         dtype = COMPUTE_DTYPES[self._task.precision]
         matrix = torch.randn(_MATMUL_WIDTH, _MATMUL_WIDTH, device=self._device).to(dtype)
         repeats = 3 if self._device.type == "cpu" else 100
         costs = [
-            cost_of(lambda: matrix @ matrix, repeats=repeats, device=self._device.type, barrier=self._barrier)
+            cost_of(
+                lambda: matrix @ matrix,
+                repeats=repeats,
+                device=self._device.type,
+                barrier=self._barrier,
+            )
             for _ in range(4)
         ]
         facts: dict[str, Any] = {

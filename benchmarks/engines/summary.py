@@ -1,4 +1,6 @@
-"""From what was measured of engines to a record, and whether the machine was quiet enough to report it."""
+"""From what was measured of engines to a record, and whether the machine was quiet enough to report
+it.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ NOISE = 0.10  # quartiles further than this from their median, relative, are too
 _COSTS = ("wall_s", "cpu_s", "minor_faults", "loopback_nbytes")
 _PACKAGES = ("shardgrad", "torch", "deepspeed", "megatron-fsdp", "transformers")
 
-# Dense FLOP/s without sparsity, from NVIDIA's data sheets. fp32 is that of CUDA cores, as torch's default is;
-# the other column is bf16 and fp16.
+# Dense FLOP/s without sparsity, from NVIDIA's data sheets. fp32 is that of CUDA cores, as torch's
+# default is; the other column is bf16 and fp16.
 _PUBLISHED: Mapping[str, tuple[float, float]] = {
     "H200": (67e12, 989e12),
     "H100 PCIe": (51e12, 756e12),
@@ -37,7 +39,11 @@ _PUBLISHED: Mapping[str, tuple[float, float]] = {
 
 
 def record_of(
-    task: Task, length: Length, names: Sequence[str], outcome: Outcome, environment: Mapping[str, Any]
+    task: Task,
+    length: Length,
+    names: Sequence[str],
+    outcome: Outcome,
+    environment: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Puts a record together.
 
@@ -86,7 +92,8 @@ def _versions() -> dict[str, str | None]:
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            # A source tree that is not installed has no version; a package that is not there neither.
+            # A source tree that is not installed has no version; a package that is not there
+            # neither.
             found[name] = "source tree" if find_spec(name.replace("-", "_")) else None
     return found
 
@@ -94,18 +101,25 @@ def _versions() -> dict[str, str | None]:
 def _samples(outcome: Outcome, task: Task) -> dict[str, Any]:
     """By engine: lists with one value per round, and what was observed of each rank."""
     fields = _COSTS if task.device == "cpu" else (*_COSTS, "host_s")
-    found = samples_of({name: measured.costs for name, measured in outcome.measured.items()}, *fields)
+    found = samples_of(
+        {name: measured.costs for name, measured in outcome.measured.items()}, *fields
+    )
     for name, measured in outcome.measured.items():
         found[name]["round"] = measured.rounds
         if measured.joules:
             found[name]["joules"] = measured.joules
-        ranks = [dataclasses.asdict(dataclasses.replace(one, timeline=[])) for one in measured.observations]
+        ranks = [
+            dataclasses.asdict(dataclasses.replace(one, timeline=[]))
+            for one in measured.observations
+        ]
         found[name]["ranks"] = ranks
     return found
 
 
 def _timelines(outcome: Outcome) -> dict[str, Any]:
-    """By engine, one step of the first rank: `spans` of lane, name, start and length in µs; `dropped`."""
+    """By engine, one step of the first rank: `spans` of lane, name, start and length in µs;
+    `dropped`.
+    """
     found: dict[str, Any] = {}
     for name, measured in outcome.measured.items():
         if measured.observations and measured.observations[0].timeline:
@@ -135,7 +149,9 @@ def summarise(outcome: Outcome, task: Task) -> dict[str, Any]:
 
 
 def noise(summary: Mapping[str, Any]) -> dict[str, float]:
-    """How far the further quartile of a step's time is from the median, relative, for each engine."""
+    """How far the further quartile of a step's time is from the median, relative, for each
+    engine.
+    """
     found = {}
     for name, of in summary.items():
         median = of["wall_s"]["median"]
@@ -147,8 +163,12 @@ def _comparisons(measured: Measured, all_measured: Mapping[str, Measured]) -> di
     """To the base, to a graph without an engine and to compute alone, always of the same round."""
     wanted = {
         "ratio_to_base": [mine / base for mine, base in _pairs(measured, all_measured.get(BASE))],
-        "ratio_to_hand_graphed": [a / b for a, b in _pairs(measured, all_measured.get(HAND_GRAPHED))],
-        "beyond_compute_s": [mine - floor for mine, floor in _pairs(measured, all_measured.get(COMPUTE))],
+        "ratio_to_hand_graphed": [
+            a / b for a, b in _pairs(measured, all_measured.get(HAND_GRAPHED))
+        ],
+        "beyond_compute_s": [
+            mine - floor for mine, floor in _pairs(measured, all_measured.get(COMPUTE))
+        ],
     }
     return {field: spread(values) for field, values in wanted.items() if len(values) >= 2}
 
@@ -175,7 +195,8 @@ def _rates(name: str, wall_s: float, task: Task, hardware: Mapping[str, Any]) ->
 def peak_of(hardware: Mapping[str, Any], precision: str) -> tuple[float, str]:
     """FLOP/s that one rank's hardware could compute, and their source.
 
-    The published peak of a known GPU; elsewhere the rate that matrix products had on all ranks at once.
+    The published peak of a known GPU; elsewhere the rate that matrix products had on all ranks at
+    once.
 
     Args:
         hardware: what a rank found.
@@ -191,8 +212,9 @@ def peak_of(hardware: Mapping[str, Any], precision: str) -> tuple[float, str]:
 def flops_per_step(model: Mapping[str, int], *, tokens: int, seq_len: int) -> float:
     """What a step has to compute, however it is done: 6 N + 12 L H Q T for each token.
 
-    N counts the parameters that a token meets, L H Q are layers times the width of attention, T is the length
-    of the sequence. Recomputation does not count, nor does it help that half of causal attention is masked.
+    N counts the parameters that a token meets, L H Q are layers times the width of attention, T is
+    the length of the sequence. Recomputation does not count, nor does it help that half of causal
+    attention is masked.
 
     Args:
         model: `active_numel` and `attention_numel`.
@@ -205,14 +227,20 @@ def flops_per_step(model: Mapping[str, int], *, tokens: int, seq_len: int) -> fl
 
 
 def _host(name: str, measured: Measured, outcome: Outcome, task: Task) -> dict[str, Any]:
-    """Host time per unit: until a step's call returns; on a CPU, what threads use beyond compute alone."""
+    """Host time per unit: until a step's call returns; on a CPU, what threads use beyond compute
+    alone.
+    """
     units = outcome.hardware["model"]["units"]
     if task.device != "cpu":
-        return {"host_s_per_unit": statistics.median(cost.host_s for cost in measured.costs) / units}
+        return {
+            "host_s_per_unit": statistics.median(cost.host_s for cost in measured.costs) / units
+        }
     floor = outcome.measured.get(COMPUTE)
     if floor is None or ENGINES[name].is_alone or name == COMPUTE:
         return {}
-    cpu_s, compute_s = (statistics.median(cost.cpu_s for cost in one.costs) for one in (measured, floor))
+    cpu_s, compute_s = (
+        statistics.median(cost.cpu_s for cost in one.costs) for one in (measured, floor)
+    )
     return {"host_s_per_unit": (cpu_s - compute_s) / units}
 
 

@@ -58,7 +58,9 @@ class Task:
 
     def on_one_process(self) -> Task:
         """The same update by a single process, whose micro-batches are those of all ranks."""
-        return dataclasses.replace(self, accumulate=self.accumulate * self.ranks, ranks=1, mesh=None)
+        return dataclasses.replace(
+            self, accumulate=self.accumulate * self.ranks, ranks=1, mesh=None
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ class Length:
         rounds: in each of them every engine has a turn.
         steps: of a turn.
         warmup: steps of each engine before the first round; enough for every capture.
-        limit_s: after half of it no engine is started, after all of it no round, but for the two that a
-            median needs.
+        limit_s: after half of it no engine is started, after all of it no round, but for the two
+            that a median needs.
         answer_s: seconds that ranks may take over a call before they count as hung.
         smoke: the numbers mean nothing.
     """
@@ -95,24 +97,29 @@ def check(task: Task) -> None:
     """Refuses a task that no engine can do.
 
     Raises:
-        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, a batch that experts
-            cannot share, fewer GPUs than ranks.
+        UsageError: an unknown preset or precision, a mesh that does not hold the ranks, a batch
+            that experts cannot share, fewer GPUs than ranks.
     """
     if task.hf is None and task.preset not in MODELS:
-        raise UsageError(f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}")
+        raise UsageError(
+            f"There is no preset {task.preset!r}: {suggestion(task.preset, list(MODELS))}"
+        )
     if task.precision not in PRECISIONS:
         raise UsageError(
-            f"There is no precision {task.precision!r}: {suggestion(task.precision, list(PRECISIONS))}"
+            f"There is no precision {task.precision!r}: "
+            f"{suggestion(task.precision, list(PRECISIONS))}"
         )
     if math.prod(task.mesh_shape) != task.ranks:
         raise UsageError(
-            f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not {task.ranks}: "
+            f"--mesh {task.mesh} has room for {math.prod(task.mesh_shape)} ranks, not "
+            f"{task.ranks}: "
             f"use --ranks {math.prod(task.mesh_shape)}, or another mesh."
         )
     config = None if task.hf else MODELS[task.preset]
     if isinstance(config, MixtureConfig) and task.batch_size * task.seq_len % config.experts:
         raise UsageError(
-            f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by {config.experts} experts: "
+            f"{task.batch_size} x {task.seq_len} tokens cannot be shared evenly by "
+            f"{config.experts} experts: "
             f"choose a --batch-size or --seq-len that is a multiple of {config.experts}."
         )
     if task.device == "cuda" and not task.share_device:

@@ -32,7 +32,8 @@ from shardgrad.train.sharding import set_gradient_sync
 
 _WARMUP = 3  # eager steps before a capture
 
-# -- engines with FSDP2's interface ------------------------------------------------------------------------
+# -- engines with FSDP2's interface
+# ------------------------------------------------------------------------
 
 
 def _sharded(
@@ -46,7 +47,9 @@ def _sharded(
 ) -> Program:
     policy = MixedPrecisionPolicy()
     if task.precision != "fp32":
-        policy = MixedPrecisionPolicy(param_dtype=COMPUTE_DTYPES[task.precision], reduce_dtype=REDUCE_DTYPE)
+        policy = MixedPrecisionPolicy(
+            param_dtype=COMPUTE_DTYPES[task.precision], reduce_dtype=REDUCE_DTYPE
+        )
 
     mesh = mesh_of(task)
 
@@ -122,7 +125,8 @@ def fsdp2_graphed(task: Task, device: torch.device, *, keeps_storage: bool = Fal
     return Trained(step, lambda: graph.pool_nbytes)
 
 
-# -- torch's other engines, and none -----------------------------------------------------------------------
+# -- torch's other engines, and none
+# -----------------------------------------------------------------------
 
 
 def fsdp1(task: Task, device: torch.device) -> Trained:
@@ -137,7 +141,9 @@ def fsdp1(task: Task, device: torch.device) -> Trained:
     blocks = set(unsharded_model.layers)
     model = FullyShardedDataParallel(
         unsharded_model,
-        sharding_strategy=ShardingStrategy.FULL_SHARD if mesh.ndim == 1 else ShardingStrategy.HYBRID_SHARD,
+        sharding_strategy=ShardingStrategy.FULL_SHARD
+        if mesh.ndim == 1
+        else ShardingStrategy.HYBRID_SHARD,
         device_mesh=mesh,
         device_id=device,
         auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
@@ -198,5 +204,7 @@ def zero_redundancy(task: Task, device: torch.device) -> Trained:
 
 
 def unsharded(task: Task, device: torch.device) -> Trained:
-    """No engine; `task` has all ranks' micro-batches, so the update is that of all of them together."""
+    """No engine; `task` has all ranks' micro-batches, so the update is that of all of them
+    together.
+    """
     return Trained(_plain(task, build_model(task.preset, device, hf=task.hf), device).step)

@@ -1,7 +1,8 @@
 """One step under torch's profiler: what is in it by lanes, its collectives and its launches.
 
-Its Chrome trace is read here, and not by a library: HolisticTraceAnalysis and torch's own summaries know
-what a GPU did by NCCL, and neither gloo's transfers nor which collective an all-to-all stands for.
+Its Chrome trace is read here, and not by a library: HolisticTraceAnalysis and torch's own summaries
+know what a GPU did by NCCL, and neither gloo's transfers nor which collective an all-to-all stands
+for.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class Traffic:
 
     Attributes:
         count: calls.
-        nbytes: what this rank sends, by the arithmetic of rings: (N - 1) / N of what is gathered or reduced,
-            twice that for an all-reduce.
+        nbytes: what this rank sends, by the arithmetic of rings: (N - 1) / N of what is gathered or
+            reduced, twice that for an all-reduce.
     """
 
     count: int
@@ -84,7 +85,8 @@ class Observation:
     """Of one rank.
 
     Attributes:
-        baseline_rss_nbytes: peak resident memory before there was a model: imports and process group.
+        baseline_rss_nbytes: peak resident memory before there was a model: imports and process
+            group.
         peak_rss_nbytes: peak resident memory after all rounds.
         peak_allocated_nbytes: of the device, by torch's allocator; None on a CPU.
         peak_reserved_nbytes: likewise, with what the allocator keeps.
@@ -112,11 +114,13 @@ class Observation:
     exposed_s: float = 0.0
 
 
-def trace(step: Callable[[], object], device: torch.device, path: Path | None = None) -> list[dict[str, Any]]:
+def trace(
+    step: Callable[[], object], device: torch.device, path: Path | None = None
+) -> list[dict[str, Any]]:
     """Runs one step under the profiler and returns the events of its Chrome trace, with shapes.
 
-    Where the profiler cannot start (some containers forbid it), the step is taken all the same, and there
-    are no events.
+    Where the profiler cannot start (some containers forbid it), the step is taken all the same, and
+    there are no events.
 
     Args:
         step: what to run.
@@ -157,17 +161,20 @@ def counting_dtensors() -> Iterator[list[int]]:
         yield count
 
 
-# -- lanes -------------------------------------------------------------------------------------------------
+# -- lanes
+# -------------------------------------------------------------------------------------------------
 
 
 def lanes(events: Sequence[Event]) -> list[Span]:
     """Sorts what happened in a step into lanes, in the order of time.
 
-    On a GPU, lanes hold what the device did. On a CPU they hold operators, gloo's transfers from their launch
-    to their arrival, and the engine's hooks (waiting included), which may overlap what they call.
+    On a GPU, lanes hold what the device did. On a CPU they hold operators, gloo's transfers from
+    their launch to their arrival, and the engine's hooks (waiting included), which may overlap what
+    they call.
 
     Args:
-        events: of the profiler's Chrome trace; one is the step itself. Without it there are no lanes.
+        events: of the profiler's Chrome trace; one is the step itself. Without it there are no
+            lanes.
     """
     complete = [event for event in events if event.get("ph") == "X"]
     steps = [event for event in _named(complete, STEP) if event.get("cat") != _ANNOTATION]
@@ -183,7 +190,12 @@ def lanes(events: Sequence[Event]) -> list[Span]:
     ]
     return sorted(
         (
-            Span(lane, str(event["name"]), round(event["ts"] - began_us, 3), round(event.get("dur", 0.0), 3))
+            Span(
+                lane,
+                str(event["name"]),
+                round(event["ts"] - began_us, 3),
+                round(event.get("dur", 0.0), 3),
+            )
             for event, lane in found
             if event["ts"] >= began_us and (on_device or event["ts"] <= ended_us)
         ),
@@ -195,7 +207,9 @@ def _host_lanes(events: Sequence[Event]) -> Iterator[tuple[Event, str]]:
     optimizer = _outermost(_named(events, _OPTIMIZER))
     for event in optimizer:
         yield event, "optimizer"
-    operators = _outermost([event for event in _named(events, "aten::") if event.get("cat") == "cpu_op"])
+    operators = _outermost(
+        [event for event in _named(events, "aten::") if event.get("cat") == "cpu_op"]
+    )
     own = [*optimizer, *_named(events, _ENGINE)]
     for event in operators:
         if not any(_contains(outer, event) for outer in own):
@@ -205,12 +219,16 @@ def _host_lanes(events: Sequence[Event]) -> Iterator[tuple[Event, str]]:
     for number, event in enumerate(transfers):
         # gloo records a transfer from its launch on, so both lists have the same order.
         kind = (
-            calls[number][1] if len(calls) == len(transfers) else _kind(event["name"].removeprefix("gloo:"))
+            calls[number][1]
+            if len(calls) == len(transfers)
+            else _kind(event["name"].removeprefix("gloo:"))
         )
         yield event, kind
 
 
-def _device_lanes(events: Sequence[Event], everything: Sequence[Event]) -> Iterator[tuple[Event, str]]:
+def _device_lanes(
+    events: Sequence[Event], everything: Sequence[Event]
+) -> Iterator[tuple[Event, str]]:
     steps = _outermost(_named(everything, _OPTIMIZER))
     launched_by_optimizer = {
         event["args"]["correlation"]
@@ -223,14 +241,20 @@ def _device_lanes(events: Sequence[Event], everything: Sequence[Event]) -> Itera
         name = str(event["name"])
         if "nccl" in name.lower():
             yield event, _kind(name)
-        elif event.get("args", {}).get("correlation") in launched_by_optimizer or "adam" in name.lower():
+        elif (
+            event.get("args", {}).get("correlation") in launched_by_optimizer
+            or "adam" in name.lower()
+        ):
             yield event, "optimizer"
         else:
             yield event, "compute"
 
 
-def traffic(events: Sequence[Event], *, rank: int, shards: int, replicas: int) -> dict[str, Traffic]:
-    """Counts the collectives that the host launched in a step, by kind, and what this rank sends for them.
+def traffic(
+    events: Sequence[Event], *, rank: int, shards: int, replicas: int
+) -> dict[str, Traffic]:
+    """Counts the collectives that the host launched in a step, by kind, and what this rank sends
+    for them.
 
     Args:
         events: with shapes.
@@ -242,7 +266,9 @@ def traffic(events: Sequence[Event], *, rank: int, shards: int, replicas: int) -
     for event, kind in _calls([event for event in events if event.get("ph") == "X"]):
         ranks = replicas if kind == "all-reduce" and replicas > 1 else shards
         before = found.get(kind, Traffic(0, 0))
-        found[kind] = Traffic(before.count + 1, before.nbytes + _sent_nbytes(event, kind, rank, ranks))
+        found[kind] = Traffic(
+            before.count + 1, before.nbytes + _sent_nbytes(event, kind, rank, ranks)
+        )
     return found
 
 
@@ -302,9 +328,13 @@ def _kind(name: str) -> str:
 def _sizes(event: Event) -> Iterator[int]:
     """Bytes of each tensor argument; a list of tensors counts as one."""
     arguments = event.get("args", {})
-    for dims, kind in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
+    for dims, kind in zip(
+        arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False
+    ):
         names = set(kind) if isinstance(kind, list) else {kind}
-        itemsize = max((_ITEMSIZES.get(name, 4 if name == "TensorList" else 0) for name in names), default=0)
+        itemsize = max(
+            (_ITEMSIZES.get(name, 4 if name == "TensorList" else 0) for name in names), default=0
+        )
         yield _numel(dims) * itemsize
 
 
@@ -316,7 +346,8 @@ def _numel(dims: Any) -> int:
     return math.prod(dims)
 
 
-# -- intervals ----------------------------------------------------------------------------------------------
+# -- intervals
+# ----------------------------------------------------------------------------------------------
 
 
 def covered_us(spans: Iterable[Span], *, lanes: Sequence[str]) -> float:

@@ -1,13 +1,14 @@
 """Training on machines that come and go: one replica on each, and a checkpoint after every step.
 
-torchrun starts this program again, on the machines that are there, whenever one leaves or comes. Each start
-loads the newest checkpoint, so only the step that was cut short is done again. The batch of a step is the
-same whatever the number of ranks; each takes its part. A run that lost a machine gives the weights of one
-that did not.
+torchrun starts this program again, on the machines that are there, whenever one leaves or comes.
+Each start loads the newest checkpoint, so only the step that was cut short is done again. The batch
+of a step is the same whatever the number of ranks; each takes its part. A run that lost a machine
+gives the weights of one that did not.
 
     torchrun --nnodes 1:2 ... examples/multi_node/train.py --folder /shared/run --steps 1000
 
-`--folder` is a folder that all machines see. `launch.sh` beside this file has the rest of the command.
+`--folder` is a folder that all machines see. `launch.sh` beside this file has the rest of the
+command.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def build() -> nn.Sequential:
 
 def batch(step: int) -> Tensor:
     """The rows of a step, for all ranks."""
-    return torch.randn(BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+    return torch.randn(
+        BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+    )
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
@@ -48,7 +51,9 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 
 
 def one_replica_a_machine(device: str) -> DeviceMesh:
-    """Shards within a machine, replicates over machines: only gradients, already cut, travel between them."""
+    """Shards within a machine, replicates over machines: only gradients, already cut, travel
+    between them.
+    """
     local = int(os.environ["LOCAL_WORLD_SIZE"])
     return init_device_mesh(
         device, (dist.get_world_size() // local, local), mesh_dim_names=("replicate", "shard")
@@ -69,13 +74,17 @@ class Checkpoints:
         name = self._newest.read_text()
         model, optimizer = get_state_dict(self._model, self._optimizer)
         dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=self._folder / name)
-        set_state_dict(self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        set_state_dict(
+            self._model, self._optimizer, model_state_dict=model, optim_state_dict=optimizer
+        )
         return int(name)
 
     def save(self, steps: int) -> None:
         """Saves, and then says so: a run that ends in between finds the one before."""
         model, optimizer = get_state_dict(self._model, self._optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=self._folder / f"{steps:06}")
+        dcp.save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=self._folder / f"{steps:06}"
+        )
         if dist.get_rank() == 0:
             beside = self._folder / "newest.part"
             beside.write_text(f"{steps:06}")

@@ -46,7 +46,8 @@ class Box:
     def seen_from(self, outer: Box) -> Box:
         """Returns the box relative to another box that contains it."""
         return Box(
-            tuple(mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)), self.shape
+            tuple(mine - theirs for mine, theirs in zip(self.offset, outer.offset, strict=True)),
+            self.shape,
         )
 
     def slices(self) -> tuple[slice, ...]:
@@ -80,8 +81,8 @@ def row_runs(box: Box, outer: Sequence[int], most: int) -> Iterator[tuple[Box, i
 def tile(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """Returns whether boxes cover a tensor exactly once.
 
-    The boxes must be bands along the first dimension, each tiled in the next one, as shards over a mesh of
-    any number of dimensions are. Other tilings return False.
+    The boxes must be bands along the first dimension, each tiled in the next one, as shards over a
+    mesh of any number of dimensions are. Other tilings return False.
     """
     return _tile([(box.offset, box.shape) for box in boxes], tuple(shape))
 

@@ -35,7 +35,8 @@ def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") 
         source: a checkpoint of shardgrad or of `torch.distributed.checkpoint`.
         target: path of the new checkpoint.
         to: one of `FORMATS`. `safetensors` has only the tensors, not the other values.
-        only: convert only the entries below this name, such as "model", and remove it from their names.
+        only: convert only the entries below this name, such as "model", and remove it from their
+            names.
 
     Raises:
         OptionError: there is no such format.
@@ -43,7 +44,8 @@ def convert(source: Path | str, target: Path | str, *, to: str, only: str = "") 
         CheckpointSaveError, OSError: the target cannot be written, or is not a checkpoint.
         PartnerUnavailableError: the format is `safetensors`, which is not installed.
 
-    Host memory: a few blocks of 4 MiB (`shardgrad`), one tensor (`torch`), one file (`safetensors`).
+    Host memory: a few blocks of 4 MiB (`shardgrad`), one tensor (`torch`), one file
+    (`safetensors`).
     """
     if to not in FORMATS:
         raise OptionError(
@@ -83,7 +85,9 @@ class _Part:
 
     def _below(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         begin = len(self._prefix)
-        return {name[begin:]: entry for name, entry in entries.items() if name.startswith(self._prefix)}
+        return {
+            name[begin:]: entry for name, entry in entries.items() if name.startswith(self._prefix)
+        }
 
     def read(self, name: str) -> torch.Tensor:
         return self.source.read(self.original(name))
@@ -112,13 +116,16 @@ def _refuse_nesting(part: _Part) -> None:
         for length in range(1, len(path)):
             outer = "/".join(path[:length])
             if outer in entries:
-                raise _clash(part, f"{printable(outer)} and {printable(name)}", "lie inside each other")
+                raise _clash(
+                    part, f"{printable(outer)} and {printable(name)}", "lie inside each other"
+                )
 
 
 def _clash(part: _Part, which: str, how: str) -> CheckpointError:
     return CheckpointError(
         f"{which} in the checkpoint {how} in that format",
-        expected="names that differ when dots stand between their parts, none of them above another",
+        expected="names that differ when dots stand between their parts, none of them above "
+        "another",
         got=which,
         where=printable(part.source.folder),
         fix='to="shardgrad", which keeps them apart; or a part of the checkpoint',
@@ -221,7 +228,10 @@ def _with_lists(node: Any) -> Any:
     is_list = bool(node) and set(node) == {str(i) for i in range(len(node))}
     if is_list:
         return [
-            value for _, value in sorted(zip(map(int, node), values, strict=True), key=lambda pair: pair[0])
+            value
+            for _, value in sorted(
+                zip(map(int, node), values, strict=True), key=lambda pair: pair[0]
+            )
         ]
     return dict(zip(node, values, strict=True))
 

@@ -1,4 +1,6 @@
-"""Files of a checkpoint: written in blocks with checksums, and opened only if they are regular files."""
+"""Files of a checkpoint: written in blocks with checksums, and opened only if they are regular
+files.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ require("numpy", feature="shardgrad.checkpoint")
 class DataFile:
     """A new file of tensors' bytes; a context manager, which syncs the file to the disk at its end.
 
-    While a block is written, a second thread computes its checksum; both release the interpreter lock.
+    While a block is written, a second thread computes its checksum; both release the interpreter
+    lock.
 
     Args:
         path: path of the file, which must not exist.
@@ -83,7 +86,10 @@ class DataFile:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if error is None:
@@ -96,8 +102,8 @@ class DataFile:
 def blocks_of(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yields a tensor's bytes in row-major order, in blocks of `BLOCK_NBYTES`.
 
-    A device tensor is copied to the host one block at a time. A tensor that is not contiguous is copied
-    first.
+    A device tensor is copied to the host one block at a time. A tensor that is not contiguous is
+    copied first.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for begin in range(0, flat.numel(), BLOCK_NBYTES):
@@ -119,8 +125,8 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def replace_synced(path: Path, text: str) -> None:
-    """Replaces a text file: at every instant the old one or the new one is there; the new one when this
-    returns.
+    """Replaces a text file: at every instant the old one or the new one is there; the new one when
+    this returns.
     """
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
@@ -209,7 +215,9 @@ def read_into(descriptor: int, begin: int, view: memoryview, path: Path) -> None
         try:
             count = os.preadv(descriptor, [view[done : done + BLOCK_NBYTES]], begin + done)
         except OSError as error:
-            raise _unreadable(path, f"{len(view)} bytes at {begin}", error.strerror or "an error") from error
+            raise _unreadable(
+                path, f"{len(view)} bytes at {begin}", error.strerror or "an error"
+            ) from error
         if not count:
             raise _unreadable(path, f"{len(view)} bytes at {begin}", f"its end after {done}")
         done += count

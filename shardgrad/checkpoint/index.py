@@ -2,14 +2,16 @@
 
 [Note: Format] A checkpoint is a folder with three kinds of files.
 
-- `rank_00000.bin`, ...: the bytes of tensors, little-endian and row-major, one part after the other, each at
+- `rank_00000.bin`, ...: the bytes of tensors, little-endian and row-major, one part after the
+  other, each at
 a
   multiple of 64 bytes. Each rank writes one file; the index has the location of every part.
-- `index.json`: names, dtypes, shapes, parts with a CRC-32 of every 4 MiB of each, values that are not
+- `index.json`: names, dtypes, shapes, parts with a CRC-32 of every 4 MiB of each, values that are
+  not
 tensors,
   and the size of every file.
-- `complete`: the SHA-256 of `index.json` in hexadecimal. It is written last, after everything else is on the
-  disk: a folder without it is not a checkpoint.
+- `complete`: the SHA-256 of `index.json` in hexadecimal. It is written last, after everything else
+  is on the disk: a folder without it is not a checkpoint.
 
 A checkpoint contains no code, and no path outside of its folder.
 """
@@ -53,7 +55,14 @@ MOST_DIMENSIONS = 64  # the limit of torch
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
-        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.complex64,
+            torch.complex128,
+        ),
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.bool),
         *(torch.uint64, torch.uint32, torch.uint16, torch.uint8),
         *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
@@ -120,11 +129,19 @@ class Index:
             name: [
                 str(entry.dtype).removeprefix("torch."),
                 entry.shape,
-                [[number[p.file], p.start, p.box.offset, p.box.shape, p.checksums] for p in entry.pieces],
+                [
+                    [number[p.file], p.start, p.box.offset, p.box.shape, p.checksums]
+                    for p in entry.pieces
+                ],
             ]
             for name, entry in self.tensors.items()
         }
-        head = {"format": _FORMAT, "version": _VERSION, "byte_order": sys.byteorder, "block": BLOCK_NBYTES}
+        head = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "byte_order": sys.byteorder,
+            "block": BLOCK_NBYTES,
+        }
         body = {"files": [[name, self.files[name]] for name in files], "values": dict(self.values)}
         return json.dumps({**head, **body, "tensors": tensors}, separators=(",", ":")) + "\n"
 
@@ -133,8 +150,8 @@ class Index:
         """Parses and validates the text of `index.json`.
 
         Raises:
-            CheckpointError: the text is malformed or inconsistent, or (`CheckpointVersionError`) of another
-                version of the format.
+            CheckpointError: the text is malformed or inconsistent, or (`CheckpointVersionError`) of
+                another version of the format.
         """
         try:
             raw = json.loads(text)
@@ -157,7 +174,8 @@ class Index:
             if not (value is None or type(value) in (bool, int, float, str)):
                 raise _malformed(name, "a number, text, boolean or null", type(value).__name__)
         tensors = {
-            name: _entry(name, entry, files) for name, entry in _table(head["tensors"], "tensors").items()
+            name: _entry(name, entry, files)
+            for name, entry in _table(head["tensors"], "tensors").items()
         }
         _refuse_overlaps(tensors)
         both = tensors.keys() & values.keys()
@@ -171,11 +189,11 @@ _BODY = ("files", "values", "tensors")
 
 def _refuse_other_version(raw: Any) -> None:
     """Raises the error for an index of another version of the format, whatever else is in it."""
-    version = raw.get("version") if isinstance(raw, dict) and raw.get("format") == _FORMAT else _VERSION
+    version = (
+        raw.get("version") if isinstance(raw, dict) and raw.get("format") == _FORMAT else _VERSION
+    )
     if type(version) is int and version != _VERSION:
-        convert = (
-            "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights --to torch`"
-        )
+        convert = "convert it with the one that wrote it: `shardgrad checkpoint convert PATH weights --to torch`"
         is_newer = version > _VERSION
         raise CheckpointVersionError(
             f"the checkpoint was written by {'a newer' if is_newer else 'an older'} shardgrad",
@@ -228,8 +246,8 @@ def _pieces(
 
 
 def overlap(ranges: Iterable[tuple[str, int, int]]) -> str | None:
-    """Returns a file of which two ranges, given as name, first byte and size, share bytes; None if there is
-    none.
+    """Returns a file of which two ranges, given as name, first byte and size, share bytes; None if
+    there is none.
     """
     ends: dict[str, int] = {}
     for file, start, nbytes in sorted(ranges):
@@ -240,7 +258,9 @@ def overlap(ranges: Iterable[tuple[str, int, int]]) -> str | None:
 
 
 def _refuse_overlaps(tensors: Mapping[str, Entry]) -> None:
-    """Refuses pieces that share bytes: what is loaded would be larger than the files, without any limit."""
+    """Refuses pieces that share bytes: what is loaded would be larger than the files, without any
+    limit.
+    """
     file = overlap((p.file, p.start, e.nbytes(p.box)) for e in tensors.values() for p in e.pieces)
     if file is not None:
         raise _malformed(file, "bytes that belong to one piece each", "pieces that share bytes")

@@ -27,7 +27,8 @@ _State = TypeVar("_State", bound=Mapping[Any, Any])
 
 
 def open_checkpoint(folder: Path | str) -> Source:
-    """Opens a checkpoint of shardgrad, of `torch.distributed.checkpoint`, or `safetensors` files for reading.
+    """Opens a checkpoint of shardgrad, of `torch.distributed.checkpoint`, or `safetensors` files
+    for reading.
 
     Args:
         folder: folder of the checkpoint.
@@ -36,18 +37,23 @@ def open_checkpoint(folder: Path | str) -> Source:
         A context manager with `tensors`, `values`, and `read(name)`.
 
     Raises:
-        CheckpointError: there is no checkpoint, or it is incomplete, damaged, or contains more than data.
+        CheckpointError: there is no checkpoint, or it is incomplete, damaged, or contains more than
+            data.
     """
     folder = Path(folder)
     if (folder / METADATA).exists() and not (folder / COMPLETE).exists():
         return TorchSource(folder)
-    if not (folder / COMPLETE).exists() and any((folder / name).exists() for name in (ONE_FILE, INDEX_FILE)):
+    if not (folder / COMPLETE).exists() and any(
+        (folder / name).exists() for name in (ONE_FILE, INDEX_FILE)
+    ):
         return SafetensorsSource(folder)
     if not folder.is_dir() or not (folder / COMPLETE).exists():
         raise CheckpointError(
             "there is no complete checkpoint",
             expected=f"a folder with a file {COMPLETE} (of shardgrad) or {METADATA} (of torch)",
-            got="another folder, or one whose writing was interrupted" if folder.is_dir() else "no folder",
+            got="another folder, or one whose writing was interrupted"
+            if folder.is_dir()
+            else "no folder",
             where=printable(folder),
             fix="correct the path, or take an older checkpoint",
         )
@@ -64,15 +70,17 @@ def load(
 ) -> _State:
     """Loads a checkpoint into the tensors of a state. A collective of all ranks of a group.
 
-    Everything is checked before anything is changed: names, shapes, sizes of files, and with `verify` every
-    byte that will be read. The number of ranks and the sharding may differ from those of the save.
+    Everything is checked before anything is changed: names, shapes, sizes of files, and with
+    `verify` every byte that will be read. The number of ranks and the sharding may differ from
+    those of the save.
 
     Args:
-        state: a state of the structure that was saved. Its tensors are filled in place and keep their dtypes,
-            so captured graphs stay valid.
-        folder: a checkpoint of shardgrad or of `torch.distributed.checkpoint`, or `safetensors` files.
-        optional: shell patterns of names that may be missing on either side; `("*",)` loads the names that
-            both sides have.
+        state: a state of the structure that was saved. Its tensors are filled in place and keep
+            their dtypes, so captured graphs stay valid.
+        folder: a checkpoint of shardgrad or of `torch.distributed.checkpoint`, or `safetensors`
+            files.
+        optional: shell patterns of names that may be missing on either side; `("*",)` loads the
+            names that both sides have.
         verify: read everything twice, to verify checksums before the first tensor is changed.
         group: the ranks that load; None is the default group, or this process alone.
 
@@ -80,8 +88,9 @@ def load(
         The state with the same tensors and the checkpoint's other values.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries that are
-            missing, unexpected or of another shape. The same on every rank; nothing was changed.
+        CheckpointError: the checkpoint is incomplete, damaged, or does not fit; names the entries
+            that are missing, unexpected or of another shape. The same on every rank; nothing was
+            changed.
 
     Streams: writes on the current stream. Host memory: see `Source.fill`.
     """
@@ -94,7 +103,8 @@ def load(
         _refuse_left_over(peers, source, {*wanted, *values}, optional)
         if verify:
             peers.together(
-                "verification", lambda: [source.check(name, held.box) for name, held in fit.tensors.items()]
+                "verification",
+                lambda: [source.check(name, held.box) for name, held in fit.tensors.items()],
             )
         with torch.no_grad():
             peers.together("reading", lambda: _fill(source, fit.tensors))
@@ -109,17 +119,32 @@ class _Fit:
 
 
 def _fit(
-    source: Source, wanted: Mapping[str, Holding], values: Mapping[str, Value], optional: Sequence[str]
+    source: Source,
+    wanted: Mapping[str, Holding],
+    values: Mapping[str, Value],
+    optional: Sequence[str],
 ) -> _Fit:
-    """Returns what will be loaded on this rank, after comparing names, shapes and kinds of dtypes."""
+    """Returns what will be loaded on this rank, after comparing names, shapes and kinds of
+    dtypes.
+    """
     required = [name for name in (*wanted, *values) if not _matches(name, optional)]
-    missing = [name for name in required if name not in source.tensors and name not in source.values]
+    missing = [
+        name for name in required if name not in source.tensors and name not in source.values
+    ]
     if missing:
-        raise _misfit(source, "the checkpoint lacks entries", f"entries for {listed(missing)}", "nothing")
-    odd = [words for name, held in wanted.items() if (words := _oddity(source, name, held)) is not None]
-    odd += [f"{printable(name)} is a tensor, not a value" for name in values if name in source.tensors]
+        raise _misfit(
+            source, "the checkpoint lacks entries", f"entries for {listed(missing)}", "nothing"
+        )
+    odd = [
+        words for name, held in wanted.items() if (words := _oddity(source, name, held)) is not None
+    ]
+    odd += [
+        f"{printable(name)} is a tensor, not a value" for name in values if name in source.tensors
+    ]
     if odd:
-        raise _misfit(source, "entries are of another shape or kind", "those of the state", listed(odd))
+        raise _misfit(
+            source, "entries are of another shape or kind", "those of the state", listed(odd)
+        )
     return _Fit(
         {name: held for name, held in wanted.items() if name in source.tensors and held.box.numel},
         {name: source.values[name] for name in values if name in source.values},
@@ -141,7 +166,9 @@ def _oddity(source: Source, name: str, held: Holding) -> str | None:
 def _refuse_different(peers: Peers, source: Source) -> None:
     """Checks that all ranks have opened the same checkpoint: a machine may see an older folder."""
     opened = peers.all_gather("identity", (source.identity, printable(source.folder)))
-    others = [(rank, where) for rank, (identity, where) in enumerate(opened) if identity != opened[0][0]]
+    others = [
+        (rank, where) for rank, (identity, where) in enumerate(opened) if identity != opened[0][0]
+    ]
     if others:
         rank, where = others[0]
         raise CheckpointError(
@@ -156,11 +183,14 @@ def _refuse_different(peers: Peers, source: Source) -> None:
 def _fill(source: Source, tensors: Mapping[str, Holding]) -> None:
     for name, held in tensors.items():
         source.fill(name, held.box, held.local)
-        # So that autograd and the engine notice the change: a DTensor and its local tensor count separately.
+        # So that autograd and the engine notice the change: a DTensor and its local tensor count
+        # separately.
         increment_version(held.tensor)
 
 
-def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Sequence[str]) -> None:
+def _refuse_left_over(
+    peers: Peers, source: Source, mine: set[str], optional: Sequence[str]
+) -> None:
     """Checks that every entry of the checkpoint is in the state of some rank."""
     names = sorted({*source.tensors, *source.values})
     # One bit for each name: every rank has read the same list.
@@ -168,9 +198,15 @@ def _refuse_left_over(peers: Peers, source: Source, mine: set[str], optional: Se
     by_any_rank = 0
     for bits in peers.all_gather("names", asked):
         by_any_rank |= bits
-    left = [name for i, name in enumerate(names) if not by_any_rank >> i & 1 and not _matches(name, optional)]
+    left = [
+        name
+        for i, name in enumerate(names)
+        if not by_any_rank >> i & 1 and not _matches(name, optional)
+    ]
     if left:
-        raise _misfit(source, "the checkpoint has unexpected entries", "none", f"also {listed(left)}")
+        raise _misfit(
+            source, "the checkpoint has unexpected entries", "none", f"also {listed(left)}"
+        )
 
 
 def _kind(dtype: torch.dtype) -> str:
@@ -191,6 +227,7 @@ def _misfit(source: Source, what: str, expected: str, got: str) -> CheckpointErr
         expected=expected,
         got=got,
         where=printable(source.folder),
-        fix="build the model and the optimizer that were saved; or, where a difference is meant, name it "
+        fix="build the model and the optimizer that were saved; or, where a difference is meant, "
+        "name it "
         "in `optional`",
     )

@@ -1,10 +1,12 @@
-"""One writer: a lock that a process holds while it writes into a folder, and that says who holds it.
+"""One writer: a lock that a process holds while it writes into a folder, and that says who holds
+it.
 
-The lock is a file that the holder has locked with `fcntl`: the system unlocks it when the process ends,
-however it ends, so the lock of a dead process is free. Network file systems pass such locks on between hosts,
-but some are mounted so that they do not, and then two hosts would both hold it. Therefore the holder also
-renews the file's time every `RENEWAL_S`; a process that gets the lock although a holder on another host has
-not given it back waits for three renewals, and refuses if there is one.
+The lock is a file that the holder has locked with `fcntl`: the system unlocks it when the process
+ends, however it ends, so the lock of a dead process is free. Network file systems pass such locks
+on between hosts, but some are mounted so that they do not, and then two hosts would both hold it.
+Therefore the holder also renews the file's time every `RENEWAL_S`; a process that gets the lock
+although a holder on another host has not given it back waits for three renewals, and refuses if
+there is one.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class _Holder:
 
 
 class FileLock:
-    """A lock that one process holds at a time; it may take it several times, and gives it back as often.
+    """A lock that one process holds at a time; it may take it several times, and gives it back as
+    often.
 
     Args:
         path: of the lock's file, which is there while the lock is held.
@@ -131,8 +134,10 @@ class FileLock:
 
     def _warn(self, error: OSError) -> None:
         warnings.warn(
-            f"{self._path.parent} is on a file system without locks ({error.strerror}): a second process "
-            f"that writes there is noticed only if it starts more than {RENEWAL_S:.0f} s after the first.",
+            f"{self._path.parent} is on a file system without locks ({error.strerror}): a second "
+            f"process "
+            f"that writes there is noticed only if it starts more than {RENEWAL_S:.0f} s after the "
+            f"first.",
             stacklevel=5,
         )
 
@@ -162,10 +167,14 @@ class FileLock:
         while not self._is_released.wait(RENEWAL_S):
             try:
                 with self._renewing:
-                    if self._is_released.is_set() or not _is_same_file(self._descriptor, self._path):
+                    if self._is_released.is_set() or not _is_same_file(
+                        self._descriptor, self._path
+                    ):
                         return
                     os.utime(self._descriptor)
-            except OSError:  # a full disk or a network that is away: the holder has other ways to notice
+            except (
+                OSError
+            ):  # a full disk or a network that is away: the holder has other ways to notice
                 continue
 
 

@@ -10,18 +10,25 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardgrad.diagnosis.flight_recorder import GroupLog, recorder
-from shardgrad.errors import CheckpointError, CheckpointSaveError, CheckpointVersionError, ShardgradError
+from shardgrad.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    CheckpointVersionError,
+    ShardgradError,
+)
 
 __all__ = ["Peers"]
 
 _Result = TypeVar("_Result")
 _ERRORS: dict[str, type[ShardgradError]] = {
-    error.__name__: error for error in (CheckpointError, CheckpointSaveError, CheckpointVersionError)
+    error.__name__: error
+    for error in (CheckpointError, CheckpointSaveError, CheckpointVersionError)
 }
 
 
 class Peers:
-    """The ranks of a process group, or one process. Methods with an argument `what` are collectives.
+    """The ranks of a process group, or one process. Methods with an argument `what` are
+    collectives.
 
     Each collective is recorded in the flight recorder as "`what` of the checkpoint".
 
@@ -47,7 +54,9 @@ class Peers:
         return self.rank == 0
 
     def gather(self, what: str, thing: Any) -> list[Any]:
-        """Returns every rank's object, in order, on the first rank, and an empty list on the others."""
+        """Returns every rank's object, in order, on the first rank, and an empty list on the
+        others.
+        """
         if self.count == 1:
             return [thing]
         things: list[Any] | None = [None] * self.count if self.leads else None
@@ -61,7 +70,9 @@ class Peers:
             return things[0]
         box: list[Any] = [None]
         with self._noted(what):
-            dist.scatter_object_list(box, things if self.leads else None, group=self._group, group_src=0)
+            dist.scatter_object_list(
+                box, things if self.leads else None, group=self._group, group_src=0
+            )
         return box[0]
 
     def all_gather(self, what: str, thing: Any) -> list[Any]:
@@ -74,15 +85,16 @@ class Peers:
         return things
 
     def together(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """Returns the result of `work` on this rank; if it fails on any rank, all ranks raise the same error.
+        """Returns the result of `work` on this rank; if it fails on any rank, all ranks raise the
+        same error.
 
         Args:
             what: name of the collective.
             work: a function without collectives.
 
         Raises:
-            CheckpointError, CheckpointSaveError: the error of the lowest rank that failed, with its global
-                rank. It has a cause only on the rank whose error it is.
+            CheckpointError, CheckpointSaveError: the error of the lowest rank that failed, with its
+                global rank. It has a cause only on the rank whose error it is.
         """
         cause: Exception | None = None
         try:
@@ -90,7 +102,11 @@ class Peers:
         except Exception as error:  # any error: the other ranks must not wait for this one
             cause = error
         told = None if cause is None else _words(cause)
-        found = [(rank, words) for rank, words in enumerate(self.all_gather(what, told)) if words is not None]
+        found = [
+            (rank, words)
+            for rank, words in enumerate(self.all_gather(what, told))
+            if words is not None
+        ]
         if not found:
             return result
         rank, (kind, said, expected, got, where, fix) = found[0]
@@ -101,7 +117,9 @@ class Peers:
 
     @contextmanager
     def thread_awaited(self) -> Iterator[None]:
-        """Records in the flight recorder that this thread waits for a collective of the background thread."""
+        """Records in the flight recorder that this thread waits for a collective of the background
+        thread.
+        """
         if self._log is not None:
             recorder.waits_in = self._log, None
         try:

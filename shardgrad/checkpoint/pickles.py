@@ -1,8 +1,10 @@
-"""What a pickle would make, found out before it is unpickled: how deep, how large, and of which globals.
+"""What a pickle would make, found out before it is unpickled: how deep, how large, and of which
+globals.
 
-A pickle can refer to an object again for two bytes, so 60 references make a tuple with 2**60 leaves. It fits
-in memory, but hashing, comparing, printing or walking it does not end, and no signal interrupts C code that
-does. The check reads opcodes only, in time linear in the size of the pickle.
+A pickle can refer to an object again for two bytes, so 60 references make a tuple with 2**60
+leaves. It fits in memory, but hashing, comparing, printing or walking it does not end, and no
+signal interrupts C code that does. The check reads opcodes only, in time linear in the size of the
+pickle.
 """
 
 from __future__ import annotations
@@ -19,7 +21,18 @@ _SHARED_NBYTES = 4 * 2**20  # repeated objects may add this much,
 _SHARED_RATIO = 16  # or so many times the pickle's size, whichever is more
 
 _LEAVES = {
-    *("NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4"),
+    *(
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "INT",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG",
+        "LONG1",
+        "LONG4",
+    ),
     *("FLOAT", "BINFLOAT", "UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
     *("STRING", "SHORT_BINSTRING", "BINSTRING", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8"),
     *("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "GLOBAL"),
@@ -31,7 +44,13 @@ _TAKES: dict[str, int | None] = {
 }
 _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX")
 # How many objects on the stack go into the one below them.
-_CHANGES: dict[str, int | None] = {"APPEND": 1, "SETITEM": 2, "BUILD": 1, "APPENDS": None, "SETITEMS": None}
+_CHANGES: dict[str, int | None] = {
+    "APPEND": 1,
+    "SETITEM": 2,
+    "BUILD": 1,
+    "APPENDS": None,
+    "SETITEMS": None,
+}
 
 
 @dataclass
@@ -60,8 +79,8 @@ def check_pickle(content: bytes, *, names: Collection[str], calls: Collection[st
         calls: those of them that it may call.
 
     Raises:
-        pickle.UnpicklingError: it nests too deeply, repeats too much, changes an object that it has referred
-            to, or has an opcode or a global that plain data does not need.
+        pickle.UnpicklingError: it nests too deeply, repeats too much, changes an object that it has
+            referred to, or has an opcode or a global that plain data does not need.
         ValueError, IndexError, KeyError: it is not a pickle.
     """
     most = max(_SHARED_NBYTES, _SHARED_RATIO * len(content))

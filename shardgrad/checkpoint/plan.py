@@ -74,11 +74,13 @@ def holdings(state: Mapping[Any, Any]) -> tuple[dict[str, Holding], dict[str, Va
     return tensors, values
 
 
-def my_part(leaves: Mapping[str, torch.Tensor | Value], plain: Mapping[str, int], rank: int) -> Part:
+def my_part(
+    leaves: Mapping[str, torch.Tensor | Value], plain: Mapping[str, int], rank: int
+) -> Part:
     """Returns what this rank writes.
 
-    One of the replicas of a DTensor's shard writes it. Which one depends on the name, so that the replicas
-    share the work without communication.
+    One of the replicas of a DTensor's shard writes it. Which one depends on the name, so that the
+    replicas share the work without communication.
 
     Args:
         leaves: leaves of the state on this rank, by name.
@@ -86,7 +88,8 @@ def my_part(leaves: Mapping[str, torch.Tensor | Value], plain: Mapping[str, int]
         rank: this rank.
 
     Raises:
-        CheckpointError: the state has an entry that cannot be saved, also if another rank would write it.
+        CheckpointError: the state has an entry that cannot be saved, also if another rank would
+            write it.
     """
     tensors, values = {}, {}
     for name, leaf in leaves.items():
@@ -105,7 +108,9 @@ def _is_writer(name: str, tensor: DTensor) -> bool:
     if coordinate is None:
         return False
     turn = zlib.crc32(name.encode())
-    replicas = [d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
+    replicas = [
+        d for d, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)
+    ]
     return all(coordinate[d] == turn % tensor.device_mesh.size(d) for d in replicas)
 
 
@@ -118,7 +123,9 @@ def _holding(name: str, tensor: torch.Tensor) -> Holding:
         raise _unusual(name, "partial sums, which no rank holds the total of")
     local = tensor.to_local()
     _refuse_unusual(name, local)
-    size, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return Holding(shape, Box(tuple(offset), tuple(size)), local, tensor)
 
 

@@ -35,7 +35,8 @@ class Publication:
     """
 
     def __init__(self, final: Path) -> None:
-        # abspath, not resolve, which would follow links; "." has no name that a suffix can be added to.
+        # abspath, not resolve, which would follow links; "." has no name that a suffix can be added
+        # to.
         self._final = Path(os.path.abspath(final))
         self.aside = self._final.with_name(self._final.name + _ASIDE)
         self._has_begun = False
@@ -45,8 +46,8 @@ class Publication:
         """Creates the temporary folder.
 
         Raises:
-            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is running, or
-                another process writes the folder that it is in.
+            CheckpointSaveError: the final path exists and is not a checkpoint, a save into it is
+                running, or another process writes the folder that it is in.
             OSError: the folder cannot be created.
         """
         final = self._final
@@ -57,7 +58,11 @@ class Publication:
                 got="another, which would write over what the first one completes",
                 fix="wait() for the asynchronous save first, or choose another name",
             )
-        if final.exists() and not is_complete(final) and (not final.is_dir() or any(final.iterdir())):
+        if (
+            final.exists()
+            and not is_complete(final)
+            and (not final.is_dir() or any(final.iterdir()))
+        ):
             raise CheckpointSaveError(
                 f"{printable(final)} is not a checkpoint, and would be replaced by one",
                 expected="a new name, or that of a checkpoint",
@@ -76,7 +81,8 @@ class Publication:
         _under_way.add(self.aside)
 
     def finish(self, index: str) -> None:
-        """Writes the index and the marker, and renames the folder. The data files are on the disk already.
+        """Writes the index and the marker, and renames the folder. The data files are on the disk
+        already.
 
         Raises:
             OSError: the old folder, if there was one, still has the final name.
@@ -142,7 +148,9 @@ def recover(folder: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint; it is renamed first, so that an interruption leaves no incomplete checkpoint."""
+    """Removes a checkpoint; it is renamed first, so that an interruption leaves no incomplete
+    checkpoint.
+    """
     aside = checkpoint.with_name(checkpoint.name + _ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     checkpoint.rename(aside)

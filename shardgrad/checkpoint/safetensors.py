@@ -1,4 +1,6 @@
-"""Unsharded models as `safetensors` files with the Hugging Face hub's names: written, and read in parts."""
+"""Unsharded models as `safetensors` files with the Hugging Face hub's names: written, and read in
+parts.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class SafetensorsSource(Source):
     The format has no checksums: sizes are checked, contents are not.
 
     Args:
-        folder: folder of `model.safetensors`, or of `model.safetensors.index.json` and the files it names.
+        folder: folder of `model.safetensors`, or of `model.safetensors.index.json` and the files it
+            names.
 
     Raises:
         PartnerUnavailableError: safetensors is not installed.
@@ -98,14 +101,20 @@ def _files_in(folder: Path) -> list[str]:
     for name in names:
         if Path(name).name != name:
             raise _unusable(
-                folder / INDEX_FILE, f"the name {name!r:.100}, which is not of a file in the same folder"
+                folder / INDEX_FILE,
+                f"the name {name!r:.100}, which is not of a file in the same folder",
             )
     return names
 
 
 def _dtype_of(name: str) -> torch.dtype:
     """Returns the dtype that the format calls F32, BF16, I64 and so on."""
-    names = {"BOOL": "bool", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+    names = {
+        "BOOL": "bool",
+        "BF16": "bfloat16",
+        "F8_E4M3": "float8_e4m3fn",
+        "F8_E5M2": "float8_e5m2",
+    }
     kinds = {"F": "float", "I": "int", "U": "uint"}
     full = names.get(name) or kinds[name[0]] + name[1:]
     return DTYPES[full]
@@ -140,8 +149,8 @@ def export_safetensors(
 
     Raises:
         PartnerUnavailableError: safetensors is not installed.
-        CheckpointSaveError: the first rank could not write, or a rank has no memory for a tensor; on every
-            rank.
+        CheckpointSaveError: the first rank could not write, or a rank has no memory for a tensor;
+            on every rank.
 
     Host memory: one file on the first rank, one tensor on the others.
     """
@@ -182,22 +191,28 @@ def write_safetensors(
             content = {}
             for member in members:
                 tensor = read(member)
-                copied = peers.together("copy", partial(_copied, tensor) if peers.leads else _nothing)
+                copied = peers.together(
+                    "copy", partial(_copied, tensor) if peers.leads else _nothing
+                )
                 if copied is not None:
                     content[member] = copied
             path = publication.aside / name
-            # For each file all ranks continue or fail: a rank that stopped alone would leave others in a
-            # gather.
+            # For each file all ranks continue or fail: a rank that stopped alone would leave others
+            # in a gather.
             write = partial(package.save_file, content, path, metadata={"format": "pt"})
             peers.together("writing", write if content else _nothing)
-        peers.together("publication", lambda: _finish(publication, files, sizes) if peers.leads else None)
+        peers.together(
+            "publication", lambda: _finish(publication, files, sizes) if peers.leads else None
+        )
     except BaseException:
         if peers.leads:
             publication.abandon()
         raise
 
 
-def _finish(publication: Publication, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]) -> None:
+def _finish(
+    publication: Publication, files: Mapping[str, Sequence[str]], sizes: Mapping[str, int]
+) -> None:
     if len(files) > 1:
         places = {member: name for name, members in files.items() for member in members}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -222,11 +237,15 @@ def _named(files: Sequence[list[str]]) -> dict[str, list[str]]:
     if len(files) == 1:
         return {ONE_FILE: files[0]}
     count = len(files)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)}
+    return {
+        f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(files, start=1)
+    }
 
 
 def _whole(name: str, tensor: torch.Tensor, peers: Peers) -> torch.Tensor:
-    """Returns a tensor whole; a rank without room for it says so before others wait for it in the gather."""
+    """Returns a tensor whole; a rank without room for it says so before others wait for it in the
+    gather.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     peers.together(f"room for {printable(name)}", partial(_reserve, tensor))
@@ -235,7 +254,9 @@ def _whole(name: str, tensor: torch.Tensor, peers: Peers) -> torch.Tensor:
 
 def _reserve(tensor: DTensor) -> None:
     """Reserves what gathering a tensor takes, twice its size, and leaves it to the allocator."""
-    buffers = [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)]
+    buffers = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)
+    ]
     del buffers
 
 

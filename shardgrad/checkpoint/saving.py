@@ -39,17 +39,18 @@ def save(
     See [Note: Format].
 
     Args:
-        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and None. Of a
-            DTensor each rank saves its shard; of other entries that several ranks have under one name, the
-            lowest rank's is saved.
+        state: nested dictionaries, lists and tuples of tensors, numbers, strings, booleans and
+            None. Of a DTensor each rank saves its shard; of other entries that several ranks have
+            under one name, the lowest rank's is saved.
         folder: path of the checkpoint, on a disk visible to all ranks.
-        group: the ranks that share the checkpoint; None is the default group, or this process alone.
+        group: the ranks that share the checkpoint; None is the default group, or this process
+            alone.
         then: called on the first rank after the folder is complete; if it raises, all ranks raise.
 
     Raises:
         CheckpointError: the state has an entry that is not data; on every rank.
-        CheckpointSaveError: a rank could not write, or the ranks together do not hold an entire tensor; on
-            every rank. An existing checkpoint is unchanged.
+        CheckpointSaveError: a rank could not write, or the ranks together do not hold an entire
+            tensor; on every rank. An existing checkpoint is unchanged.
 
     Streams: reads tensors on the current stream, and waits for it.
     """
@@ -64,7 +65,8 @@ def save_async(
     group: dist.ProcessGroup | None = None,
     then: Callable[[], None] | None = None,
 ) -> Saving:
-    """Like :func:`save`, but returns when the state is copied to the host; a thread writes the copy.
+    """Like :func:`save`, but returns when the state is copied to the host; a thread writes the
+    copy.
 
     The checkpoint has the state at the time of the call.
 
@@ -79,8 +81,8 @@ def save_async(
         The running save.
 
     Raises:
-        CheckpointError, CheckpointSaveError: an error before the copy is complete, on every rank. `wait`
-            raises later errors.
+        CheckpointError, CheckpointSaveError: an error before the copy is complete, on every rank.
+            `wait` raises later errors.
     """
     peers = Peers(group, aside=group is not None)
     if group is None and peers.count > 1:
@@ -129,7 +131,9 @@ class Saving:
 
 
 class _Write:
-    """One save on this rank: planning, writing and publication. Each fails on all ranks or on none."""
+    """One save on this rank: planning, writing and publication. Each fails on all ranks or on
+    none.
+    """
 
     def __init__(self, folder: Path, peers: Peers, then: Callable[[], None] | None) -> None:
         self._publication = Publication(folder)
@@ -141,7 +145,8 @@ class _Write:
         peers = self.peers
         leaves = peers.together("names", lambda: flatten(state))
         plain = peers.gather(
-            "list of names", [name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)]
+            "list of names",
+            [name for name, leaf in leaves.items() if not isinstance(leaf, DTensor)],
         )
         writers: dict[str, int] = {}
         for rank in reversed(range(len(plain))):
@@ -155,7 +160,9 @@ class _Write:
         return part
 
     def copied(self, part: Part) -> Part:
-        """Returns copies of what this rank writes. A collective, which raises on all ranks or none."""
+        """Returns copies of what this rank writes. A collective, which raises on all ranks or
+        none.
+        """
         with self._abandoned_on_failure():
             return self.peers.together("copy", part.copied)
 
@@ -164,7 +171,9 @@ class _Write:
         peers = self.peers
         with self._abandoned_on_failure():
             parts = peers.gather("index", peers.together("writing", lambda: self._write(part)))
-            peers.together("publication", (lambda: self._publish(parts)) if peers.leads else _nothing)
+            peers.together(
+                "publication", (lambda: self._publish(parts)) if peers.leads else _nothing
+            )
 
     @contextmanager
     def _abandoned_on_failure(self) -> Iterator[None]:
@@ -259,7 +268,8 @@ def _merge(parts: Sequence[_Written]) -> Index:
                 got=listed([f"{piece.box.shape} at {piece.box.offset}" for piece in entry.pieces])
                 or "nothing",
                 where=printable(name),
-                fix="save with all ranks of its mesh, and give tensors of different meshes their own names",
+                fix="save with all ranks of its mesh, and give tensors of different meshes their "
+                "own names",
             )
     files = {part.file: part.nbytes for part in parts if part.tensors}
     return Index(dict(sorted(tensors.items())), dict(sorted(values.items())), files)

@@ -22,13 +22,15 @@ _STEP = re.compile(r"step_([0-9]{6,18})")
 
 
 class Series:
-    """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of them.
+    """Checkpoints `step_000200/` and so on in one folder, and the file `latest`, which names one of
+    them.
 
-    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one. The
-    checkpoints of later steps are abandoned by that: the next one that is published renames them to
-    `step_000400.abandoned`, and retention removes them first.
+    A run resumes from the checkpoint in `latest`, which may be edited to return to an older one.
+    The checkpoints of later steps are abandoned by that: the next one that is published renames
+    them to `step_000400.abandoned`, and retention removes them first.
 
-    One process writes: the first that calls `acquire` or `publish`, until it calls `release` or ends.
+    One process writes: the first that calls `acquire` or `publish`, until it calls `release` or
+    ends.
 
     Args:
         folder: folder of the checkpoints.
@@ -68,13 +70,19 @@ class Series:
         """Returns every complete checkpoint that is not abandoned, oldest step first."""
         names = {path.name.removesuffix(REPLACED) for path in self._folder.glob("step_*")}
         steps = sorted(int(name[1]) for text in names if (name := _STEP.fullmatch(text)))
-        return [found for step in steps if (found := _complete(self._folder / _name_of(step))) is not None]
+        return [
+            found
+            for step in steps
+            if (found := _complete(self._folder / _name_of(step))) is not None
+        ]
 
     def latest(self) -> Path | None:
-        """Returns the checkpoint that `latest` names, else that of the newest step; None if there is none.
+        """Returns the checkpoint that `latest` names, else that of the newest step; None if there
+        is none.
 
-        The named checkpoint may be missing if a save was interrupted before it updated `latest`. Other
-        processes may save during the call: it finds a checkpoint, and a later call no older one.
+        The named checkpoint may be missing if a save was interrupted before it updated `latest`.
+        Other processes may save during the call: it finds a checkpoint, and a later call no older
+        one.
         """
         name = self._named()
         while True:
@@ -89,8 +97,8 @@ class Series:
     def publish(self, path: Path) -> None:
         """Writes a checkpoint's name into `latest`, and removes the oldest ones beyond `keep`.
 
-        A checkpoint of an earlier step than one that was published before by this object, as asynchronous
-        saves may end in another order, does not become the newest.
+        A checkpoint of an earlier step than one that was published before by this object, as
+        asynchronous saves may end in another order, does not become the newest.
 
         Raises:
             CheckpointSaveError: another process writes there.
@@ -130,7 +138,8 @@ class Series:
     def _known_steps(self) -> set[int]:
         """Returns the steps that were saved before this object was used, or were published by it.
 
-        Others are asynchronous saves that have ended, and are about to be published: they stay as they are.
+        Others are asynchronous saves that have ended, and are about to be published: they stay as
+        they are.
         """
         if self._known is None:
             self._known = {_step_of(path) for path in self.complete()}
@@ -142,7 +151,9 @@ class Series:
             text = content_of(self._folder / _POINTER, _POINTER_NBYTES).decode("ascii").strip()
         except (CheckpointError, ValueError):
             return ""
-        name = Path(text).name  # it may be edited to the path of the folder, or have a slash behind it
+        name = Path(
+            text
+        ).name  # it may be edited to the path of the folder, or have a slash behind it
         return name if _STEP.fullmatch(name) else ""
 
     def _remove_oldest(self, kept: set[Path | None]) -> None:
@@ -177,7 +188,9 @@ def _abandon(path: Path) -> None:
 
 
 def _complete(path: Path) -> Path | None:
-    """Returns the path of a complete checkpoint: the given one, or its backup while it is replaced."""
+    """Returns the path of a complete checkpoint: the given one, or its backup while it is
+    replaced.
+    """
     for candidate in (path, path.with_name(path.name + REPLACED), path):
         if is_complete(candidate) or (candidate / METADATA).is_file():
             return candidate

@@ -76,7 +76,8 @@ class Source(ABC):
         """Returns an entire tensor on the host.
 
         Raises:
-            CheckpointError: there is not enough memory. The tensor is as large as its bytes in the files.
+            CheckpointError: there is not enough memory. The tensor is as large as its bytes in the
+                files.
         """
         entry = self.tensors[name]
         try:
@@ -96,7 +97,10 @@ class Source(ABC):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._exits.close()
 
@@ -108,8 +112,8 @@ class NativeSource(Source):
         folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, or its index or the size of a file is wrong. No tensor
-            is read.
+        CheckpointError: the checkpoint is incomplete, or its index or the size of a file is wrong.
+            No tensor is read.
     """
 
     origin = "shardgrad.checkpoint"
@@ -135,8 +139,12 @@ class NativeSource(Source):
             if common is None:
                 continue
             size, itemsize = entry.nbytes(piece.box), entry.dtype.itemsize
-            ((_, first, last),) = row_runs(common.seen_from(piece.box), piece.box.shape, piece.box.numel)
-            for number in range(first * itemsize // BLOCK_NBYTES, -(-last * itemsize // BLOCK_NBYTES)):
+            ((_, first, last),) = row_runs(
+                common.seen_from(piece.box), piece.box.shape, piece.box.numel
+            )
+            for number in range(
+                first * itemsize // BLOCK_NBYTES, -(-last * itemsize // BLOCK_NBYTES)
+            ):
                 begin = number * BLOCK_NBYTES
                 block = self._staging(min(BLOCK_NBYTES, size - begin))
                 self._read(piece, begin, block)
@@ -144,7 +152,9 @@ class NativeSource(Source):
                     raise _corrupt(name, self.folder / piece.file, piece.start + begin, len(block))
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copies runs of rows; reads directly into a contiguous destination of the same dtype on the host."""
+        """Copies runs of rows; reads directly into a contiguous destination of the same dtype on
+        the host.
+        """
         entry = self.tensors[name]
         for piece in entry.pieces:
             common = box.meets(piece.box)
@@ -169,7 +179,9 @@ class NativeSource(Source):
             rows.copy_(found.reshape(rows.shape))
 
     def _staging(self, nbytes: int) -> memoryview:
-        """Returns a buffer that the next call reuses, since allocation would cost more than the read."""
+        """Returns a buffer that the next call reuses, since allocation would cost more than the
+        read.
+        """
         if len(self._buffer) < nbytes:
             self._buffer = bytearray(nbytes)
         return memoryview(self._buffer)[:nbytes]
@@ -195,7 +207,9 @@ def marker_of(index: bytes) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Returns whether a folder is a complete checkpoint in shardgrad's format. Does not read the index."""
+    """Returns whether a folder is a complete checkpoint in shardgrad's format. Does not read the
+    index.
+    """
     return (folder / COMPLETE).is_file() and (folder / INDEX).is_file()
 
 

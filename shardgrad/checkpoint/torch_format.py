@@ -1,7 +1,8 @@
 """Reads checkpoints of `torch.distributed.checkpoint` without executing code in them.
 
-torch stores the metadata in `.metadata`, a pickle, and each part of a tensor as a `torch.save` archive. Here
-the pickle may name only the classes that metadata consists of, and archives are loaded with `weights_only`.
+torch stores the metadata in `.metadata`, a pickle, and each part of a tensor as a `torch.save`
+archive. Here the pickle may name only the classes that metadata consists of, and archives are
+loaded with `weights_only`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ import torch
 
 from shardgrad.checkpoint.boxes import Box, tile
 from shardgrad.checkpoint.files import content_of, open_plain, read_range
-from shardgrad.checkpoint.index import DTYPES, LARGEST, MOST_DIMENSIONS, MOST_NBYTES, Entry, Piece, overlap
+from shardgrad.checkpoint.index import (
+    DTYPES,
+    LARGEST,
+    MOST_DIMENSIONS,
+    MOST_NBYTES,
+    Entry,
+    Piece,
+    overlap,
+)
 from shardgrad.checkpoint.pickles import check_pickle
 from shardgrad.checkpoint.source import Source
 from shardgrad.checkpoint.text import printable
@@ -32,7 +41,10 @@ METADATA = ".metadata"
 _SCRIPT_OVERHEAD_NBYTES = 2**20  # largest size of an archive without its tensor
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
-    *((_METADATA_MODULE, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *(
+        (_METADATA_MODULE, name)
+        for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")
+    ),
     *((_METADATA_MODULE, f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
     (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -86,7 +98,10 @@ _HARMLESS = {
     ("pathlib", "PosixPath"): _nothing,
     ("pathlib", "WindowsPath"): _nothing,
     ("pathlib._local", "PosixPath"): _nothing,
-    ("builtins", "getattr"): _nothing,  # with which Python 3.11.0 to 3.11.3 pickle a member of an enum
+    (
+        "builtins",
+        "getattr",
+    ): _nothing,  # with which Python 3.11.0 to 3.11.3 pickle a member of an enum
 }
 _DTYPES = {f"torch {name}" for name in DTYPES}
 _NAMES = {" ".join(name) for name in (*_RECORDS, *_HARMLESS)} | _DTYPES
@@ -107,15 +122,15 @@ _ARCHIVE_NAMES = {
 class TorchSource(Source):
     """A checkpoint written by `torch.distributed.checkpoint.save` into a folder.
 
-    Each archive has a CRC-32. A part of a tensor is read as a whole, so host memory for the largest part is
-    needed.
+    Each archive has a CRC-32. A part of a tensor is read as a whole, so host memory for the largest
+    part is needed.
 
     Args:
         folder: folder of the checkpoint.
 
     Raises:
-        CheckpointError: the metadata is missing, contains more than data, or is inconsistent with itself or
-            the files. No tensor is read.
+        CheckpointError: the metadata is missing, contains more than data, or is inconsistent with
+            itself or the files. No tensor is read.
     """
 
     origin = "torch.distributed.checkpoint"
@@ -130,14 +145,18 @@ class TorchSource(Source):
         except (AttributeError, TypeError, LookupError, ValueError, RecursionError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise _refused(folder, "a list of contents", f"{type(error).__name__}: {error}") from error
+            raise _refused(
+                folder, "a list of contents", f"{type(error).__name__}: {error}"
+            ) from error
 
     def check(self, name: str, box: Box) -> None:
         """Verifies the checksums of the archives that overlap the box, and loads them."""
         entry = self.tensors[name]
         for piece in entry.pieces:
             if box.meets(piece.box) is not None:
-                self._tensor(name, entry, piece, tests=True)  # torch's reader is stricter than checksums
+                self._tensor(
+                    name, entry, piece, tests=True
+                )  # torch's reader is stricter than checksums
 
     def fill(self, name: str, box: Box, into: torch.Tensor) -> None:
         """Loads the archives that overlap the box and copies from them."""
@@ -170,7 +189,9 @@ class TorchSource(Source):
         for box in boxes:
             file, start, nbytes = self._pieces[key, box.offset]
             if nbytes < box.numel * dtype.itemsize:  # before room is made for it
-                raise _refused(self.folder, f"the bytes of {box.shape}", f"{nbytes} bytes", where=name)
+                raise _refused(
+                    self.folder, f"the bytes of {box.shape}", f"{nbytes} bytes", where=name
+                )
             pieces.append(Piece(file, start, box, ()))
         self._pieces.update({(name, p.box.offset): self._pieces[key, p.box.offset] for p in pieces})
         return Entry(dtype, shape, tuple(pieces))
@@ -181,13 +202,19 @@ class TorchSource(Source):
         found: dict[str, Value] = {}
         for leaf, kept in flatten({"v": value}).items():
             if isinstance(kept, torch.Tensor):
-                raise _refused(self.folder, "tensors in separate entries", "a tensor in a value", name)
+                raise _refused(
+                    self.folder, "tensors in separate entries", "a tensor in a value", name
+                )
             found[name + leaf[1:]] = kept
         return found
 
     def _tensor(self, name: str, entry: Entry, piece: Piece, *, tests: bool) -> torch.Tensor:
         data = self._load(name, self._archive(name, piece, tests=tests))
-        got = f"{data.dtype} {tuple(data.shape)}" if isinstance(data, torch.Tensor) else str(type(data))
+        got = (
+            f"{data.dtype} {tuple(data.shape)}"
+            if isinstance(data, torch.Tensor)
+            else str(type(data))
+        )
         expected = f"{entry.dtype} {piece.box.shape}"
         if not isinstance(data, torch.Tensor) or got != expected:
             raise _refused(self.folder, expected, got, where=name)
@@ -211,7 +238,9 @@ class TorchSource(Source):
         return self._opened(name, self._read(file, start, nbytes), tests=tests)
 
     def _opened(self, name: str, text: bytearray, *, tests: bool) -> io.BytesIO:
-        """Returns an archive after a check of its directory, and of its checksums if `tests` is set."""
+        """Returns an archive after a check of its directory, and of its checksums if `tests` is
+        set.
+        """
         stream = io.BytesIO(text)
         damaged = "another"
         try:
@@ -223,15 +252,21 @@ class TorchSource(Source):
                     damaged = (archive.testzip() if tests else None) or ""
                     for member in members:
                         if member.filename.lower().endswith("data.pkl"):  # torch ignores case
-                            check_pickle(archive.read(member), names=_ARCHIVE_NAMES, calls=_ARCHIVE_CALLS)
+                            check_pickle(
+                                archive.read(member), names=_ARCHIVE_NAMES, calls=_ARCHIVE_CALLS
+                            )
         except pickle.UnpicklingError as error:
             raise _refused(
                 self.folder, "an archive that holds only data", printable(error), where=name
             ) from error
         except Exception as error:  # whatever a damaged archive makes its reader raise
-            raise _refused(self.folder, "a torch.save archive", printable(error), where=name) from error
+            raise _refused(
+                self.folder, "a torch.save archive", printable(error), where=name
+            ) from error
         if damaged:
-            raise _refused(self.folder, "an undamaged, uncompressed archive", printable(damaged), where=name)
+            raise _refused(
+                self.folder, "an undamaged, uncompressed archive", printable(damaged), where=name
+            )
         stream.seek(0)
         return stream
 
@@ -264,20 +299,26 @@ def _located(folder: Path, metadata: _Record) -> _Located:
             os.close(descriptor)
         if start + nbytes > sizes[file]:
             got = f"{nbytes} bytes at {start}"
-            raise _refused(folder, f"bytes inside {file}, which has {sizes[file]}", got, where=index.fqn)
+            raise _refused(
+                folder, f"bytes inside {file}, which has {sizes[file]}", got, where=index.fqn
+            )
         offset = getattr(index, "offset", None)
         key = index.fqn, None if offset is None else _sizes(offset)
         found[key] = file, start, nbytes
     file = overlap(found.values())
     if file is not None:
-        raise _refused(folder, "bytes that belong to one entry each", "entries that share bytes", where=file)
+        raise _refused(
+            folder, "bytes that belong to one entry each", "entries that share bytes", where=file
+        )
     return found
 
 
 def _sizes(raw: Any) -> tuple[int, ...]:
     """Returns sizes or offsets, which a pickle may have made anything else."""
     sizes = tuple(raw)
-    if len(sizes) > MOST_DIMENSIONS or not all(type(size) is int and 0 <= size < LARGEST for size in sizes):
+    if len(sizes) > MOST_DIMENSIONS or not all(
+        type(size) is int and 0 <= size < LARGEST for size in sizes
+    ):
         raise ValueError(f"{printable(sizes)} are no sizes")
     return sizes
 

@@ -37,8 +37,12 @@ def flatten(state: Mapping[Any, Any]) -> dict[str, torch.Tensor | Value]:
     leaves: dict[str, torch.Tensor | Value] = {}
     for path, leaf in _walk(state, ()):
         name = join(path)
-        if not (leaf is None or isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, float, str)):
-            raise _refused(name, f"a {type(leaf).__name__}", "tensors, numbers, texts, booleans and None")
+        if not (
+            leaf is None or isinstance(leaf, torch.Tensor) or type(leaf) in (bool, int, float, str)
+        ):
+            raise _refused(
+                name, f"a {type(leaf).__name__}", "tensors, numbers, texts, booleans and None"
+            )
         if name in leaves:
             raise _refused(name, "two entries of this name", "keys that differ as text")
         leaves[name] = leaf

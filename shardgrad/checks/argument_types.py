@@ -1,4 +1,6 @@
-"""Refusing arguments of `fully_shard` that Python would take and the first forward would stumble over."""
+"""Refusing arguments of `fully_shard` that Python would take and the first forward would stumble
+over.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ def refuse_wrong_types(
     """Looks at the dtypes of a policy, and at what `ignored_params` holds.
 
     Raises:
-        OptionTypeError: a dtype is no dtype, the gradient policy no policy, an ignored parameter no tensor.
+        OptionTypeError: a dtype is no dtype, the gradient policy no policy, an ignored parameter no
+            tensor.
     """
     for field in ("param_dtype", "reduce_dtype", "output_dtype"):
         dtype = getattr(mp_policy, field)

@@ -1,19 +1,21 @@
 """Which optimizers have a step that a CUDA graph can repeat.
 
-A graph repeats kernels, not Python. An optimizer that reads from the device to decide what to do next fails
-during a capture, sometimes with a message that names neither the optimizer nor the reason. One that counts
-steps or makes its state on the host is captured without an error, and every replay repeats that one step. Of
-an optimizer over sharded parameters, one of three things is known:
+A graph repeats kernels, not Python. An optimizer that reads from the device to decide what to do
+next fails during a capture, sometimes with a message that names neither the optimizer nor the
+reason. One that counts steps or makes its state on the host is captured without an error, and every
+replay repeats that one step. Of an optimizer over sharded parameters, one of three things is known:
 
-* it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon once their
+* it can be captured: the optimizers of `shardgrad.optim`; any with `capturable=True`; SGD and Muon
+once their
   momentum exists;
 * torch refuses it: Adadelta, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop and Rprop without
   `capturable=True`. The error raised here names a parameter as well;
-* it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`; another
+* it cannot be captured: LBFGS, Adagrad, Adafactor and SparseAdam, which have no `capturable`;
+another
   library's FusedAdam without it; and SGD with momentum before its first step.
 
-Hyperparameters that are numbers are constants of a graph, whatever the optimizer; a learning rate can be a
-tensor. Other optimizers are captured: nothing is known about them.
+Hyperparameters that are numbers are constants of a graph, whatever the optimizer; a learning rate
+can be a tensor. Other optimizers are captured: nothing is known about them.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ _READS_HOST: tuple[tuple[type[Optimizer], str], ...] = (
 
 
 def why_not_capturable(optimizer: Optimizer) -> str | None:
-    """Returns why a graph must not record this optimizer's next step; None if it may, as far as is known."""
+    """Returns why a graph must not record this optimizer's next step; None if it may, as far as is
+    known.
+    """
     for kind, why in _READS_HOST:
         if isinstance(optimizer, kind):
             return why
@@ -88,6 +92,7 @@ def refuse_uncapturable_step(optimizer: Optimizer) -> None:
         expected="shardgrad.optim.AdamW, Adam or SGD; or an optimizer built with capturable=True",
         got=type(optimizer).__name__,
         where=f"parameter {managed.name}",
-        fix="one eager step before the capture, if that makes its momentum; else another optimizer, or a "
+        fix="one eager step before the capture, if that makes its momentum; else another "
+        "optimizer, or a "
         "step outside the graph",
     )

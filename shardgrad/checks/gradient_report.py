@@ -29,7 +29,9 @@ class GradientReport:
     @property
     def disagreements(self) -> dict[str, tuple[int, ...]]:
         """Parameters that some ranks touched and others did not."""
-        return {name: ranks for name, ranks in self.touched_by.items() if 0 < len(ranks) < self.ranks}
+        return {
+            name: ranks for name, ranks in self.touched_by.items() if 0 < len(ranks) < self.ranks
+        }
 
     @property
     def untouched(self) -> list[str]:
@@ -37,12 +39,16 @@ class GradientReport:
         return [name for name, ranks in self.touched_by.items() if not ranks]
 
     def __str__(self) -> str:
-        rows = [f"{name}: ranks {list(ranks)} of {self.ranks}" for name, ranks in self.disagreements.items()]
+        rows = [
+            f"{name}: ranks {list(ranks)} of {self.ranks}"
+            for name, ranks in self.disagreements.items()
+        ]
         return "\n".join(rows) or "all ranks touched the same parameters"
 
 
 def gradient_report(model: nn.Module) -> GradientReport:
-    """Compares across the shard group which parameters got gradients in the last backward. A collective.
+    """Compares across the shard group which parameters got gradients in the last backward. A
+    collective.
 
     Args:
         model: the root.
@@ -71,6 +77,7 @@ def gradient_report(model: nn.Module) -> GradientReport:
     return GradientReport(
         ranks=group.size(),
         touched_by={
-            name: tuple(rank for rank, answers in enumerate(everyone) if answers.get(name)) for name in names
+            name: tuple(rank for rank, answers in enumerate(everyone) if answers.get(name))
+            for name in names
         },
     )

@@ -1,12 +1,13 @@
-"""What a program has done that the next optimizer step, or a state dict, would lose, without a word.
+"""What a program has done that the next optimizer step, or a state dict, would lose, without a
+word.
 
-* A write to an unsharded parameter, in forward or between `unshard()` and `reshard()`: shards do not have it.
-* A gradient that was never reduced, since the last backward before the step ran without synchronization.
-* A hook of `register_hook` on a sharded parameter: autograd meets the unsharded one, which has none.
-* Optimizer state that another rank has saved (`require_own_shards`).
+* A write to an unsharded parameter, in forward or between `unshard()` and `reshard()`: shards do
+not have it. * A gradient that was never reduced, since the last backward before the step ran
+without synchronization. * A hook of `register_hook` on a sharded parameter: autograd meets the
+unsharded one, which has none. * Optimizer state that another rank has saved (`require_own_shards`).
 
-All are looked for before a step, and writes before a state dict too, as models that are averaged have no
-optimizer. On the host alone.
+All are looked for before a step, and writes before a state dict too, as models that are averaged
+have no optimizer. On the host alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class LostWork:
     """Looks for it before the steps of one optimizer, or state dicts; warns once of each kind."""
 
     def __init__(self) -> None:
-        self._versions: dict[int, int] = {}  # by id of a group: of its unsharded parameters, their sum
+        self._versions: dict[
+            int, int
+        ] = {}  # by id of a group: of its unsharded parameters, their sum
         self._warned: set[str] = set()
         self._state_id = 0
 
@@ -53,21 +56,26 @@ class LostWork:
         for group in groups:
             if grads_of(group).waiting is Waiting.SUM:
                 self._warn(
-                    f"gradients of {_names(group.params)} are not reduced, and this step does not see them",
+                    f"gradients of {_names(group.params)} are not reduced, and this step does not "
+                    f"see them",
                     "set_requires_gradient_sync(True) before the last backward of each step",
                 )
             self.look_at_writes(group)
 
     def look_at_writes(self, group: ParamGroup) -> None:
-        """Looks whether unsharded parameters were written; called before they are lost, or left out."""
+        """Looks whether unsharded parameters were written; called before they are lost, or left
+        out.
+        """
         unsharded = [p.unsharded for p in group.params if p.unsharded is not None]
         versions = sum(map(_version, unsharded))
         if versions != self._versions.setdefault(id(group), 0):
             self._versions[id(group)] = versions
             written = [p for p in group.params if p.unsharded is not None and p.unsharded._version]
             self._warn(
-                f"{_names(written)} was written while unsharded, which is lost when it is resharded",
-                "write the sharded parameter, between steps: with torch.no_grad(): param.copy_(...)",
+                f"{_names(written)} was written while unsharded, which is lost when it is "
+                f"resharded",
+                "write the sharded parameter, between steps: with torch.no_grad(): "
+                "param.copy_(...)",
             )
 
     def _warn(self, what: str, fix: str) -> None:
@@ -88,11 +96,13 @@ def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
     for param, name in params:
         if param._backward_hooks:
             raise GradientError(
-                f"a hook on {name} never runs: autograd meets the unsharded parameter, which has none",
+                f"a hook on {name} never runs: autograd meets the unsharded parameter, which has "
+                f"none",
                 expected="hooks of modules, or post-accumulate hooks of sharded parameters",
                 got=f"{len(param._backward_hooks)} from register_hook",
                 where=f"parameter {name}",
-                fix="param.register_post_accumulate_grad_hook(hook) after fully_shard; the hook gets the "
+                fix="param.register_post_accumulate_grad_hook(hook) after fully_shard; the hook "
+                "gets the "
                 "parameter, whose grad is reduced",
             )
 

@@ -1,8 +1,8 @@
 """Refusing computation with sharded parameters outside of their unit's forward.
 
-torch raises when a DTensor meets a plain tensor, but its message names neither the module nor a fix. So there
-is a check before the forward of every module whose sharded parameters belong to a unit around it, and torch's
-error is translated in the methods of units.
+torch raises when a DTensor meets a plain tensor, but its message names neither the module nor a
+fix. So there is a check before the forward of every module whose sharded parameters belong to a
+unit around it, and torch's error is translated in the methods of units.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def guard_owner(module: nn.Module, group: Callable[[], ParamGroup | None]) -> No
             names = [p.name for p in owner.params if len(p.owners) > 1 and called in dict(p.owners)]
             raise _bypassed(called, owner.name, tied=names[:1])
 
-    # Before the hook of the module's own unit, if it has one: nothing is gathered for a call that is refused.
+    # Before the hook of the module's own unit, if it has one: nothing is gathered for a call that
+    # is refused.
     module.register_forward_pre_hook(check, prepend=True)
 
 
 def guarded_methods(cls: type[nn.Module]) -> dict[str, Callable[..., Any]]:
     """Returns the methods of a module class, wrapped to explain torch's error about mixed tensors.
 
-    Only methods that a program defines itself: not dunder methods, and not `forward` or anything else that
-    `nn.Module` has, since hooks surround those.
+    Only methods that a program defines itself: not dunder methods, and not `forward` or anything
+    else that `nn.Module` has, since hooks surround those.
     """
     methods: dict[str, Callable[..., Any]] = {}
     for base in reversed(cls.__mro__[: cls.__mro__.index(nn.Module)]):
@@ -93,15 +94,14 @@ def _bypassed(
         how = f"{kind}, an inner module of unit {unit_name or 'root'!r}, was called directly"
         fix = "call the unit itself, or make this module a unit as well: shardgrad.fully_shard(module)"
     else:
-        how = (
-            f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"
-        )
+        how = f"{kind} of unit {unit_name or 'root'!r} was used by its method {caller}(), which is not forward"
         fix = f'shardgrad.register_fsdp_forward_method(model, "{caller}")'
     error = UnitBypassedError(
         f"{how}, while its parameters are sharded: got mixed torch.Tensor and DTensor",
         expected="parameters used inside their unit's forward, or in a registered method",
         got="a computation on this rank's shards, whose gradients would not be averaged",
-        where=f"rank {dist.get_rank() if dist.is_initialized() else 0}, unit {unit_name or 'root'!r}",
+        where=f"rank {dist.get_rank() if dist.is_initialized() else 0}, unit "
+        f"{unit_name or 'root'!r}",
         fix=fix,
     )
     recorder.report(error)  # other ranks may not have made the mistake, and wait
@@ -114,7 +114,11 @@ def _method_on_stack() -> str | None:
     while frame is not None:
         receiver = frame.f_locals.get("self")
         name = frame.f_code.co_name
-        if isinstance(receiver, nn.Module) and unit_of(receiver) is not None and hasattr(receiver, name):
+        if (
+            isinstance(receiver, nn.Module)
+            and unit_of(receiver) is not None
+            and hasattr(receiver, name)
+        ):
             return name if name in guarded_methods(type(receiver).__mro__[2]) else None
         frame = frame.f_back
     return None

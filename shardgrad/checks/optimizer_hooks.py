@@ -1,19 +1,22 @@
 """The package's hooks on the steps of optimizers: the only place that registers any.
 
-An engine has to know when an optimizer steps, and version counters do not tell: fused and foreach optimizers
-write the local tensors of DTensors below the level at which autograd counts versions. torch has hooks for the
-steps of one optimizer, whose instance a model never sees, and for the steps of all optimizers of the process.
-So one hook of the second kind before steps and one after them are registered while a sharded model is alive,
-and removed with the last one. Both return at once for an optimizer without parameters of a sharded model.
+An engine has to know when an optimizer steps, and version counters do not tell: fused and foreach
+optimizers write the local tensors of DTensors below the level at which autograd counts versions.
+torch has hooks for the steps of one optimizer, whose instance a model never sees, and for the steps
+of all optimizers of the process. So one hook of the second kind before steps and one after them are
+registered while a sharded model is alive, and removed with the last one. Both return at once for an
+optimizer without parameters of a sharded model.
 
 What they do:
 
 * after a step, parameters that a unit keeps unsharded are stale (`ParamGroup.steps_taken`);
-* before a step, all-gathers that a failed forward has left are waited for: they read what the step writes;
-* inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`), and the memory of
+* before a step, all-gathers that a failed forward has left are waited for: they read what the step
+writes; * inside a capture, a step that no graph can repeat is refused (`capturable_optimizers.py`),
+and the memory of
   gradients is fixed: the graph knows it;
-* after `model.half()`, a step whose state has still the former dtype is refused (`untrained_params.py`);
-* the first step of each optimizer is checked for parameters that it does not train (`untrained_params.py`),
+* after `model.half()`, a step whose state has still the former dtype is refused
+(`untrained_params.py`); * the first step of each optimizer is checked for parameters that it does
+not train (`untrained_params.py`),
   and for those that every rank trains apart (`unowned_params.py`);
 * before each step, work of the program that the step would lose is named (`lost_work.py`).
 """
@@ -56,8 +59,10 @@ class _Watched:
     """What is known of one optimizer.
 
     Attributes:
-        version: of the optimizer and the models when this was found out; see `_OptimizerHooks._version`.
-        groups: parameter groups that its steps write; empty if it has no parameter of a sharded model.
+        version: of the optimizer and the models when this was found out; see
+            `_OptimizerHooks._version`.
+        groups: parameter groups that its steps write; empty if it has no parameter of a sharded
+            model.
         dtypes: of these groups' parameters.
         lost_work: looks for work that its steps would lose.
         first_step: checks its first step; None if there is nothing to check.
@@ -99,8 +104,8 @@ class _OptimizerHooks:
         self._changes += 1
 
     def _remove_if_unused(self) -> None:
-        # torch iterates over its hooks during a step, and a model may be garbage collected there. Then the
-        # hooks stay, without anything to do, until another model dies.
+        # torch iterates over its hooks during a step, and a model may be garbage collected there.
+        # Then the hooks stay, without anything to do, until another model dies.
         if next(iter(self._models), None) is None and not _is_any_step_running():
             while self._handles:
                 self._handles.pop().remove()
@@ -135,9 +140,17 @@ class _OptimizerHooks:
             watched = self._watched[optimizer] = self._examine(optimizer, version, watched)
         return watched
 
-    def _examine(self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None) -> _Watched:
-        params = [param for optim_group in optimizer.param_groups for param in optim_group["params"]]
-        groups = {group_of(managed): None for param in params if (managed := managed_by(param)) is not None}
+    def _examine(
+        self, optimizer: Optimizer, version: tuple[int, int], before: _Watched | None
+    ) -> _Watched:
+        params = [
+            param for optim_group in optimizer.param_groups for param in optim_group["params"]
+        ]
+        groups = {
+            group_of(managed): None
+            for param in params
+            if (managed := managed_by(param)) is not None
+        }
         dtypes = [group.dtype for group in groups]
         if before is not None and before.dtypes != dtypes:
             refuse_state_of_other_dtype(optimizer)
@@ -153,7 +166,9 @@ class _OptimizerHooks:
         return _Watched(version, references, dtypes, lost_work, first_step, is_checked, has_warned)
 
     def _version(self, optimizer: Optimizer) -> tuple[int, int]:
-        """Returns numbers that change when the optimizer gets parameters, or a model is sharded or cast."""
+        """Returns numbers that change when the optimizer gets parameters, or a model is sharded or
+        cast.
+        """
         return sum(len(group["params"]) for group in optimizer.param_groups), self._changes
 
 
@@ -162,7 +177,9 @@ def _is_any_step_running() -> bool:
     stacks = thread_stacks()
     if LIMIT in (len(stacks), *map(len, stacks.values())):
         return True
-    return any(call.filename == torch_optimizer.__file__ for calls in stacks.values() for call in calls)
+    return any(
+        call.filename == torch_optimizer.__file__ for calls in stacks.values() for call in calls
+    )
 
 
 _hooks = _OptimizerHooks()

@@ -25,7 +25,8 @@ class ReplicaReport:
 
     Attributes:
         ranks: those that were compared: the replicas of this rank's shards.
-        differing: what, for example "parameter layers.0.up.weight" -> for each distinct content, its ranks.
+        differing: what, for example "parameter layers.0.up.weight" -> for each distinct content,
+            its ranks.
     """
 
     ranks: tuple[int, ...]
@@ -43,12 +44,13 @@ class ReplicaReport:
 def replica_report(model: nn.Module, optimizer: Optimizer | None = None) -> ReplicaReport:
     """Compares by checksums what each shard's replicas hold (HSDP). A collective of the replicas.
 
-    Every number in one pass, on the device, and one message of eight bytes for each tensor; the host waits
-    for both. Without replicas nothing is computed, and the report is empty. Two contents have the same
-    checksum with a probability of about 2^-32.
+    Every number in one pass, on the device, and one message of eight bytes for each tensor; the
+    host waits for both. Without replicas nothing is computed, and the report is empty. Two contents
+    have the same checksum with a probability of about 2^-32.
 
     Args:
-        model: the root. Parameters that a unit shards over another mesh than the root's are left out.
+        model: the root. Parameters that a unit shards over another mesh than the root's are left
+            out.
         optimizer: whose state is compared too.
 
     Streams: the current one. Capture: not safe; the host reads the result.

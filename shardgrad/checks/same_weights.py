@@ -1,11 +1,11 @@
 """Comparing, before anything is trained, the weights that ranks had when their model was sharded.
 
-`fully_shard` keeps this rank's piece of each parameter and drops the rest. If ranks had different weights,
-because of different seeds or of a checkpoint that one rank alone has loaded, the model is a mixture of them
-(under HSDP its replicas even differ), and no loss shows it. So every parameter is summed up before it is cut,
-as integers, at the speed of memory, and lazy init compares the sums: one all-reduce of some bytes for each
-parameter. What has been written since on any rank, by loading or by initialising shards, is not compared;
-neither are parameters that were on the meta device.
+`fully_shard` keeps this rank's piece of each parameter and drops the rest. If ranks had different
+weights, because of different seeds or of a checkpoint that one rank alone has loaded, the model is
+a mixture of them (under HSDP its replicas even differ), and no loss shows it. So every parameter is
+summed up before it is cut, as integers, at the speed of memory, and lazy init compares the sums:
+one all-reduce of some bytes for each parameter. What has been written since on any rank, by loading
+or by initialising shards, is not compared; neither are parameters that were on the meta device.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ _noted: weakref.WeakKeyDictionary[FSDPParam, _Noted] = weakref.WeakKeyDictionary
 
 @torch.no_grad()
 def sums_of(originals: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
-    """Returns for each parameter the sum of its bits, an int64 scalar on its device; None for what has none.
+    """Returns for each parameter the sum of its bits, an int64 scalar on its device; None for what
+    has none.
 
     Streams: the current one; the host does not wait.
     """
@@ -65,7 +66,11 @@ def sums_of(originals: Iterable[nn.Parameter]) -> list[torch.Tensor | None]:
 
 
 def _sum(values: torch.Tensor) -> torch.Tensor | None:
-    if type(values) not in (torch.Tensor, nn.Parameter) or values.is_meta or not values.is_contiguous():
+    if (
+        type(values) not in (torch.Tensor, nn.Parameter)
+        or values.is_meta
+        or not values.is_contiguous()
+    ):
         return None
     octets = values.detach().view(-1).view(torch.uint8)
     if octets.data_ptr() % 8 or (octets.storage_offset() % 8):
@@ -80,15 +85,19 @@ def note_weights(params: Iterable[FSDPParam], sums: Iterable[torch.Tensor | None
     for p, total in zip(params, sums, strict=True):
         if total is not None:
             local = local_of(p.sharded)
-            _noted[p] = _Noted(total, p.sharded, p.sharded._version, local, local._version, _sum(local))
+            _noted[p] = _Noted(
+                total, p.sharded, p.sharded._version, local, local._version, _sum(local)
+            )
 
 
 @torch.no_grad()
 def compare_weights(units: Sequence[Unit]) -> None:
-    """Compares what ranks had. A collective over each mesh of the units, once; nothing for meta parameters.
+    """Compares what ranks had. A collective over each mesh of the units, once; nothing for meta
+    parameters.
 
     Raises:
-        RankDisagreementError: on every rank of the mesh, naming a parameter and which ranks had which values.
+        RankDisagreementError: on every rank of the mesh, naming a parameter and which ranks had
+            which values.
     """
     groups = [group for unit in units for group in unit.groups]
     for mesh in dict.fromkeys(group.mesh for group in groups):
@@ -103,10 +112,14 @@ def compare_weights(units: Sequence[Unit]) -> None:
 
 def _compare(groups: Sequence[ParamGroup], ranks: dist.ProcessGroup, device: torch.device) -> None:
     params = [p for group in groups for p in group.params]
-    noted = [each if (each := _noted.get(p)) is not None and each.is_current(p) else None for p in params]
+    noted = [
+        each if (each := _noted.get(p)) is not None and each.is_current(p) else None for p in params
+    ]
     zero = torch.zeros((), dtype=torch.int64, device=device)
     own = torch.stack([zero if each is None else each.total.to(device) & _MASK for each in noted])
-    is_unknown = torch.stack([_is_written(p, each, device) for p, each in zip(params, noted, strict=True)])
+    is_unknown = torch.stack(
+        [_is_written(p, each, device) for p, each in zip(params, noted, strict=True)]
+    )
     largest = torch.stack([own, -own, is_unknown])
     with recorder.group_log(ranks).waiting("checksums of the weights", largest):
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks)
@@ -133,10 +146,13 @@ def _error(names: Sequence[str], own: int, ranks: dist.ProcessGroup) -> RankDisa
     return RankDisagreementError(
         f"ranks had different weights when fully_shard cut them: {names[0]}{more}",
         expected=f"the same values on every rank of {dist.get_process_group_ranks(ranks)}",
-        got=f"{len(parties)} different ones, on ranks " + " / ".join(map(_in_words, parties.values())),
+        got=f"{len(parties)} different ones, on ranks "
+        + " / ".join(map(_in_words, parties.values())),
         where=f"rank {dist.get_rank()}, parameter {names[0]}",
-        fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, before "
-        "fully_shard, for tensor in model.state_dict().values(): torch.distributed.broadcast(tensor, 0)",
+        fix="torch.manual_seed(0) before the model is built, and load weights on every rank; or, "
+        "before "
+        "fully_shard, for tensor in model.state_dict().values(): "
+        "torch.distributed.broadcast(tensor, 0)",
     )
 
 

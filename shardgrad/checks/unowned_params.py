@@ -1,12 +1,14 @@
 """Refusing a forward while a parameter under its root would be trained apart by every rank.
 
-A parameter that was attached after `fully_shard`, such as an adapter's or a new head's, belongs to no unit;
-nor does one of a module around the units that was not sharded. Its gradients are not averaged, and nothing in
-the loss shows that ranks drift apart. So the outermost forward of a unit looks once, and again whenever they
-have changed, through the modules under it, and through those that it runs inside of: they are on the stack.
+A parameter that was attached after `fully_shard`, such as an adapter's or a new head's, belongs to
+no unit; nor does one of a module around the units that was not sharded. Its gradients are not
+averaged, and nothing in the loss shows that ranks drift apart. So the outermost forward of a unit
+looks once, and again whenever they have changed, through the modules under it, and through those
+that it runs inside of: they are on the stack.
 
-A module next to the model is not on the stack, but in the same optimizer. That is a warning at its first
-step, and no error: a program may average gradients by itself, which a parameter does not tell.
+A module next to the model is not on the stack, but in the same optimizer. That is a warning at its
+first step, and no error: a program may average gradients by itself, which a parameter does not
+tell.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ class UnownedParameterWarning(UserWarning):
 
 
 def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]) -> None:
-    """Notes on modules which of their parameters `ignored_params` named: under that name, any object is
-    fine, so that loading with `assign=True` and `module.to()` may put another one there. Parameters of other
-    modules, around the one that is sharded, are marked themselves.
+    """Notes on modules which of their parameters `ignored_params` named: under that name, any
+    object is fine, so that loading with `assign=True` and `module.to()` may put another one there.
+    Parameters of other modules, around the one that is sharded, are marked themselves.
     """
     elsewhere = set(ignored)
     for module in modules if ignored else ():
@@ -63,7 +65,9 @@ def note_ignored(modules: Iterable[nn.Module], ignored: Collection[nn.Parameter]
 
 
 # Modules around units, and who looks at them: one of the units inside is enough.
-_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnownedParams]] = weakref.WeakKeyDictionary()
+_around: weakref.WeakKeyDictionary[nn.Module, weakref.ref[UnownedParams]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class UnownedParams:
@@ -82,14 +86,19 @@ class UnownedParams:
         self._frozen: list[_Slot] = []  # owned by no unit either
 
     def refuse(self) -> None:
-        """Does nothing if modules are as they were; called before every outermost forward with gradients.
+        """Does nothing if modules are as they were; called before every outermost forward with
+        gradients.
 
         Capture: safe.
 
         Raises:
             UnownedParameterError: there are some, and other ranks train theirs.
         """
-        if self._known is not None and self._known == self._seen() and not any(map(_trains, self._frozen)):
+        if (
+            self._known is not None
+            and self._known == self._seen()
+            and not any(map(_trains, self._frozen))
+        ):
             return
         if self._unit.mesh.data_parallel_size == 1:
             return
@@ -97,7 +106,9 @@ class UnownedParams:
         roots = [*self._callers_now(), *self._unit.modules]
         modules = list(_modules_under(roots))
         # What two units share is refused by the second, and says so.
-        shared = {guest.param for root in roots for unit in units_under(root) for guest in unit.guests}
+        shared = {
+            guest.param for root in roots for unit in units_under(root) for guest in unit.guests
+        }
         apart = {name: _unowned(module, shared) for name, module in modules}
         found = {name: [slot for slot in slots if _trains(slot)] for name, slots in apart.items()}
         if any(found.values()):
@@ -116,7 +127,9 @@ class UnownedParams:
         return list(children), list(map(len, self._registers))
 
     def _callers_now(self) -> list[nn.Module]:
-        """Returns the modules that call this unit, outermost first, but for those another unit looks at."""
+        """Returns the modules that call this unit, outermost first, but for those another unit
+        looks at.
+        """
         for module in _modules_on_stack():
             looks = _around.get(module)
             if module not in self._unit.modules and (looks is None or looks() is None):
@@ -131,7 +144,9 @@ class UnownedParams:
         if is_around:
             got = f"{len(names)} in modules around this unit, which fully_shard was not called on"
             fix = "shardgrad.fully_shard(model) for the outermost module too, after those in it"
-        elif any(isinstance(param, DTensor) or is_unsharded_param(param) for param in owner.parameters()):
+        elif any(
+            isinstance(param, DTensor) or is_unsharded_param(param) for param in owner.parameters()
+        ):
             got = f"{len(names)} that were attached after fully_shard"
             fix = "attach it before fully_shard is called"
         else:
@@ -163,12 +178,19 @@ def _trains(slot: _Slot) -> bool:
 
 
 def _unowned(module: nn.Module, shared: Collection[nn.Parameter]) -> list[_Slot]:
-    """Returns where a module registers parameters of no unit, that the program has not taken on itself."""
+    """Returns where a module registers parameters of no unit, that the program has not taken on
+    itself.
+    """
     ignored = module.__dict__.get(_IGNORED, ())
     return [
         (module._parameters, name)
         for name, param in module._parameters.items()
-        if not (param is None or name in ignored or isinstance(param, DTensor) or is_unsharded_param(param))
+        if not (
+            param is None
+            or name in ignored
+            or isinstance(param, DTensor)
+            or is_unsharded_param(param)
+        )
         and param not in shared
         and _IGNORED not in param.__dict__
     ]
@@ -193,11 +215,13 @@ def _modules_under(roots: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]
         yield from below("", root)
 
 
-# -- next to the model --------------------------------------------------------------------------------------
+# -- next to the model
+# --------------------------------------------------------------------------------------
 
 
 def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
-    """Warns of trainable parameters of an optimizer that no unit owns; returns whether there were any.
+    """Warns of trainable parameters of an optimizer that no unit owns; returns whether there were
+    any.
 
     Not of those that DDP or FSDP1 has, or that `ignored_params` named.
 
@@ -218,10 +242,14 @@ def warn_of_unowned(optimizer: Optimizer, models: Iterable[nn.Module]) -> bool:
         few = [f"{name}, of shape {tuple(param.shape)}" for param, name in list(found.items())[:5]]
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         warnings.warn(
-            f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} parameters that "
-            f"no unit owns: {'; '.join(few)}{more}. Every rank trains its own (rank {dist.get_rank()}). "
-            "Try: shardgrad.fully_shard(module) on the module that has them, before the optimizer is built; "
-            "to train them apart, or if the program averages their gradients, name them in ignored_params",
+            f"shardgrad: {type(optimizer).__name__} trains a sharded model, and {len(found)} "
+            f"parameters that "
+            f"no unit owns: {'; '.join(few)}{more}. Every rank trains its own (rank "
+            f"{dist.get_rank()}). "
+            "Try: shardgrad.fully_shard(module) on the module that has them, before the optimizer "
+            "is built; "
+            "to train them apart, or if the program averages their gradients, name them in "
+            "ignored_params",
             UnownedParameterWarning,
             stacklevel=6,
         )
@@ -243,7 +271,9 @@ def _ignored_under(models: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def _replicated() -> Iterator[torch.Tensor]:
-    """Yields what DDP and FSDP1 average: as a parameter does not tell, their instances are searched for."""
+    """Yields what DDP and FSDP1 average: as a parameter does not tell, their instances are searched
+    for.
+    """
     for each in gc.get_objects():
         if issubclass(type(each), DistributedDataParallel | FullyShardedDataParallel):
             yield from each.parameters()

@@ -1,12 +1,12 @@
 """Checking in its first step that an optimizer trains all of its parameters.
 
-A run can go on for days while part of the model does not change: the optimizer reads another attribute than
-the one that holds the gradients, it was given an empty list, frozen parameters or those that `fully_shard`
-has replaced since, or its updates vanish in rounding. So the first step of every optimizer over sharded
-parameters is checked on a sample of each parameter: one with a gradient has to change, unless its gradient is
-rounding error compared with the largest, like that of a bias in front of a normalization. It is the only step
-for which the host waits. An optimizer over unsharded parameters, whose memory is freed after their unit's
-forward, is refused in it.
+A run can go on for days while part of the model does not change: the optimizer reads another
+attribute than the one that holds the gradients, it was given an empty list, frozen parameters or
+those that `fully_shard` has replaced since, or its updates vanish in rounding. So the first step of
+every optimizer over sharded parameters is checked on a sample of each parameter: one with a
+gradient has to change, unless its gradient is rounding error compared with the largest, like that
+of a bias in front of a normalization. It is the only step for which the host waits. An optimizer
+over unsharded parameters, whose memory is freed after their unit's forward, is refused in it.
 """
 
 from __future__ import annotations
@@ -83,10 +83,13 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
     for param in _params(optimizer):
         managed = managed_by(param)
         for key, value in optimizer.state.get(param, {}).items() if managed is not None else ():
-            is_moment = isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
+            is_moment = (
+                isinstance(value, torch.Tensor) and value.ndim > 0 and value.is_floating_point()
+            )
             if managed is not None and is_moment and value.dtype != param.dtype:
                 raise OptimizerParameterError(
-                    f"the model was cast to {param.dtype} after steps of {type(optimizer).__name__}",
+                    f"the model was cast to {param.dtype} after steps of "
+                    f"{type(optimizer).__name__}",
                     expected=f"{key} in {param.dtype}",
                     got=f"{key} in {value.dtype}",
                     where=f"parameter {managed.name}",
@@ -109,7 +112,8 @@ def concerns_unit(param: torch.Tensor) -> bool:
 
 
 class FirstStepCheck:
-    """Checks the first step of one optimizer. A step that changes nothing on purpose does not count.
+    """Checks the first step of one optimizer. A step that changes nothing on purpose does not
+    count.
 
     Capture: `before` and `after` do nothing inside a capture.
     """
@@ -131,11 +135,14 @@ class FirstStepCheck:
         unsharded = sum(map(is_unsharded_param, _params(optimizer)))
         if unsharded:
             raise OptimizerParameterError(
-                f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a forward "
+                f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a "
+                f"forward "
                 "or unshard() leaves them",
-                expected="sharded parameters: the model's before its first forward, or after reshard()",
+                expected="sharded parameters: the model's before its first forward, or after "
+                "reshard()",
                 got="parameters whose memory is freed between steps",
-                fix="model.reshard(), on every unit that is unsharded, before the optimizer is built",
+                fix="model.reshard(), on every unit that is unsharded, before the optimizer is "
+                "built",
             )
         known = ((param, managed_by(param)) for param in _params(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
@@ -165,15 +172,19 @@ class FirstStepCheck:
         if samples:
             largest = torch.stack([sample.size for sample in samples]).amax()
             verdicts = torch.stack([sample.is_unchanged(largest) for sample in samples]).tolist()
-        unchanged = [sample.name for sample, verdict in zip(samples, verdicts, strict=True) if verdict]
+        unchanged = [
+            sample.name for sample, verdict in zip(samples, verdicts, strict=True) if verdict
+        ]
         if _changes_nothing(optimizer):
             return False
         if unchanged:
             _warn(
                 optimizer,
                 f"parameters did not move, although they have gradients: {_few(unchanged)}",
-                "does the optimizer read the attribute that GradientPolicy binds (grad or decoupled_grad), "
-                "and is a step more than half a unit in the last place of a 16-bit weight (else keep a "
+                "does the optimizer read the attribute that GradientPolicy binds (grad or "
+                "decoupled_grad), "
+                "and is a step more than half a unit in the last place of a 16-bit weight (else "
+                "keep a "
                 "master)?",
             )
         if self._without:
@@ -182,11 +193,14 @@ class FirstStepCheck:
                 f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
             )
-        replaced = sum(is_replaced(param) and managed_by(param) is None for param in _params(optimizer))
+        replaced = sum(
+            is_replaced(param) and managed_by(param) is None for param in _params(optimizer)
+        )
         if replaced:
             _warn(
                 optimizer,
-                f"{replaced} parameters were those from before fully_shard, which nothing computes with",
+                f"{replaced} parameters were those from before fully_shard, which nothing computes "
+                f"with",
                 "was the optimizer built after the last fully_shard?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
@@ -194,13 +208,16 @@ class FirstStepCheck:
             _warn(
                 optimizer,
                 f"groups have no parameter that requires a gradient: {_few(idle)}",
-                "is the rule that chose their parameters right, and was nothing frozen by accident?",
+                "is the rule that chose their parameters right, and was nothing frozen by "
+                "accident?",
             )
         return True
 
 
 def _changes_nothing(optimizer: Optimizer) -> bool:
-    """True if the learning rate is 0, as at the start of a warm-up, or the gradients are not finite."""
+    """True if the learning rate is 0, as at the start of a warm-up, or the gradients are not
+    finite.
+    """
     if all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups):
         return True
     verdicts = [getattr(optimizer, "found_inf", None)]
@@ -208,7 +225,9 @@ def _changes_nothing(optimizer: Optimizer) -> bool:
         managed = managed_by(param)
         if managed is not None and (shard := grads_of(group_of(managed)).shard):
             verdicts.append(shard.nonfinite)
-    return any(bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values())
+    return any(
+        bool(verdict.item()) for verdict in {id(v): v for v in verdicts if v is not None}.values()
+    )
 
 
 def _is_idle(group: dict[str, Any]) -> bool:

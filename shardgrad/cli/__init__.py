@@ -1,6 +1,7 @@
 """The command line. A subcommand is imported when it is used, and PyTorch only when it runs.
 
-So `shardgrad --help`, `shardgrad train --help` and errors in options are answered in a fraction of a second.
+So `shardgrad --help`, `shardgrad train --help` and errors in options are answered in a fraction of
+a second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ __all__ = ["main"]
 
 _COMMANDS = {
     "Before a run": {
-        "doctor": ("shardgrad.cli.doctor", "Print versions and devices; check that a step can be captured."),
+        "doctor": (
+            "shardgrad.cli.doctor",
+            "Print versions and devices; check that a step can be captured.",
+        ),
         "plan": ("shardgrad.cli.plan", "Predict memory, traffic and time of a training step."),
     },
     "A run": {
@@ -21,11 +25,17 @@ _COMMANDS = {
         "generate": ("shardgrad.cli.generate", "Continue a text with the model of a run."),
     },
     "After a run": {
-        "explain": ("shardgrad.cli.explain", "Say where a step's time goes, and what changes would save."),
+        "explain": (
+            "shardgrad.cli.explain",
+            "Say where a step's time goes, and what changes would save.",
+        ),
         "checkpoint": ("shardgrad.cli.checkpoint", "Verify, inspect and convert checkpoints."),
     },
     "This program": {
-        "completion": ("shardgrad.cli.completion", "Print the script that completes words in your shell."),
+        "completion": (
+            "shardgrad.cli.completion",
+            "Print the script that completes words in your shell.",
+        ),
     },
 }
 

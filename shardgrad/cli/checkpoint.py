@@ -37,7 +37,9 @@ def _with_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
     try:
         names = os.listdir(path) if path.is_dir() else [path.name]
     except OSError as error:
-        raise click.BadParameter(f"{path} cannot be read ({error.strerror}): correct the path.") from error
+        raise click.BadParameter(
+            f"{path} cannot be read ({error.strerror}): correct the path."
+        ) from error
     if not any(fnmatch(name, part) for name in names for part in _PARTS):
         raise click.BadParameter(f"There is no checkpoint in {path}: correct the path.")
     return path
@@ -49,26 +51,31 @@ def _for_checkpoint(_: click.Context, __: click.Parameter, path: Path) -> Path:
         names = os.listdir(path) if path.is_dir() else [path.name] if path.exists() else []
         if names and "complete" not in names:
             raise click.BadParameter(
-                f"{path} is not a checkpoint of shardgrad, and would be replaced: choose another name, or "
+                f"{path} is not a checkpoint of shardgrad, and would be replaced: choose another "
+                f"name, or "
                 "remove what is there."
             )
         with tempfile.TemporaryDirectory(dir=path.absolute().parent):
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise click.BadParameter(f"{path} cannot be written ({reason}): choose another path.") from error
+        raise click.BadParameter(
+            f"{path} cannot be written ({reason}): choose another path."
+        ) from error
     return path
 
 
-_PATH = click.argument("path", type=click.Path(exists=True, path_type=Path), callback=_with_checkpoint)
+_PATH = click.argument(
+    "path", type=click.Path(exists=True, path_type=Path), callback=_with_checkpoint
+)
 
 
 @click.group()
 def checkpoint() -> None:
     """Verify, inspect and convert checkpoints of shardgrad and of torch.distributed.checkpoint.
 
-    PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a checkpoint is
-    executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
+    PATH is a checkpoint, or a run folder, of which the newest checkpoint is used. No code in a
+    checkpoint is executed. The exit status is 1 if a checkpoint is damaged or cannot be written.
     """
 
 
@@ -99,19 +106,24 @@ def inspect(path: Path, everything: bool) -> None:
         for group, entries in groups.items():
             numel = sum(_numel(entry) for entry in entries)
             size = _size(sum(map(_nbytes, entries)))
-            click.echo(f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}")
+            click.echo(
+                f"  {_shown(group)}: {_counted(len(entries), 'tensor')}, {numel:,} elements, {size}"
+            )
         click.echo(f"  {_counted(len(source.values), 'value')} that are not tensors")
         if everything:
             for name, entry in source.tensors.items():
                 shape = "x".join(map(str, entry.shape)) or "scalar"
                 pieces = _counted(len(entry.pieces), "piece")
-                click.echo(f"{_shown(name)}  {str(entry.dtype).removeprefix('torch.')} {shape}  {pieces}")
+                click.echo(
+                    f"{_shown(name)}  {str(entry.dtype).removeprefix('torch.')} {shape}  {pieces}"
+                )
             for name, value in source.values.items():
                 click.echo(f"{_shown(name)} = {_shown(repr(value))}")
 
 
 @checkpoint.command(
-    cls=Command, examples=["shardgrad checkpoint convert runs/first weights --to safetensors --only model"]
+    cls=Command,
+    examples=["shardgrad checkpoint convert runs/first weights --to safetensors --only model"],
 )
 @_PATH
 @click.argument("target", type=click.Path(path_type=Path), callback=_for_checkpoint)
@@ -126,7 +138,8 @@ def inspect(path: Path, everything: bool) -> None:
     "--only",
     default="",
     metavar="NAME",
-    help="Convert only the entries below this name, such as model, and remove the name from theirs.",
+    help="Convert only the entries below this name, such as model, and remove the name from "
+    "theirs.",
 )
 def convert(path: Path, target: Path, to: str, only: str) -> None:
     """Verify a checkpoint and write it to TARGET in another format."""
@@ -145,7 +158,9 @@ def _opened(path: Path) -> Iterator[Source]:
 
 
 def _checkpoint_in(path: Path) -> Path:
-    """Returns the checkpoint at a path: the newest in it or in its `checkpoints`, else the path itself."""
+    """Returns the checkpoint at a path: the newest in it or in its `checkpoints`, else the path
+    itself.
+    """
     from shardgrad.checkpoint import Series
 
     for folder in (path, path / "checkpoints"):

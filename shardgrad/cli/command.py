@@ -17,7 +17,8 @@ _DEBUG = "shardgrad.debug"
 
 
 class Command(click.Command):
-    """A command whose expected errors are one sentence on standard error; `--debug` adds the traceback.
+    """A command whose expected errors are one sentence on standard error; `--debug` adds the
+    traceback.
 
     Args:
         examples: command lines to show below the help.
@@ -56,7 +57,10 @@ class Command(click.Command):
         records = {param.name: param.get_help_record(ctx) for param in self.get_params(ctx)}
         listed = {name for names in self.sections.values() for name in names}
         others = [name for name in records if name not in listed]
-        for title, names in {**self.sections, "Other options" if listed else "Options": others}.items():
+        for title, names in {
+            **self.sections,
+            "Other options" if listed else "Options": others,
+        }.items():
             rows = [row for name in names if (row := records[name]) is not None]
             if rows:
                 with formatter.section(title):
@@ -67,8 +71,8 @@ class LazyGroup(click.Group):
     """A group that imports a subcommand when it is named; `--help` needs none of them.
 
     Args:
-        commands_by_section: for each title, by name: the module whose attribute of the same name is the
-            command, and its line in `--help`.
+        commands_by_section: for each title, by name: the module whose attribute of the same name is
+            the command, and its line in `--help`.
         **rest: as for `click.Group`.
     """
 
@@ -83,7 +87,11 @@ class LazyGroup(click.Group):
         super().__init__(*args, **rest)
         self._sections = commands_by_section or {}
         self._modules = {
-            **{name: module for rows in self._sections.values() for name, (module, _) in rows.items()},
+            **{
+                name: module
+                for rows in self._sections.values()
+                for name, (module, _) in rows.items()
+            },
             **self.hidden_commands,
         }
 
@@ -113,7 +121,11 @@ def is_debug(ctx: click.Context) -> bool:
 def given(ctx: click.Context, *names: str) -> list[str]:
     """Returns the flags of those of some parameters that were on the command line."""
     flags = {param.name: param.opts[0] for param in ctx.command.params}
-    return [flags[name] for name in names if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    return [
+        flags[name]
+        for name in names
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    ]
 
 
 def _keep_debug(ctx: click.Context, _: click.Parameter, value: bool) -> None:

@@ -1,4 +1,6 @@
-"""`shardgrad doctor`: versions and devices of this machine, and whether a training step can be one graph."""
+"""`shardgrad doctor`: versions and devices of this machine, and whether a training step can be one
+graph.
+"""
 
 from __future__ import annotations
 
@@ -34,32 +36,47 @@ _NONE = "none"
     type=click.Choice([*PRESETS, _NONE]),
     default="tiny",
     metavar="|".join([*PRESETS, _NONE]),
-    help="Built-in model whose training step is checked; none checks the environment only.  [default: tiny]",
+    help="Built-in model whose training step is checked; none checks the environment only.  "
+    "[default: tiny]",
 )
-@click.option("--cpu", is_flag=True, help="Run the step on the CPU even if there is an accelerator.")
+@click.option(
+    "--cpu", is_flag=True, help="Run the step on the CPU even if there is an accelerator."
+)
 @click.option(
     "--audit",
     metavar="MODULE:FUNCTION",
-    help="Instead, compare your own program on several ranks with one rank: docs/how_to/audit_a_program.md.",
+    help="Instead, compare your own program on several ranks with one rank: "
+    "docs/how_to/audit_a_program.md.",
 )
 @click.option(
-    "--ranks", type=click.IntRange(min=2), default=2, help="Ranks of the program audited.  [default: 2]"
+    "--ranks",
+    type=click.IntRange(min=2),
+    default=2,
+    help="Ranks of the program audited.  [default: 2]",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=3, help="Steps of the program audited.  [default: 3]"
+    "--steps",
+    type=click.IntRange(min=1),
+    default=3,
+    help="Steps of the program audited.  [default: 3]",
 )
 @click.pass_context
-def doctor(ctx: click.Context, /, preset: str, cpu: bool, audit: str | None, ranks: int, steps: int) -> None:
-    """Print versions and devices, and what prevents a training step from being captured as one graph.
+def doctor(
+    ctx: click.Context, /, preset: str, cpu: bool, audit: str | None, ranks: int, steps: int
+) -> None:
+    """Print versions and devices, and what prevents a training step from being captured as one
+    graph.
 
-    Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if there are
-    issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the step of your
-    program.
+    Runs four steps of a built-in model on one rank and writes no files. The exit status is 1 if
+    there are issues to a capture. docs/how_to/migrate_to_graphed_step.md describes how to check the
+    step of your program.
     """
     useless = given(ctx, "ranks", "steps") if audit is None else given(ctx, "preset", "cpu")
     if useless:
         only = "only with" if audit is None else "not with"
-        raise click.UsageError(f"{' and '.join(useless)} {only} --audit: leave out one of them.", ctx)
+        raise click.UsageError(
+            f"{' and '.join(useless)} {only} --audit: leave out one of them.", ctx
+        )
     if audit is not None:
         _audit(audit, ranks, steps)
     from rich.console import Console
@@ -96,7 +113,11 @@ def _audit(target: str, ranks: int, steps: int) -> NoReturn:
 def _device(cpu: bool) -> torch.device:
     import torch
 
-    found = None if cpu or not torch.accelerator.is_available() else torch.accelerator.current_accelerator()
+    found = (
+        None
+        if cpu or not torch.accelerator.is_available()
+        else torch.accelerator.current_accelerator()
+    )
     return torch.device("cpu") if found is None else torch.device(found.type, 0)
 
 
@@ -134,7 +155,11 @@ def _issues(preset: str, device: torch.device) -> list[Issue]:
         for _ in range(2):  # in the first, state is made
             step()
         first, second = (watch(step, {"": model}, device)[1] for _ in range(2))
-        met = [*environment_issues(device, [optimizer]), *second.issues, *differences(first, second)]
+        met = [
+            *environment_issues(device, [optimizer]),
+            *second.issues,
+            *differences(first, second),
+        ]
     return list(dict.fromkeys(met))
 
 
@@ -147,7 +172,9 @@ def _one_rank(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1
+    )
     try:
         yield
     finally:

@@ -14,7 +14,8 @@ from shardgrad.train.failure import UsageError
 @click.command(
     cls=Command,
     examples=[
-        "shardgrad train --steps 20 --profile 15 --run-dir runs/profiled; shardgrad explain runs/profiled",
+        "shardgrad train --steps 20 --profile 15 --run-dir runs/profiled; shardgrad explain "
+        "runs/profiled",
         "shardgrad explain trace.json.gz --perfetto replayed.json",
         "shardgrad plan --preset 8b --ranks 64 --trace plan.json; shardgrad explain plan.json",
     ],
@@ -30,8 +31,9 @@ def explain(path: Path, perfetto: Path | None, is_json: bool) -> None:
     """Say where a step's time goes, and what changes would save.
 
     PATH is a run folder with a trace.json (shardgrad train --profile STEP), or a Chrome trace of
-    torch.profiler. The step is replayed from its operations and what each waits for; then changes are made to
-    them, and it is replayed again. docs/how_to/explain_a_step.md says how far to trust that.
+    torch.profiler. The step is replayed from its operations and what each waits for; then changes
+    are made to them, and it is replayed again. docs/how_to/explain_a_step.md says how far to trust
+    that.
     """
     from rich.console import Console
 
@@ -49,7 +51,9 @@ def explain(path: Path, perfetto: Path | None, is_json: bool) -> None:
         click.echo(json.dumps(report.as_json(step, played, found)))
         return
     console = Console(highlight=False)
-    report.show(step, played, found, console if console.is_terminal else Console(highlight=False, width=100))
+    report.show(
+        step, played, found, console if console.is_terminal else Console(highlight=False, width=100)
+    )
 
 
 def _trace_in(path: Path) -> Path:
@@ -59,5 +63,6 @@ def _trace_in(path: Path) -> Path:
         if (path / name).is_file():
             return path / name
     raise UsageError(
-        f"{path} has no trace.json: profile a step with shardgrad train --profile STEP, or give a trace."
+        f"{path} has no trace.json: profile a step with shardgrad train --profile STEP, or give a "
+        f"trace."
     )

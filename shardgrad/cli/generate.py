@@ -38,7 +38,11 @@ from shardgrad.train.failure import UsageError
     help="Lower is more predictable; 0 takes the most likely byte.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Seed of the choice."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of the choice.",
 )
 def generate(run: Path, prompt: str, count: int, temperature: float, seed: int) -> None:
     """Continue a text with the model of a run.

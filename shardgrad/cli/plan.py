@@ -36,7 +36,15 @@ _SECTIONS = {
 }
 # What a search tries, and what is of one plan.
 _NOT_WITH_SEARCH = (
-    *("mesh", "stage", "reshard_to", "activation_checkpointing", "batch_size", "accumulate", "no_sync"),
+    *(
+        "mesh",
+        "stage",
+        "reshard_to",
+        "activation_checkpointing",
+        "batch_size",
+        "accumulate",
+        "no_sync",
+    ),
     *("advice", "picture", "trace"),
 )
 _PICTURES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
@@ -49,13 +57,16 @@ _EXAMPLES = [
 
 
 def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Adds a hidden option that says that a plan does not have it: people look for it under this name."""
+    """Adds a hidden option that says that a plan does not have it: people look for it under this
+    name.
+    """
 
     def refuse(ctx: click.Context, _: click.Parameter, value: object) -> None:
         if value is not None:
             raise click.UsageError(
                 f"--{name}: plans have no {what}. The engine trains with it "
-                "(docs/how_to/other_parallelism.md); plan the part of the model that one rank of it has, "
+                "(docs/how_to/other_parallelism.md); plan the part of the model that one rank of "
+                "it has, "
                 "with --model or --override.",
                 ctx,
             )
@@ -67,12 +78,19 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 
 @click.command(cls=Command, sections=_SECTIONS, examples=_EXAMPLES)
 @click.option(
-    "--preset", default="8b", show_default=True, help="Built-in model; also 70b and moe-670b, for plans only."
+    "--preset",
+    default="8b",
+    show_default=True,
+    help="Built-in model; also 70b and moe-670b, for plans only.",
 )
 @click.option(
-    "--hf", metavar="TEXT", help="Plan a Hugging Face causal LM: path of a config.json, or a model type."
+    "--hf",
+    metavar="TEXT",
+    help="Plan a Hugging Face causal LM: path of a config.json, or a model type.",
 )
-@click.option("--model", metavar="MODULE:FUNCTION", help="Plan the model that this function returns.")
+@click.option(
+    "--model", metavar="MODULE:FUNCTION", help="Plan the model that this function returns."
+)
 @click.option(
     "--override",
     multiple=True,
@@ -83,7 +101,8 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 @click.option(
     "--mesh",
     metavar="TEXT",
-    help="Device mesh: 16 shards over 16 ranks; 4x16 is 4 replicas of 16 shards.  [default: shard over all]",
+    help="Device mesh: 16 shards over 16 ranks; 4x16 is 4 replicas of 16 shards.  [default: shard "
+    "over all]",
 )
 @click.option(
     "--stage",
@@ -95,7 +114,8 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 @click.option(
     "--reshard-to",
     type=int,
-    help="Reshard parameters after forward to groups of this many ranks, as an int reshard_after_forward.",
+    help="Reshard parameters after forward to groups of this many ranks, as an int "
+    "reshard_after_forward.",
 )
 @click.option(
     "--unit",
@@ -111,12 +131,18 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     metavar="fp32|bf16-mixed|bf16",
     help="bf16-mixed computes in bf16 with fp32 weights; bf16 keeps bf16 weights as well.",
 )
-@click.option("--reduce-dtype", metavar="fp32|bf16", help="Dtype of gradient reductions.  [default: fp32]")
 @click.option(
-    "--gradient-dtype", metavar="fp32|bf16", help="Dtype of stored gradients.  [default: that of the weights]"
+    "--reduce-dtype", metavar="fp32|bf16", help="Dtype of gradient reductions.  [default: fp32]"
 )
 @click.option(
-    "--wire-dtype", metavar="bf16|fp8", help="Dtype that gradients travel in.  [default: the reduce dtype]"
+    "--gradient-dtype",
+    metavar="fp32|bf16",
+    help="Dtype of stored gradients.  [default: that of the weights]",
+)
+@click.option(
+    "--wire-dtype",
+    metavar="bf16|fp8",
+    help="Dtype that gradients travel in.  [default: the reduce dtype]",
 )
 @click.option(
     "--activation-checkpointing",
@@ -125,26 +151,50 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     default="none",
     show_default=True,
     metavar="none|selective|full",
-    help="Recompute the activations of each block in backward: all, or all but those that cost most.",
+    help="Recompute the activations of each block in backward: all, or all but those that cost "
+    "most.",
 )
-@click.option("--compile", is_flag=True, help="Assume torch.compile of each block, which fuses kernels.")
 @click.option(
-    "--batch-size", type=int, default=1, show_default=True, help="Sequences per rank in each micro-batch."
+    "--compile", is_flag=True, help="Assume torch.compile of each block, which fuses kernels."
+)
+@click.option(
+    "--batch-size",
+    type=int,
+    default=1,
+    show_default=True,
+    help="Sequences per rank in each micro-batch.",
 )
 @click.option("--seq-len", type=int, default=8192, show_default=True, help="Tokens per sequence.")
-@click.option("--accumulate", type=int, default=1, show_default=True, help="Micro-batches per step.")
+@click.option(
+    "--accumulate", type=int, default=1, show_default=True, help="Micro-batches per step."
+)
 @click.option("--no-sync", is_flag=True, help="Reduce gradients only after the last micro-batch.")
 @click.option(
-    "--optimizer", default="adamw", show_default=True, metavar="adamw|sgd", help="Optimizer to plan for."
+    "--optimizer",
+    default="adamw",
+    show_default=True,
+    metavar="adamw|sgd",
+    help="Optimizer to plan for.",
 )
 @click.option(
-    "--device", default="h100", show_default=True, metavar="a100|h100|h200|b200|cpu|...", help="Device type."
+    "--device",
+    default="h100",
+    show_default=True,
+    metavar="a100|h100|h200|b200|cpu|...",
+    help="Device type.",
 )
 @click.option(
-    "--memory-gib", type=float, help="Memory of each device in GiB.  [default: that of the device type]"
+    "--memory-gib",
+    type=float,
+    help="Memory of each device in GiB.  [default: that of the device type]",
 )
 @click.option(
-    "--node", "devices_per_node", type=int, default=8, show_default=True, help="Number of devices in a node."
+    "--node",
+    "devices_per_node",
+    type=int,
+    default=8,
+    show_default=True,
+    help="Number of devices in a node.",
 )
 @click.option(
     "--link",
@@ -158,14 +208,19 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     metavar="ib400|ib200|eth100|...",
     help="Type of the network cards that connect nodes.",
 )
-@click.option("--cards", type=int, help="Number of network cards in a node.  [default: one per device]")
 @click.option(
-    "--graph", is_flag=True, help="Assume that the step is one CUDA graph, without per-operation launches."
+    "--cards", type=int, help="Number of network cards in a node.  [default: one per device]"
+)
+@click.option(
+    "--graph",
+    is_flag=True,
+    help="Assume that the step is one CUDA graph, without per-operation launches.",
 )
 @click.option(
     "--mfu",
     type=float,
-    help="Measured MFU of forward and backward without communication, to calibrate the predicted time.",
+    help="Measured MFU of forward and backward without communication, to calibrate the predicted "
+    "time.",
 )
 @click.option(
     "--compute-s",
@@ -173,7 +228,9 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     help="Measured seconds of forward and backward without communication, instead of --mfu.",
 )
 @click.option(
-    "--advice/--no-advice", default=True, help="Predict the effect of changes and print the three best."
+    "--advice/--no-advice",
+    default=True,
+    help="Predict the effect of changes and print the three best.",
 )
 @click.option(
     "--picture",
@@ -190,14 +247,16 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
     "--measure",
     "is_measured",
     is_flag=True,
-    help="Run forward and backward of a few blocks on this machine, for a few seconds, and scale the plan.",
+    help="Run forward and backward of a few blocks on this machine, for a few seconds, and scale "
+    "the plan.",
 )
 @click.option(
     "--search",
     "tokens_per_step",
     type=int,
     metavar="TOKENS",
-    help="Instead of a plan, print the ten fastest settings that fit for this many tokens per step of all "
+    help="Instead of a plan, print the ten fastest settings that fit for this many tokens per step "
+    "of all "
     "ranks, each with the command that trains so.",
 )
 @_refused("tp", "tensor parallelism")
@@ -209,10 +268,11 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 def plan(ctx: click.Context, /, **options: Any) -> None:
     """Predict memory, traffic and time of one training step, and suggest changes.
 
-    The engine itself runs the step on fake tensors in a fake process group, with a few of the blocks that are
-    alike, so that any number of ranks (16,384 and more) and any model size can be planned on one CPU, in
-    seconds. Sizes are those of rank 0, which holds at least as much as any other rank. Without a measurement,
-    times are a range. docs/explanation/scaling.md describes the method and its accuracy.
+    The engine itself runs the step on fake tensors in a fake process group, with a few of the
+    blocks that are alike, so that any number of ranks (16,384 and more) and any model size can be
+    planned on one CPU, in seconds. Sizes are those of rank 0, which holds at least as much as any
+    other rank. Without a measurement, times are a range. docs/explanation/scaling.md describes the
+    method and its accuracy.
     """
     from shardgrad.plan.garbage import collector_paused
 
@@ -235,7 +295,11 @@ def _plan(
     from shardgrad.plan.hardware import require_same_kind
     from shardgrad.plan.request import require_share
     from shardgrad.train.accelerators import may_see_accelerator
-    from shardgrad.train.model_types import require_fitting_sizes, require_known_fields, require_model_type
+    from shardgrad.train.model_types import (
+        require_fitting_sizes,
+        require_known_fields,
+        require_model_type,
+    )
 
     # Before PyTorch is imported, which takes seconds.
     request, machine, calibration = _asked(options)
@@ -271,7 +335,9 @@ def _plan(
 
     # Warnings of torch about its own internals, which the user of a plan cannot act on.
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    warnings.filterwarnings("ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning)
+    warnings.filterwarnings(
+        "ignore", message=".*torch.distributed.* is deprecated", category=FutureWarning
+    )
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=100)
@@ -311,11 +377,15 @@ def _check_together(ctx: click.Context) -> None:
         raise click.UsageError(f"{' and '.join(models)} name a model each: give one.", ctx)
     speeds = given(ctx, "is_measured", "mfu", "compute_s")
     if len(speeds) > 1:
-        raise click.UsageError(f"{' and '.join(speeds)} say each how fast compute is: give one.", ctx)
+        raise click.UsageError(
+            f"{' and '.join(speeds)} say each how fast compute is: give one.", ctx
+        )
     useless = given(ctx, *_NOT_WITH_SEARCH) if given(ctx, "tokens_per_step") else []
     if useless:
         raise click.UsageError(
-            f"--search tries settings by itself, and prints a table: leave out {', '.join(useless)}.", ctx
+            f"--search tries settings by itself, and prints a table: leave out "
+            f"{', '.join(useless)}.",
+            ctx,
         )
 
 
@@ -330,9 +400,13 @@ def _check_file(flag: str, path: Path) -> None:
     is_new = not path.exists()
     try:
         path.absolute().parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK))  # a pipe would wait for a reader
+        os.close(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK)
+        )  # a pipe would wait for a reader
     except OSError as error:
-        raise UsageError(f"{flag} {path} cannot be written ({error.strerror}): correct the path.") from error
+        raise UsageError(
+            f"{flag} {path} cannot be written ({error.strerror}): correct the path."
+        ) from error
     if is_new:
         path.unlink()
 

@@ -1,4 +1,6 @@
-"""How every command reports an expected error: one message on standard error, and the exit status."""
+"""How every command reports an expected error: one message on standard error, and the exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ __all__ = ["escaped", "reported"]
 def reported(program: str, *, debug: bool = False) -> Iterator[None]:
     """Prints an error of the block, and exits. Errors of click pass.
 
-    The exit status is 2 for a missing package and for an option with a wrong value, the error's own for a
-    `TrainingError`, and 1 for other errors.
+    The exit status is 2 for a missing package and for an option with a wrong value, the error's own
+    for a `TrainingError`, and 1 for other errors.
 
     Args:
         program: prefix of the message, such as "shardgrad train".
@@ -41,8 +43,12 @@ def reported(program: str, *, debug: bool = False) -> Iterator[None]:
 
 
 def escaped(text: object) -> str:
-    """Returns text with control characters escaped, so that names from files cannot steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text))
+    """Returns text with control characters escaped, so that names from files cannot steer the
+    terminal.
+    """
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)
+    )
 
 
 def _sentence(error: Exception) -> str:
@@ -53,9 +59,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, TrainingError | ShardgradError):
         return str(error)
     first, _, _ = str(error).partition("\n")
-    return (
-        f"{type(error).__name__}: {first}; this error was not expected: --debug prints where it was raised."
-    )
+    return f"{type(error).__name__}: {first}; this error was not expected: --debug prints where it was raised."
 
 
 def _status(error: Exception) -> int:
@@ -69,6 +73,8 @@ def _exit(message: str, status: int) -> NoReturn:
         click.echo(escaped(line), err=True)
     try:
         sys.stdout.flush()
-    except OSError:  # what could not be written would be tried again, and reported again, at the end
+    except (
+        OSError
+    ):  # what could not be written would be tried again, and reported again, at the end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(status)

@@ -22,7 +22,15 @@ from shardgrad.train.presets import Scalar
 _NEWEST = ""  # the value of --resume without a folder
 
 _SECTIONS = {
-    "Model and data": ("preset", "hf", "override", "data", "data_limit_mib", "validation_fraction", "seed"),
+    "Model and data": (
+        "preset",
+        "hf",
+        "override",
+        "data",
+        "data_limit_mib",
+        "validation_fraction",
+        "seed",
+    ),
     "Ranks and engine": (
         "ranks",
         "mesh",
@@ -69,14 +77,18 @@ _EXAMPLES = [
 
 
 def _options_of_a_run(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds one option to a command for each field of `TrainConfig`; None means that it was not given."""
+    """Adds one option to a command for each field of `TrainConfig`; None means that it was not
+    given.
+    """
     kinds = typing.get_type_hints(TrainConfig)
     for one in reversed(dataclasses.fields(TrainConfig)):
         command = _option(one, kinds[one.name])(command)
     return command
 
 
-def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _option(
+    one: dataclasses.Field[Any], kind: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     flag = "--" + one.name.replace("_", "-")
     words = one.metadata["help"]
     if (
@@ -87,7 +99,9 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
         words += f"  [default: {one.default}]"
     if kind is bool:
         declaration = f"--no-{flag[2:]}" if one.default else flag
-        return click.option(declaration, one.name, flag_value=not one.default, default=None, help=words)
+        return click.option(
+            declaration, one.name, flag_value=not one.default, default=None, help=words
+        )
     if typing.get_origin(kind) is dict:
         return click.option(flag, one.name, multiple=True, metavar="KEY=VALUE", help=words)
     choices = one.metadata["choices"]
@@ -121,7 +135,8 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
     flag_value=_NEWEST,
     default=None,
     metavar="[RUN_DIR]",
-    help="Resume the run in this folder from its newest checkpoint; the number of ranks may differ.  "
+    help="Resume the run in this folder from its newest checkpoint; the number of ranks may "
+    "differ.  "
     "[without RUN_DIR: the newest run in runs/]",
 )
 @click.option(
@@ -137,7 +152,12 @@ def _option(one: dataclasses.Field[Any], kind: Any) -> Callable[[Callable[..., N
 )
 @click.pass_context
 def train(
-    ctx: click.Context, /, resume: str | None, config_file: Path | None, print_config: bool, **flags: Any
+    ctx: click.Context,
+    /,
+    resume: str | None,
+    config_file: Path | None,
+    print_config: bool,
+    **flags: Any,
 ) -> None:
     """Train a byte-level language model, by default on the source of Python's standard library.
 
@@ -158,7 +178,9 @@ def train(
         job = prepare(given, resume=folder, debug=is_debug(ctx))
         if print_config:
             # The default folder has the time of day in its name.
-            click.echo(dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False)
+            click.echo(
+                dataclasses.replace(job.config, run_dir=given.get("run_dir")).to_json(), nl=False
+            )
             return
         report = start(job)
     if report.exit_status and report.speaks:
@@ -166,8 +188,9 @@ def train(
         for frame in report.stack:
             click.echo(f"  {escaped(frame)}", err=True)
     if torchrun_world_size() is not None:
-        # Not sys.exit: after a failure the backends' threads may wait for ranks that have ended, and a thread
-        # that returns from a store while the interpreter shuts down aborts the process.
+        # Not sys.exit: after a failure the backends' threads may wait for ranks that have ended,
+        # and a thread that returns from a store while the interpreter shuts down aborts the
+        # process.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(report.exit_status)
@@ -178,7 +201,9 @@ def key_and_value(text: str) -> tuple[str, Scalar]:
     """Parses `layers=2` into ("layers", 2); a value that is not a number or true/false is text."""
     key, sign, value = text.partition("=")
     if not (key and sign and value):
-        raise UsageError(f"--override {text} is not KEY=VALUE: write, for example, --override layers=2.")
+        raise UsageError(
+            f"--override {text} is not KEY=VALUE: write, for example, --override layers=2."
+        )
     try:
         parsed = json.loads(value)
     except (ValueError, RecursionError):

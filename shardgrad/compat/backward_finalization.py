@@ -1,6 +1,7 @@
 """Backward that the program ends by hand, as pipeline stages of torch 2.15 do.
 
-No backward is the last one in this mode, whatever `set_is_last_backward` says: `finalize` reduces what waits.
+No backward is the last one in this mode, whatever `set_is_last_backward` says: `finalize` reduces
+what waits.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def set_manual(unit: Unit, enabled: bool) -> None:
     _require_root(unit, context, "set_manual_backward_finalization")
     if enabled == (context in _manual):
         return
-    waiting = [grads.group.name for grads in context.grad_groups if grads.waiting is not Waiting.NOTHING]
+    waiting = [
+        grads.group.name for grads in context.grad_groups if grads.waiting is not Waiting.NOTHING
+    ]
     if context.scheduler.backward_running or waiting:
         raise BackwardFinalizationError(
             "set_manual_backward_finalization cannot change mode after backward starts",
@@ -101,7 +104,8 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
 
     Raises:
         RootError: not the root.
-        BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not waited for.
+        BackwardFinalizationError: not in this mode, in a backward, or an earlier call was not
+            waited for.
     """
     context = context_of(unit)
     if context is None:  # nothing has run
@@ -130,6 +134,8 @@ def finalize(unit: Unit, *, async_op: bool) -> GradientReductionHandle | None:
 
 @torch.no_grad()
 def end_backward(context: RootContext, *, wait: bool = True) -> None:
-    """Ends a backward of several micro-batches, outside autograd: what they have left is reduced."""
+    """Ends a backward of several micro-batches, outside autograd: what they have left is
+    reduced.
+    """
     context.scheduler.begin_backward(in_autograd=False)
     context.end_backward(wait=wait)

@@ -1,11 +1,11 @@
 """FSDP2's private names that other parts of torch use, as thin views of this engine.
 
-Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask each of
-its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their `_fsdp_param_groups`,
-`post_backward()` and `_root_post_backward_final_callback()`; from torch 2.15 on, the public methods of
-`backward_finalization.py`. torch's `FSDPMemTracker` looks at parameters
-under `fsdp_params`, and wraps the functions that run before and after a unit's forward and backward. Views
-hold no state.
+Pipeline schedules accumulate without reducing and, when a stage has seen its last micro-batch, ask
+each of its units to reduce: `fully_shard.state(module)._state_ctx.all_states`, their
+`_fsdp_param_groups`, `post_backward()` and `_root_post_backward_final_callback()`; from torch 2.15
+on, the public methods of `backward_finalization.py`. torch's `FSDPMemTracker` looks at parameters
+under `fsdp_params`, and wraps the functions that run before and after a unit's forward and
+backward. Views hold no state.
 
 Source: torch/distributed/pipelining/stage.py (`perform_reduce_grad`), and
 torch/distributed/_tools/fsdp2_mem_tracker.py.
@@ -86,8 +86,8 @@ class _GroupView:
     def post_backward(self) -> Callable[..., None]:
         """The function that runs after the unit's backward; a wrapper of it may be assigned.
 
-        Called after a backward, it reduces nothing: pending gradients are reduced, in one order for all
-        ranks, by the final callback.
+        Called after a backward, it reduces nothing: pending gradients are reduced, in one order for
+        all ranks, by the final callback.
         """
         return self._unit.post_backward
 
@@ -187,13 +187,16 @@ class StateView:
     def _hooks(self) -> list[RemovableHandle]:
         if len(self._unit.hooks) > 1:
             raise unsupported(
-                f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several modules,",
+                f"torch's FSDPMemTracker over {self._unit.name or 'root'!r}, a unit of several "
+                f"modules,",
                 instead="a unit for each module: the tracker has one handle for all their hooks",
             )
         return self._unit.hooks[0]
 
     def _root_post_backward_final_callback(self) -> None:
-        """Reduces the pending gradients of earlier micro-batches and waits for them. A collective."""
+        """Reduces the pending gradients of earlier micro-batches and waits for them. A
+        collective.
+        """
         end_backward(lazy_init(self._unit))
 
 
@@ -202,7 +205,9 @@ _FUNCTION = getattr(torch_fsdp.fully_shard, "__wrapped__", torch_fsdp.fully_shar
 
 
 def show_to_torch(unit: Unit) -> None:
-    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's unit."""
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` return a view of the module's
+    unit.
+    """
     view = StateView(unit)
     for module in unit.modules:
         module.__dict__.setdefault(STATE_KEY, {})[_FUNCTION] = view

@@ -1,4 +1,6 @@
-"""All-gather of Python objects that, unlike torch.distributed.all_gather_object, does not need numpy."""
+"""All-gather of Python objects that, unlike torch.distributed.all_gather_object, does not need
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Returns the objects of all ranks of a group, in the order of its ranks. A collective.
 
     Args:
-        value: any object that can be pickled. Unpickling runs code, so the ranks have to trust each other.
+        value: any object that can be pickled. Unpickling runs code, so the ranks have to trust each
+            other.
         group: a process group of any backend.
 
     Streams: the current stream of the group's device; the host waits for it.
@@ -33,7 +36,10 @@ def all_gather_object(value: Any, group: dist.ProcessGroup) -> list[Any]:
     padded[: payload.numel()] = payload
     rows = [torch.empty(max(lengths), dtype=torch.uint8, device=device) for _ in lengths]
     _all_gather(rows, padded.to(device), group)
-    return [pickle.loads(_bytes_of(row.cpu(), length)) for row, length in zip(rows, lengths, strict=True)]
+    return [
+        pickle.loads(_bytes_of(row.cpu(), length))
+        for row, length in zip(rows, lengths, strict=True)
+    ]
 
 
 def _all_gather(rows: list[torch.Tensor], own: torch.Tensor, group: dist.ProcessGroup) -> None:

@@ -1,15 +1,16 @@
-"""The flight recorder: what this rank is doing, and the collectives it has started in each process group.
+"""The flight recorder: what this rank is doing, and the collectives it has started in each process
+group.
 
 [Note: Flight recorder]
-When a collective hangs, every rank knows its own side only. So each rank records, for every process group,
-how many collectives it has started, the last few of them, and a fingerprint of all of them: what each moved,
-how many elements, of which dtype. Two ranks of a group have equal fingerprints after equal counts. A rank
-with a lower count is late; a rank with another fingerprint has called other collectives. Recording takes
-about a microsecond for each collective and a fixed amount of memory; nothing is sent until a rank asks
-(`hang_watchdog.py`, `engine/same_model.py`).
+When a collective hangs, every rank knows its own side only. So each rank records, for every process
+group, how many collectives it has started, the last few of them, and a fingerprint of all of them:
+what each moved, how many elements, of which dtype. Two ranks of a group have equal fingerprints
+after equal counts. A rank with a lower count is late; a rank with another fingerprint has called
+other collectives. Recording takes about a microsecond for each collective and a fixed amount of
+memory; nothing is sent until a rank asks (`hang_watchdog.py`, `engine/same_model.py`).
 
-A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded once, when it
-is captured, and the step goes on counting.
+A replay of a graph runs no Python: under `graphed_step` the collectives of a graph are recorded
+once, when it is captured, and the step goes on counting.
 
 The idea and the words are those of c10d's flight recorder; this one works with every backend.
 """
@@ -45,7 +46,8 @@ class Entry(NamedTuple):
     Attributes:
         seq_id: its number in the process group, from 1.
         name: for example "all-gather of layers.3".
-        numel: elements that this rank contributed; 0 for Python objects, whose size differs between ranks.
+        numel: elements that this rank contributed; 0 for Python objects, whose size differs between
+            ranks.
         dtype: of the elements.
         fingerprint: of all collectives of the group up to and including this one.
     """
@@ -67,7 +69,8 @@ class GroupLog:
         fingerprint: of all of them, in their order.
         recent: the last ones.
         is_background: True if another thread than the training thread starts them, at its own pace.
-        host_waits: the type of what the host waits for, where waiting may be interrupted: over gloo.
+        host_waits: the type of what the host waits for, where waiting may be interrupted: over
+            gloo.
     """
 
     def __init__(self, recorder: FlightRecorder, name: str, ranks: tuple[int, ...]) -> None:
@@ -140,14 +143,17 @@ class FlightRecorder:
     """What one rank is doing. See [Note: Flight recorder].
 
     Attributes:
-        step: number of the step under way, or just taken, from 1; 0 in a program that does not set it.
-        phase: of the step, such as "forward" or "checkpoint"; empty in a program that does not set it.
+        step: number of the step under way, or just taken, from 1; 0 in a program that does not set
+            it.
+        phase: of the step, such as "forward" or "checkpoint"; empty in a program that does not set
+            it.
         unit: whose forward or backward ran last; empty before the first.
         progress_s: `time.monotonic()` of the last sign of progress.
-        waits_in: the collective that the host waits for, or waited for when it failed; with None in place of
-            the entry, the collective that another thread started last in that group.
+        waits_in: the collective that the host waits for, or waited for when it failed; with None in
+            place of the entry, the collective that another thread started last in that group.
         waits_since_s: `time.monotonic()` when that began.
-        reported: what this rank has refused since its last collective: the error's first line, and its fix.
+        reported: what this rank has refused since its last collective: the error's first line, and
+            its fix.
         verdict: the collective that cannot end any more, and why; see `rank_watch.py`.
     """
 
@@ -160,7 +166,9 @@ class FlightRecorder:
         self.waits_since_s = 0.0
         self.reported: tuple[str, str] | None = None
         self.verdict: tuple[Entry, Exception] | None = None
-        self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = weakref.WeakKeyDictionary()
+        self._logs: weakref.WeakKeyDictionary[dist.ProcessGroup, GroupLog] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def enter(self, phase: str, *, step: int | None = None) -> None:
         """Sets the phase that begins, and the step if it is given."""
@@ -185,7 +193,9 @@ class FlightRecorder:
         return log
 
     def waiting_for(self) -> tuple[str | None, Entry | None]:
-        """Returns (group name, collective) that the host waits for; (None, None) if it does not wait."""
+        """Returns (group name, collective) that the host waits for; (None, None) if it does not
+        wait.
+        """
         if self.waits_in is None:
             return None, None
         log, entry = self.waits_in

@@ -1,4 +1,5 @@
-"""The status of each rank when a collective hangs or a rank fails, and the diagnosis that follows from all.
+"""The status of each rank when a collective hangs or a rank fails, and the diagnosis that follows
+from all.
 
 Pure: nothing here communicates. `hang_watchdog.py` collects the statuses.
 """
@@ -29,10 +30,12 @@ class RankStatus:
         phase: see `FlightRecorder`.
         unit: see `FlightRecorder`.
         error: what failed on this rank; None if nothing did, or only because another rank failed.
-        group: name of the process group whose collective the rank waits for; None if it does not wait.
+        group: name of the process group whose collective the rank waits for; None if it does not
+            wait.
         waiting_for: that collective.
         idle_s: seconds since the last sign of progress.
-        collectives: by process group, its ranks and the last collectives started there, oldest first.
+        collectives: by process group, its ranks and the last collectives started there, oldest
+            first.
         stack: of the training thread, outermost frame first, one `file:line in function` each.
     """
 
@@ -55,7 +58,9 @@ class RankStatus:
     def from_json(cls, text: str) -> RankStatus:
         """Returns the status that `to_json` wrote."""
         fields = json.loads(text)
-        fields["waiting_for"] = None if fields["waiting_for"] is None else Entry(*fields["waiting_for"])
+        fields["waiting_for"] = (
+            None if fields["waiting_for"] is None else Entry(*fields["waiting_for"])
+        )
         fields["collectives"] = {
             name: (tuple(ranks), tuple(Entry(*entry) for entry in entries))
             for name, (ranks, entries) in fields["collectives"].items()
@@ -75,7 +80,9 @@ class RankStatus:
 
     def entry(self, group: str, seq_id: int) -> Entry | None:
         """Returns a collective of a process group, if it is still recorded."""
-        return next((e for e in self.collectives.get(group, ((), ()))[1] if e.seq_id == seq_id), None)
+        return next(
+            (e for e in self.collectives.get(group, ((), ()))[1] if e.seq_id == seq_id), None
+        )
 
 
 def describe_location(step: int, phase: str, unit: str) -> str:
@@ -130,8 +137,8 @@ class Diagnosis:
     """What follows from the statuses of the ranks.
 
     Attributes:
-        culprits: ranks that the others wait for, that failed, or that called other collectives; empty if the
-            cause is the network between the ranks.
+        culprits: ranks that the others wait for, that failed, or that called other collectives;
+            empty if the cause is the network between the ranks.
         what: a sentence about them.
         waits: a sentence about the others: where each is, or what it waits for.
         stack: of the first culprit, if it answered.
@@ -151,9 +158,9 @@ class Diagnosis:
 def diagnose(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis:
     """Returns which rank holds up the others, where they wait, and why.
 
-    The cause is looked for in this order: a rank that failed; a rank that called other collectives; a rank
-    that does not answer; a rank that answers and has started fewer collectives than the others wait for. If
-    all ranks have started what they wait for, it is the network between them.
+    The cause is looked for in this order: a rank that failed; a rank that called other collectives;
+    a rank that does not answer; a rank that answers and has started fewer collectives than the
+    others wait for. If all ranks have started what they wait for, it is the network between them.
     """
     for cause in (_failed, _desynchronized):
         diagnosis = cause(statuses)
@@ -177,7 +184,8 @@ def diagnose(statuses: Mapping[int, RankStatus], world_size: int) -> Diagnosis:
     first = min(waiting, key=_progress)
     return Diagnosis(
         (),
-        f"All ranks have joined {_collective(first)}, and it does not end: the network between them is slow "
+        f"All ranks have joined {_collective(first)}, and it does not end: the network between "
+        f"them is slow "
         "or cut.",
     )
 
@@ -208,7 +216,9 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
         right = max(made, key=lambda what: (len(made[what]), -made[what][0].rank))
         if len(made) == 1:  # the difference is older than the entries
             return Diagnosis(
-                (), f"The ranks have left their common order some time before {right} (number {seq_id})."
+                (),
+                f"The ranks have left their common order some time before {right} (number "
+                f"{seq_id}).",
             )
         wrong = next(what for what in made if what != right)
         odd = made[wrong][0]
@@ -224,7 +234,9 @@ def _desynchronized(statuses: Mapping[int, RankStatus]) -> Diagnosis | None:
 
 
 def _first_difference(group: str, members: Sequence[RankStatus]) -> int | None:
-    """Returns the first number at which fingerprints differ, of those that two members have recorded."""
+    """Returns the first number at which fingerprints differ, of those that two members have
+    recorded.
+    """
     seen: dict[int, set[int]] = {}
     for t in members:
         for entry in t.collectives[group][1]:
@@ -262,11 +274,15 @@ def _progress(t: RankStatus) -> tuple[int, int]:
 
 
 def _waiting_ranks(statuses: Mapping[int, RankStatus], culprits: tuple[int, ...]) -> str:
-    """Returns "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1, step 3." or nothing."""
+    """Returns "Ranks 0 and 2 were waiting for it in the reduce-scatter of layers.1, step 3." or
+    nothing.
+    """
     at: dict[str, list[int]] = {}
     for rank, t in sorted(statuses.items()):
         if rank not in culprits:
-            at.setdefault(_collective(t) if t.waiting_for is not None else t.location, []).append(rank)
+            at.setdefault(_collective(t) if t.waiting_for is not None else t.location, []).append(
+                rank
+            )
     pronoun = "it" if len(culprits) == 1 else "them"
     sentences = [
         f"{_ranks(tuple(ranks))} {'was' if len(ranks) == 1 else 'were'} "
@@ -285,6 +301,8 @@ def _collective(t: RankStatus) -> str:
 def _ranks(ranks: tuple[int, ...], *, small: bool = False) -> str:
     """Returns "Rank 1", "Ranks 0 and 2", "Ranks 0, 1, 2, 3, 4, 5, 6, 7 and 997 more"."""
     word = "rank" if len(ranks) == 1 else "ranks"
-    names = [str(rank) for rank in ranks[:8]] + ([f"{len(ranks) - 8} more"] if len(ranks) > 8 else [])
+    names = [str(rank) for rank in ranks[:8]] + (
+        [f"{len(ranks) - 8} more"] if len(ranks) > 8 else []
+    )
     text = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return f"{word if small else word.capitalize()} {text}"

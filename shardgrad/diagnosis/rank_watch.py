@@ -1,18 +1,22 @@
-"""The rank watch: tells every program within seconds why its ranks wait for each other, and what to type.
+"""The rank watch: tells every program within seconds why its ranks wait for each other, and what to
+type.
 
 [Note: Rank watch]
-`fully_shard` starts a thread with the first model that several ranks share. Twice a second it looks where the
-training thread is. A rank that stands still in a collective for two seconds, refuses to go on, or comes to
-its end, posts that in the store of the process group, and takes it back when it goes on. A rank that waits
-reads what the others have posted. A collective of the engine that cannot end any more, because a rank that
-has to join it has failed or ended, is given up with a `CollectiveError`. Everything else is a warning: of
-what looks stuck, some might still end, and a thread that waits inside of torch cannot be interrupted.
+`fully_shard` starts a thread with the first model that several ranks share. Twice a second it looks
+where the training thread is. A rank that stands still in a collective for two seconds, refuses to
+go on, or comes to its end, posts that in the store of the process group, and takes it back when it
+goes on. A rank that waits reads what the others have posted. A collective of the engine that cannot
+end any more, because a rank that has to join it has failed or ended, is given up with a
+`CollectiveError`. Everything else is a warning: of what looks stuck, some might still end, and a
+thread that waits inside of torch cannot be interrupted.
 
-Over NCCL hosts wait for the device, not in a collective: there a rank counts as standing still after 30 s on
-one line, and says which collective it has started last, so that ranks on the same line are told apart.
+Over NCCL hosts wait for the device, not in a collective: there a rank counts as standing still
+after 30 s on one line, and says which collective it has started last, so that ranks on the same
+line are told apart.
 
-While ranks go on nothing is sent, and no step pays for anything. `shardgrad train` has a watchdog which finds
-out more (`hang_watchdog.py`), and reads what this thread does not: journals of the collectives, and stacks.
+While ranks go on nothing is sent, and no step pays for anything. `shardgrad train` has a watchdog
+which finds out more (`hang_watchdog.py`), and reads what this thread does not: journals of the
+collectives, and stacks.
 """
 
 from __future__ import annotations
@@ -78,12 +82,16 @@ class _RankWatch:
         return dist.group.WORLD is not None and dist.group.WORLD is self._world()
 
     def close(self) -> None:
-        """Ends the thread: one that returned from the store while the interpreter ends would abort it."""
+        """Ends the thread: one that returned from the store while the interpreter ends would abort
+        it.
+        """
         self._is_closing.set()
         self._thread.join(10 * _PERIOD_S)
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the thread with a farewell, which it says itself: an interpreter that ends starts no other."""
+        """Ends the thread with a farewell, which it says itself: an interpreter that ends starts no
+        other.
+        """
         self._farewell = partial(self.say_farewell, error)
         self._is_closing.set()
         self._thread.join(_FAREWELL_S)
@@ -93,7 +101,9 @@ class _RankWatch:
         with suppress(Exception):
             self._store.set(f"{_WATCHES}/{self._rank}", "")
         while not self._is_closing.wait(_PERIOD_S) and self.is_current:
-            with suppress(Exception):  # of a store that is gone, and of warnings that are made errors
+            with suppress(
+                Exception
+            ):  # of a store that is gone, and of warnings that are made errors
                 blocked_s = self._training.look()
                 if recorder.reported is not None:
                     error, fix = recorder.reported
@@ -133,12 +143,16 @@ class _RankWatch:
             self._store.delete_key(str(self._rank))
 
     def _tell(self, own: Post, blocked_s: float) -> bool:
-        """Raises where the training thread waits, or warns; returns False if there was nothing to say."""
+        """Raises where the training thread waits, or warns; returns False if there was nothing to
+        say.
+        """
         finding = explain(self._read(own), self._world_size, self._rank)
         if finding is None and blocked_s > _NEVER_CAME_S:
             finding = self._who_never_came()
         if finding is None or finding != self._suspected:
-            self._suspected = finding  # what was posted may be about to be taken back: it has to last
+            self._suspected = (
+                finding  # what was posted may be about to be taken back: it has to last
+            )
             return False
         waits_in = recorder.waits_in
         if finding.is_final and waits_in is not None and waits_in[1] is not None:
@@ -148,7 +162,9 @@ class _RankWatch:
         return True
 
     def _read(self, own: Post) -> dict[int, Post]:
-        """Returns the posts of all ranks if all have posted, else that of one that has failed or ended."""
+        """Returns the posts of all ranks if all have posted, else that of one that has failed or
+        ended.
+        """
         posts = {self._rank: own}
         others = [str(rank) for rank in range(self._world_size) if rank != self._rank]
         if self._rank >= _READERS or not self._store.check(others):
@@ -170,7 +186,9 @@ class _RankWatch:
         )
 
     def say_farewell(self, error: BaseException | None) -> None:
-        """Tells the ranks that wait for this one; explains a collective's error that ends this program."""
+        """Tells the ranks that wait for this one; explains a collective's error that ends this
+        program.
+        """
         call = self._training.call() if error is None else call_in(error)
         own = Post(self._rank, call, has_ended=True)
         if isinstance(error, RuntimeError) and passes_collective(error):
@@ -186,7 +204,9 @@ class _RankWatch:
 
 
 def _last_started() -> str:
-    """Returns the last collective of the engine, in the process group that had most; empty without any."""
+    """Returns the last collective of the engine, in the process group that had most; empty without
+    any.
+    """
     logs = [log for log in recorder.group_logs() if log.recent]
     if not logs:
         return ""
@@ -204,7 +224,9 @@ def _error(finding: Finding, own: Post) -> CollectiveError:
 
 
 def _warn(finding: Finding) -> None:
-    warnings.warn(f"shardgrad: {finding.what}. Try: {finding.fix}", WaitingRanksWarning, stacklevel=2)
+    warnings.warn(
+        f"shardgrad: {finding.what}. Try: {finding.fix}", WaitingRanksWarning, stacklevel=2
+    )
 
 
 class _Watches:
@@ -238,7 +260,8 @@ def watch_ranks(device: torch.device) -> None:
     """Starts the thread, unless it runs, or the program has a watchdog.
 
     Args:
-        device: where parameters compute. Hosts wait for one that is not the CPU, and not in collectives.
+        device: where parameters compute. Hosts wait for one that is not the CPU, and not in
+            collectives.
     """
     _watches.start(device)
 

@@ -17,12 +17,13 @@ __all__ = ["require_same_collectives"]
 def require_same_collectives(group: dist.ProcessGroup) -> None:
     """Compares the flight recorders of the ranks of a group. A collective of that group.
 
-    Sends one message of a few hundred bytes, the fingerprints, and the last collectives only if those differ.
-    Collectives in flight count as well, so every rank must call it at the same point of the program.
+    Sends one message of a few hundred bytes, the fingerprints, and the last collectives only if
+    those differ. Collectives in flight count as well, so every rank must call it at the same point
+    of the program.
 
     Args:
-        group: a process group whose collectives are the same on all ranks, such as another gloo group than
-            the model's.
+        group: a process group whose collectives are the same on all ranks, such as another gloo
+            group than the model's.
 
     Raises:
         DesyncError: on every rank, naming the rank that called another collective first.
@@ -54,7 +55,8 @@ def require_same_collectives(group: dist.ProcessGroup) -> None:
         if diagnosis.culprits
         else f"ranks have made more collectives than others: {counts}",
         expected="the same collectives in the same order on every rank",
-        got=f"{sum(len(different) > 1 for different in states.values())} process groups that differ",
+        got=f"{sum(len(different) > 1 for different in states.values())} process groups that "
+        f"differ",
         where=f"rank {dist.get_rank()}, {status.location}",
         fix="with shardgrad.participate(model): if ranks run different units",
     )

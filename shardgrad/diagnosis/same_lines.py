@@ -15,7 +15,8 @@ __all__ = ["require_same_lines"]
 
 
 def require_same_lines(lines: list[str], count: int, group: dist.ProcessGroup) -> int:
-    """Returns the largest `count` of all ranks, if all have the same lines about their model. A collective.
+    """Returns the largest `count` of all ranks, if all have the same lines about their model. A
+    collective.
 
     Raises:
         RankDisagreementError: on every rank, naming the first line that differs.

@@ -1,10 +1,11 @@
 """The stacks of all threads as text: to look at a thread changes nothing about it.
 
-`sys._current_frames()` creates frame objects, which is wrong here for two reasons. A frame that a thread
-refers to outlives its call and keeps its local variables alive, so gradients would seem to be kept by the
-program ([Note: Kept gradients] in `gradient_objects.py`). And CPython 3.11 before 3.11.9 may collect garbage
-while it holds the lock of its list of threads, where a finalizer that needs this lock waits for ever
-(https://github.com/python/cpython/issues/106883). faulthandler reads the frames and creates no object.
+`sys._current_frames()` creates frame objects, which is wrong here for two reasons. A frame that a
+thread refers to outlives its call and keeps its local variables alive, so gradients would seem to
+be kept by the program ([Note: Kept gradients] in `gradient_objects.py`). And CPython 3.11 before
+3.11.9 may collect garbage while it holds the lock of its list of threads, where a finalizer that
+needs this lock waits for ever (https://github.com/python/cpython/issues/106883). faulthandler reads
+the frames and creates no object.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Call(NamedTuple):
 
 
 def thread_stacks() -> dict[int, tuple[Call, ...]]:
-    """Returns the stack of each thread, innermost call first, by the thread's identifier; see `LIMIT`."""
+    """Returns the stack of each thread, innermost call first, by the thread's identifier; see
+    `LIMIT`.
+    """
     file = os.memfd_create("stacks")
     try:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -47,7 +50,9 @@ def thread_stacks() -> dict[int, tuple[Call, ...]]:
             calls = stacks.setdefault(int(heading[1], 16), [])
         elif call := _CALL.fullmatch(line):
             filename, number, name = call.groups()
-            calls.append(Call(_unescaped(filename), int(number) if number.isdigit() else 0, _unescaped(name)))
+            calls.append(
+                Call(_unescaped(filename), int(number) if number.isdigit() else 0, _unescaped(name))
+            )
     return {thread: tuple(calls) for thread, calls in stacks.items()}
 
 

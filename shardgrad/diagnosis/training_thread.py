@@ -1,7 +1,9 @@
-"""Where the training thread is: which line of the program called what, and for how long it has stood still.
+"""Where the training thread is: which line of the program called what, and for how long it has
+stood still.
 
-A thread that waits in a collective runs no Python and uses no CPU time, so its stack and its clock tell, for
-torch's collectives as for ours. Nothing is patched, and a thread that is not looked at pays nothing.
+A thread that waits in a collective runs no Python and uses no CPU time, so its stack and its clock
+tell, for torch's collectives as for ours. Nothing is patched, and a thread that is not looked at
+pays nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from shardgrad.diagnosis.thread_stacks import Call, calls_of, thread_stacks
 __all__ = ["TrainingThread", "call_in", "passes_collective"]
 
 _OURS = str(Path(__file__).parents[1]) + "/"
-_DEVICE_S = 30.0  # without a collective that was started, after which a line is taken to wait for the device
+# without a collective that was started, after which a line is taken to wait for the device
+_DEVICE_S = 30.0
 _BUSY = 0.2  # of a core; a thread that waits uses less
 # Functions that decorators put in another's place.
 _WRAPPERS = (
@@ -38,8 +41,8 @@ class TrainingThread:
     """Looks at the thread that made it.
 
     Args:
-        is_device_waited_for: collectives are ordered by streams: a thread waits for the device, on any line,
-            and may use its core meanwhile.
+        is_device_waited_for: collectives are ordered by streams: a thread waits for the device, on
+            any line, and may use its core meanwhile.
     """
 
     def __init__(self, *, is_device_waited_for: bool = False) -> None:
@@ -49,7 +52,8 @@ class TrainingThread:
         self._since_s = self._cpu_s = 0.0
 
     def look(self) -> float:
-        """Returns for how long the thread is known to have waited in one collective; 0 if it does not.
+        """Returns for how long the thread is known to have waited in one collective; 0 if it does
+        not.
 
         To be called regularly, from another thread.
         """
@@ -91,7 +95,9 @@ def passes_collective(error: BaseException) -> bool:
 
 
 def _call(calls: Iterable[Call]) -> str:
-    """Returns the innermost line of the program among calls, innermost first, and what it called."""
+    """Returns the innermost line of the program among calls, innermost first, and what it
+    called.
+    """
     inside: list[str] = []
     for filename, number, name in calls:
         if not _is_library(filename):
@@ -104,7 +110,11 @@ def _call(calls: Iterable[Call]) -> str:
 
 def _torch_folder() -> str:
     torch = sys.modules.get("torch")
-    return str(Path(torch.__file__).parent) + "/" if torch is not None and torch.__file__ else "/torch/"
+    return (
+        str(Path(torch.__file__).parent) + "/"
+        if torch is not None and torch.__file__
+        else "/torch/"
+    )
 
 
 def _is_library(filename: str) -> bool:
@@ -112,7 +122,13 @@ def _is_library(filename: str) -> bool:
 
 
 def _passes_collective(calls: Iterable[Call]) -> bool:
-    """Returns whether calls, innermost first, pass a collective before they come to the program's."""
-    collectives = (_torch_folder() + "distributed/", _OURS + "diagnosis/", _OURS + "engine/transports.py")
+    """Returns whether calls, innermost first, pass a collective before they come to the
+    program's.
+    """
+    collectives = (
+        _torch_folder() + "distributed/",
+        _OURS + "diagnosis/",
+        _OURS + "engine/transports.py",
+    )
     library = takewhile(_is_library, (call.filename for call in calls))
     return any(filename.startswith(collectives) for filename in library)

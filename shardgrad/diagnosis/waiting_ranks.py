@@ -22,13 +22,14 @@ class Post:
     Attributes:
         rank: global rank.
         call: what the program has called, and where: "full_tensor() at train.py:12".
-        collective: of the engine, that it waits for: "all-gather of layers.0"; empty in one of torch's.
+        collective: of the engine, that it waits for: "all-gather of layers.0"; empty in one of
+            torch's.
         members: ranks that have to join that; empty where it is not known.
         error: what it has refused, or ended with; empty if nothing.
         fix: what to type instead of that.
         has_ended: its program has come to its end.
-        started: the last collective of the engine that it has started, where hosts wait for the device and
-            not in a collective: "all-gather of layers.0, number 12".
+        started: the last collective of the engine that it has started, where hosts wait for the
+            device and not in a collective: "all-gather of layers.0, number 12".
     """
 
     rank: int
@@ -70,7 +71,8 @@ class Finding:
     Attributes:
         what: names ranks, calls and lines.
         fix: what to type next.
-        is_final: the collective cannot end any more: a rank that has to join it has failed, or has ended.
+        is_final: the collective cannot end any more: a rank that has to join it has failed, or has
+            ended.
     """
 
     what: str
@@ -80,7 +82,8 @@ class Finding:
 
 # By the function that a program calls.
 _CURES = {
-    "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on one",
+    "full_tensor": "full_tensor() is a collective: call it on every rank, and use the result on "
+    "one",
     "get_model_state_dict": "get_model_state_dict is a collective: call it on every rank; with "
     "StateDictOptions(full_state_dict=True, cpu_offload=True) only rank 0 keeps the tensors",
     "get_optimizer_state_dict": "get_optimizer_state_dict is a collective: call it on every rank",
@@ -92,9 +95,11 @@ _CURES = {
     "distribute_tensor": "distribute_tensor is a collective: call it on every rank",
     "clip_grad_norm_": "the norm is over all ranks: call clip_grad_norm_ on every rank",
     "item": "item() of a DTensor is a collective: call it on every rank",
-    "backward": "backward reduces gradients over all ranks: call it on every rank, also for a batch that is "
+    "backward": "backward reduces gradients over all ranks: call it on every rank, also for a "
+    "batch that is "
     "to be left out, or with shardgrad.participate(model): for ranks that have none",
-    "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to evaluate; "
+    "forward": "a forward gathers parameters from all ranks: call the model on every rank, also to "
+    "evaluate; "
     "with shardgrad.participate(model): for ranks that have no batch",
     "barrier": "every rank has to come to the barrier: take it out of `if rank == 0:`",
 }
@@ -102,7 +107,9 @@ _ENDED = (
     "every rank has to take as many steps: end the loop on all of them at once, or "
     "with shardgrad.participate(model): for ranks that have no batch"
 )
-_OTHERWISE = "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
+_OTHERWISE = (
+    "every rank has to call the same collectives in the same order: look for `if rank == 0:`"
+)
 
 
 def explain(posts: Mapping[int, Post], world_size: int, rank: int) -> Finding | None:

@@ -1,6 +1,7 @@
 """All-gathers: what this rank sends (`AllGatherInput`, made once), and one under way (`AllGather`).
 
-Special inputs, such as a shard on the host, are subclasses under `features/`, chosen in `fully_shard.py`.
+Special inputs, such as a shard on the host, are subclasses under `features/`, chosen in
+`fully_shard.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class AllGatherInput:
         process_group: the ranks that gather; by default those of the mesh.
         transport, ring: what the message goes through, and where it is staged.
         staging_nbytes: bytes of the slot that an all-gather needs.
-        ready: recorded where `chunk` was last filled; None if the program or an optimizer does that.
-        supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by themselves.
+        ready: recorded where `chunk` was last filled; None if the program or an optimizer does
+            that.
+        supports_zero_copy: True if parameters may be gathered from `chunk`, where they live, by
+            themselves.
         is_local: True if the chunk is all that there is, so that nothing has to be gathered.
     """
 
@@ -72,7 +75,9 @@ class AllGatherInput:
         """Brings the chunk of the unit `name` up to date with a version of the parameters."""
 
     def stage(self, slot: Slot, staging: Chunks) -> torch.Tensor:
-        """Returns the chunk, or a copy of it in `dtype`. Streams: the copy is made on the current one."""
+        """Returns the chunk, or a copy of it in `dtype`. Streams: the copy is made on the current
+        one.
+        """
         if not self._is_cast:
             return self.chunk
         return self._room(slot, staging).copy_(self.chunk, non_blocking=True)
@@ -101,8 +106,9 @@ class AllGatherInput:
 class AllGather:
     """An all-gather, launched when it is made; holds its slot until the chunks have been read.
 
-    `finish` is called when another all-gather needs the slot; it has to `wait` and to `release`. Parameters
-    in `zero_copy` are not in the chunks: they are gathered into memory that the gather stream may write.
+    `finish` is called when another all-gather needs the slot; it has to `wait` and to `release`.
+    Parameters in `zero_copy` are not in the chunks: they are gathered into memory that the gather
+    stream may write.
 
     Streams: copies and collective go to the gather stream, after the parameters were last written.
     Capture: safe once slots have grown.
@@ -140,7 +146,8 @@ class AllGather:
             slot.finish_writing(stream)
 
     def wait(self, stream: Stream) -> list[torch.Tensor]:
-        """Ends the collective; returns the chunk of each rank, for `stream` to read until `release`.
+        """Ends the collective; returns the chunk of each rank, for `stream` to read until
+        `release`.
 
         Raises:
             CollectiveError: it failed.
@@ -154,11 +161,15 @@ class AllGather:
         """Says that what `stream` has been given so far is the last to read the chunks."""
         self._slot.release(stream)
         if self._works or not self._source.ring.keeps:
-            self._slot.give_back(is_written=bool(self._works))  # if it failed, some may be on their way
+            self._slot.give_back(
+                is_written=bool(self._works)
+            )  # if it failed, some may be on their way
 
 
 class LocalAllGather(AllGather):
-    """Nothing is launched or staged where there is one rank: its parameters are read where they live."""
+    """Nothing is launched or staged where there is one rank: its parameters are read where they
+    live.
+    """
 
     def __init__(self, source: AllGatherInput) -> None:
         self._source, self.streams, self.is_zero_copy = source, source.comm_ctx.streams, False

@@ -1,21 +1,24 @@
-"""Memory with an owner: slots, the ring that lends them, and flat buffers whose storage comes and goes.
+"""Memory with an owner: slots, the ring that lends them, and flat buffers whose storage comes and
+goes.
 
 [Note: Slots]
-Staging memory is reused from group to group, and one stream fills it while another moves it. The slot itself
-carries the order, so that a stream never waits for all of another's work:
+Staging memory is reused from group to group, and one stream fills it while another moves it. The
+slot itself carries the order, so that a stream never waits for all of another's work:
 
-* a writer waits for *that slot's* `free` event before its first write and records its own `ready` event after
+* a writer waits for *that slot's* `free` event before its first write and records its own `ready`
+event after
   its last;
 * the reader waits for *every* `ready` event, whichever streams they are on, and records `free`.
 
-Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the slot: they
-are kept alive until it is free, and their streams wait for that before they use the memory again.
+Tensors read along with a slot, such as a gradient that is sent from where it is, are lent to the
+slot: they are kept alive until it is free, and their streams wait for that before they use the
+memory again.
 
 [Note: Staging comes and goes]
-On a device, an all-gather gives its bytes back when they are read, and a reduction when another size is
-needed or backward ends, so that a large group, often embeddings, raises the peak only while it travels. One
-that is larger than all before it in a backward waits for these, so that not both are there at once. On the
-CPU bytes stay, since the system fills new pages with zeros.
+On a device, an all-gather gives its bytes back when they are read, and a reduction when another
+size is needed or backward ends, so that a large group, often embeddings, raises the peak only while
+it travels. One that is larger than all before it in a backward waits for these, so that not both
+are there at once. On the CPU bytes stay, since the system fills new pages with zeros.
 """
 
 from __future__ import annotations
@@ -49,7 +52,9 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Chunks:
-    """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for each."""
+    """Equal 1-D pieces of one contiguous tensor: all of them (`whole`, 1-D), and a view for
+    each.
+    """
 
     whole: torch.Tensor
     parts: tuple[torch.Tensor, ...]
@@ -64,12 +69,16 @@ class Chunks:
 class Slot:
     """Reusable bytes with their own order. See [Note: Slots]."""
 
-    def __init__(self, streams: Streams, device: torch.device, allocate: Allocate = _allocate) -> None:
+    def __init__(
+        self, streams: Streams, device: torch.device, allocate: Allocate = _allocate
+    ) -> None:
         self._streams = streams
         self._allocate = allocate
         self.nbytes = 0  # this slot owns
         self._bytes = self._nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        self._sizes: dict[int, torch.Tensor] = {}  # what was reserved, without its storage if it is gone
+        self._sizes: dict[
+            int, torch.Tensor
+        ] = {}  # what was reserved, without its storage if it is gone
         self._views: dict[tuple[int, torch.dtype, int, int, int], Chunks] = {}
         self._taken = 0
         self._allocated_on = streams.current()
@@ -86,12 +95,15 @@ class Slot:
         return [each.untyped_storage() for each in self._sizes.values()]
 
     def reserve(self, nbytes: int) -> None:
-        """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the content."""
+        """Starts `take` over, with at least `nbytes`; only without a holder. Growing loses the
+        content.
+        """
         self._taken = 0
         if nbytes > self.nbytes:
             self.give_back()  # first, so that growing never holds both
             self._allocated_on = self._streams.current()
-            # For training, even if an evaluation in inference mode comes first; the same for views below.
+            # For training, even if an evaluation in inference mode comes first; the same for views
+            # below.
             with torch.inference_mode(mode=False):
                 if nbytes in self._sizes:
                     self._bytes = self._sizes[nbytes]
@@ -112,18 +124,23 @@ class Slot:
         if self._allocate is _allocate and not is_written:
             self._bytes.untyped_storage().resize_(0)  # views of it stay, for the next time
             return
-        self._views.clear()  # a collective that failed, and may still end and write to them, holds them
+        # a collective that failed, and may still end and write to them, holds them
+        self._views.clear()
         self._sizes.clear()
         self._bytes = self._nothing
 
     def take(self, dtype: torch.dtype, count: int, numel: int) -> Chunks:
-        """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are aligned."""
+        """Returns the next pieces, in every use the same; multiples of 128 bytes, so that all are
+        aligned.
+        """
         key = (self.nbytes, dtype, count, numel, self._taken)
         chunks = self._views.get(key)
         if chunks is None:
             begin, end = self._taken, self._taken + count * numel * dtype.itemsize
             if end > self.nbytes:
-                raise RuntimeError(f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}")
+                raise RuntimeError(
+                    f"a slot of {self.nbytes} bytes was asked for bytes {begin} to {end}"
+                )
             with torch.inference_mode(mode=False):
                 whole = self._bytes[begin:end].view(dtype)
                 parts = whole.split(numel) if whole.numel() else (whole,) * count  # one operation
@@ -139,7 +156,9 @@ class Slot:
             self._free.wait(stream)
 
     def finish_writing(self, stream: Stream) -> None:
-        """Says that `stream` has written; call it after the last write. The reader will wait for it."""
+        """Says that `stream` has written; call it after the last write. The reader will wait for
+        it.
+        """
         event = self._ready.get(stream)
         if event is None:
             event = self._ready[stream] = self._streams.event()
@@ -148,16 +167,22 @@ class Slot:
             self._writers.append(stream)
 
     def start_reading(self, stream: Stream) -> None:
-        """Makes `stream` wait for every stream that has written since the slot was last released."""
+        """Makes `stream` wait for every stream that has written since the slot was last
+        released.
+        """
         for writer in self._writers:
             self._ready[writer].wait(stream)
 
     def lend(self, tensors: Sequence[torch.Tensor], streams: Sequence[Stream]) -> None:
-        """Keeps `tensors` alive until the release, which `streams` wait for to use their memory again."""
+        """Keeps `tensors` alive until the release, which `streams` wait for to use their memory
+        again.
+        """
         self.lent, self._lenders = list(tensors), tuple(streams)
 
     def return_lent(self) -> None:
-        """Lets go of what was lent, if anything, once its streams wait for the release; only after it."""
+        """Lets go of what was lent, if anything, once its streams wait for the release; only after
+        it.
+        """
         for stream in self._lenders:
             self._free.wait(stream)
         self.lent.clear()
@@ -175,8 +200,9 @@ class Slot:
 class SlotRing:
     """Lends `depth` slots in turn, so that two neighbours in time never wait for each other.
 
-    If all are in flight, an elastic ring adds a slot; any other completes the oldest holder first. `allocate`
-    gives the slots' bytes, which the ring `keeps`; None for torch's: [Note: Staging comes and goes].
+    If all are in flight, an elastic ring adds a slot; any other completes the oldest holder first.
+    `allocate` gives the slots' bytes, which the ring `keeps`; None for torch's: [Note: Staging
+    comes and goes].
     """
 
     def __init__(
@@ -226,7 +252,9 @@ class SlotRing:
         return slot
 
     def resize(self, depth: int) -> None:
-        """Changes how many slots take turns; what is in flight in a slot too many is completed first."""
+        """Changes how many slots take turns; what is in flight in a slot too many is completed
+        first.
+        """
         self.depth = depth
         for slot in self.slots[depth:]:
             if slot.holder is not None:
@@ -238,7 +266,8 @@ class SlotRing:
     def rewind(self, joined: Stream = None) -> None:
         """Starts the turns over, so that every step lends the same slot to the same group.
 
-        Bytes that are not kept are given back; the stream `joined` comes after their last use already.
+        Bytes that are not kept are given back; the stream `joined` comes after their last use
+        already.
         """
         if any(slot.holder is not None for slot in self.slots):
             return
@@ -251,11 +280,14 @@ class SlotRing:
 
 
 class RecurringBuffer:
-    """A flat tensor whose storage comes and goes, while the tensor and its views stay the same objects.
+    """A flat tensor whose storage comes and goes, while the tensor and its views stay the same
+    objects.
 
-    The tensor is 1-D, allocated for the current stream, and made for training even in inference mode.
+    The tensor is 1-D, allocated for the current stream, and made for training even in inference
+    mode.
 
-    Streams: freed storage may at once be used again on the stream that was current when it was allocated.
+    Streams: freed storage may at once be used again on the stream that was current when it was
+    allocated.
     """
 
     def __init__(self, tensor: torch.Tensor, streams: Streams) -> None:
@@ -264,20 +296,26 @@ class RecurringBuffer:
         self._allocation_stream = streams.current()
 
     @classmethod
-    def empty(cls, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams) -> RecurringBuffer:
+    def empty(
+        cls, numel: int, dtype: torch.dtype, device: torch.device, streams: Streams
+    ) -> RecurringBuffer:
         """Returns a new buffer, with its storage."""
         with torch.inference_mode(mode=False):
             return cls(torch.empty(numel, dtype=dtype, device=device), streams)
 
     def allocate(self) -> None:
-        """Brings the storage back, for the current stream, unless it is there; the content is undefined."""
+        """Brings the storage back, for the current stream, unless it is there; the content is
+        undefined.
+        """
         storage = self.tensor.untyped_storage()
         if storage.nbytes() == 0:
             storage.resize_(self.tensor.numel() * self.tensor.itemsize)
             self._allocation_stream = self._streams.current()
 
     def free(self) -> None:
-        """Frees the storage, if there. Streams: the one it was allocated for waits for the current one."""
+        """Frees the storage, if there. Streams: the one it was allocated for waits for the current
+        one.
+        """
         storage = self.tensor.untyped_storage()
         current = self._streams.current()
         if storage.nbytes() and current != self._allocation_stream:

@@ -1,4 +1,6 @@
-"""What the units under one root share: streams, staging rings, transports (FSDP2's `FSDPCommContext`)."""
+"""What the units under one root share: streams, staging rings, transports (FSDP2's
+`FSDPCommContext`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
 
 class CommContext:
-    """Streams, staging and transports of a root and its units; those of `like`, another root's, if given.
+    """Streams, staging and transports of a root and its units; those of `like`, another root's, if
+    given.
 
     `streams` replaces the device's, for plans and tests; `transports` replaces `transport_for`.
 
@@ -46,11 +49,15 @@ class CommContext:
             self.gather_ring = SlotRing(self.streams, device, depth=2, elastic=True)
             self.reduce_ring = SlotRing(self.streams, device, depth=2, elastic=False)
             self.rings = [self.reduce_ring, self.gather_ring]
-            self._transports: dict[Hashable, Transport] = {}  # by group, or a program's by their keys
+            self._transports: dict[
+                Hashable, Transport
+            ] = {}  # by group, or a program's by their keys
             self._special_rings: dict[Hashable, SlotRing] = {}
             self._choose_transport = transports or partial(transport_for, device=device)
         self.parameters_ready = self.streams.event()
-        if isinstance(self.streams, AcceleratorStreams):  # a model may be deleted with collectives in flight
+        if isinstance(
+            self.streams, AcceleratorStreams
+        ):  # a model may be deleted with collectives in flight
             weakref.finalize(self, self.streams.join).atexit = False
 
     def transport(self, group: dist.ProcessGroup) -> Transport:
@@ -74,7 +81,9 @@ class CommContext:
     ) -> SlotRing:
         """Returns a ring whose memory `allocate` provides, made at the first call for `key`."""
         if (ring := self._special_rings.get(key)) is None:
-            ring = SlotRing(self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate)
+            ring = SlotRing(
+                self.streams, self.device, depth=depth, elastic=elastic, allocate=allocate
+            )
             self._special_rings[key] = ring
             self.rings.append(ring)
         return ring
@@ -91,9 +100,9 @@ class Route(NamedTuple):
 class CollectiveConfig:
     """What a group's messages go through; by default the backend's transport and the root's rings.
 
-    Replaced while nothing is in flight, by `ParamGroup.set_collectives`. `hook` is called with each reduced
-    chunk before it becomes gradients, on `hook_stream` (None: where reductions run). `only_sums` means that
-    the division follows the hook, whatever the dtype.
+    Replaced while nothing is in flight, by `ParamGroup.set_collectives`. `hook` is called with each
+    reduced chunk before it becomes gradients, on `hook_stream` (None: where reductions run).
+    `only_sums` means that the division follows the hook, whatever the dtype.
     """
 
     hook: Any = None
@@ -114,12 +123,18 @@ class CollectiveConfig:
         """Returns the way of all-gathers over `group`."""
         return Route(comm_ctx.transport(group), comm_ctx.gather_ring)
 
-    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout) -> Route:
-        """Returns the way of reduce-scatters over the ranks of `group`, of gradients in these places."""
+    def for_reduce(
+        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
+    ) -> Route:
+        """Returns the way of reduce-scatters over the ranks of `group`, of gradients in these
+        places.
+        """
         return Route(comm_ctx.transport(group), comm_ctx.reduce_ring)
 
     def backward_failed(self, streams: Streams) -> None:
-        """Called if messages of a backward that failed are dropped; the host has waited for the device."""
+        """Called if messages of a backward that failed are dropped; the host has waited for the
+        device.
+        """
 
 
 class SecondStep(Protocol):
@@ -131,10 +146,18 @@ class SecondStep(Protocol):
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """Returns what `ops.pack` is to be given, so that the first step leaves what the second takes."""
+        """Returns what `ops.pack` is to be given, so that the first step leaves what the second
+        takes.
+        """
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
-        """Starts it, on the current stream, from the sum that the first step has left; may write to it."""
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
+    ) -> Work:
+        """Starts it, on the current stream, from the sum that the first step has left; may write to
+        it.
+        """
 
     def result(self, summed: torch.Tensor) -> torch.Tensor:
-        """Returns the part of the first step's sum where this rank's chunk is, once the second is over."""
+        """Returns the part of the first step's sum where this rank's chunk is, once the second is
+        over.
+        """

@@ -1,20 +1,23 @@
-"""Gradients on their way from autograd's hook into a slot: they are collected, then packed (FSDP2's copy-in).
+"""Gradients on their way from autograd's hook into a slot: they are collected, then packed (FSDP2's
+copy-in).
 
 [Note: Producer streams]
-Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current when the
-parameter was first used. A gradient that arrives on another stream than the one the unit was unsharded on
-(the *pack stream*) leaves an event there; the pack stream waits for exactly these events before it packs,
-and those streams wait for the pack before their gradient's memory is handed back.
+Autograd runs a parameter's hook on the stream of its AccumulateGrad node, the one that was current
+when the parameter was first used. A gradient that arrives on another stream than the one the unit
+was unsharded on (the *pack stream*) leaves an event there; the pack stream waits for exactly these
+events before it packs, and those streams wait for the pack before their gradient's memory is handed
+back.
 
 [Note: Branches that send nothing back]
-A unit frees its unsharded parameters when the gradients of its inputs are there. A branch whose input was
-detached is missing in them; on another stream, it may still read what is freed. So the stream that frees
-memory first waits for all producers.
+A unit frees its unsharded parameters when the gradients of its inputs are there. A branch whose
+input was detached is missing in them; on another stream, it may still read what is freed. So the
+stream that frees memory first waits for all producers.
 
 [Note: Touched flags]
-Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient for it,
-else 0. Summed along with the gradients, they tell every rank, at no extra message, which parameters were
-touched anywhere: the others keep `grad = None`, since weight decay would act on zeros.
+Behind the parameters each chunk has one element per parameter: 1 from a rank that had a gradient
+for it, else 0. Summed along with the gradients, they tell every rank, at no extra message, which
+parameters were touched anywhere: the others keep `grad = None`, since weight decay would act on
+zeros.
 """
 
 from __future__ import annotations
@@ -44,11 +47,14 @@ class GradCollector:
     def __init__(self) -> None:
         self.gradients: list[torch.Tensor | None] = []  # per trainable parameter, what has arrived
         self.count = 0
-        self.pack_stream: Stream = None  # that parameters were unsharded for; changed while none is here
+        self.pack_stream: Stream = (
+            None  # that parameters were unsharded for; changed while none is here
+        )
         self._params: Sequence[FSDPParam] = ()
         self._index: dict[int, int] = {}
         self._foreign: dict[Stream, StreamEvent] = {}
-        # Where gradients arrived or were packed on the pack stream of the time: they have left no event.
+        # Where gradients arrived or were packed on the pack stream of the time: they have left no
+        # event.
         self.pack_streams: dict[Stream, None] = {}
         self._summed: list[torch.Tensor] = []
 
@@ -70,11 +76,18 @@ class GradCollector:
         return tuple(map(is_not, self.gradients, repeat(None)))
 
     def take(
-        self, unsharded: torch.Tensor, grad: torch.Tensor, streams: Streams, *, is_written: bool = False
+        self,
+        unsharded: torch.Tensor,
+        grad: torch.Tensor,
+        streams: Streams,
+        *,
+        is_written: bool = False,
     ) -> bool:
-        """Takes a gradient, `is_written` by the program or autograd's; returns whether all are here.
+        """Takes a gradient, `is_written` by the program or autograd's; returns whether all are
+        here.
 
-        Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was written on.
+        Streams: called on the stream of the parameter's AccumulateGrad node, which `grad` was
+        written on.
 
         Raises:
             GradientError: it is sparse.
@@ -91,7 +104,8 @@ class GradCollector:
                 expected="a dense gradient",
                 got=f"layout {grad.layout}, shape {tuple(grad.shape)}",
                 where=f"parameter {self._params[index].name}",
-                fix="sparse=False in the embedding, or leave it out: fully_shard(..., ignored_params=...)",
+                fix="sparse=False in the embedding, or leave it out: fully_shard(..., "
+                "ignored_params=...)",
             )
         stream = streams.current()
         earlier = self.gradients[index]
@@ -112,7 +126,9 @@ class GradCollector:
     def _add(
         self, earlier: torch.Tensor, grad: torch.Tensor, stream: Stream, streams: Streams
     ) -> torch.Tensor:
-        """Adds a second gradient of a parameter, whose node reentrant checkpointing runs several times."""
+        """Adds a second gradient of a parameter, whose node reentrant checkpointing runs several
+        times.
+        """
         for event in self._foreign.values():
             event.wait(stream)
         packing = streams.event()
@@ -141,7 +157,9 @@ class GradCollector:
         self.pack_streams.clear()
 
     def let_go(self, streams: Streams) -> None:
-        """Drops the gradients, once their streams are ordered after what the pack stream did with them."""
+        """Drops the gradients, once their streams are ordered after what the pack stream did with
+        them.
+        """
         self.pack_streams[self.pack_stream] = None
         if self._foreign:
             packed = streams.event()
@@ -162,7 +180,11 @@ class GradPacker:
     """Packs the gradients of one group; `params` are the trainable ones, in order."""
 
     def __init__(
-        self, group: ParamGroup, params: Sequence[FSDPParam], layout: ShardLayout, second: SecondStep | None
+        self,
+        group: ParamGroup,
+        params: Sequence[FSDPParam],
+        layout: ShardLayout,
+        second: SecondStep | None,
     ) -> None:
         self._mesh = group.mesh
         self.dtype = group.reduce_dtype
@@ -184,14 +206,16 @@ class GradPacker:
         accumulate: bool,
         zero_copy: bool = False,
     ) -> tuple[tuple[bool, ...], list[torch.Tensor]]:
-        """Writes what has been collected, and the tail, into the chunks of all ranks; lets the gradients go.
+        """Writes what has been collected, and the tail, into the chunks of all ranks; lets the
+        gradients go.
 
-        `target` is 1-D, in `slot`, or the gradient shard if that is None. With `zero_copy`, `divisor` is 1
-        and zero-copy parameters are left out.
+        `target` is 1-D, in `slot`, or the gradient shard if that is None. With `zero_copy`,
+        `divisor` is 1 and zero-copy parameters are left out.
 
         Returns:
-            Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D in the
-            gather dtype, zeros where none has arrived, to be read until the slot is released.
+            Per parameter, whether it had a gradient; and the gradients of zero-copy parameters, 1-D
+            in the gather dtype, zeros where none has arrived, to be read until the slot is
+            released.
 
         Streams: the pack stream, after the slot is free and after every producer.
         """
@@ -215,11 +239,15 @@ class GradPacker:
         return flags, sent_alone
 
     def move(self, chunks: torch.Tensor, into: torch.Tensor, old: GradPacker) -> None:
-        """Copies 1-D chunks that `old` packed, of the same group, to this one's places; the rest is zero.
+        """Copies 1-D chunks that `old` packed, of the same group, to this one's places; the rest is
+        zero.
 
         Streams: on the current one.
         """
-        theirs, ours = chunks.view(-1, old.layout.chunk_numel), into.view(-1, self.layout.chunk_numel)
+        theirs, ours = (
+            chunks.view(-1, old.layout.chunk_numel),
+            into.view(-1, self.layout.chunk_numel),
+        )
         ours.zero_()
         index = {id(p): i for i, p in enumerate(self.params)}
         for i, p in enumerate(old.params):
@@ -234,7 +262,9 @@ class GradPacker:
             ours.narrow(1, self.layout.tail_offset + place, 1).copy_(flag)
 
     def _contiguous(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where none is."""
+        """Returns this rank's part of each gradient as the pack reads it; an empty tensor where
+        none is.
+        """
         found = []
         for i, grad in enumerate(grads):
             if grad is None:
@@ -269,10 +299,14 @@ class GradPacker:
         rows = [*rows, tail]
         if self._second is not None:
             rows, table, chunk_numel = self._second.arrange(rows, table, chunk_numel)
-        ops.pack(rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate)
+        ops.pack(
+            rows, target, table, chunk_numel=chunk_numel, divisor=divisor, accumulate=accumulate
+        )
 
     def _tail(self, flags: tuple[bool, ...]) -> torch.Tensor:
-        """Returns what is packed behind the parameters, for each rank; one launch with usual gradients."""
+        """Returns what is packed behind the parameters, for each rank; one launch with usual
+        gradients.
+        """
         tail = self.tails.get(flags)
         if tail is None:
             dtype = self._nothing.dtype if self._nothing.is_floating_point() else torch.float32

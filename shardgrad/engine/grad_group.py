@@ -1,7 +1,9 @@
-"""One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient shard.
+"""One owner for a group's gradients: they are collected, packed, reduced, and end in the gradient
+shard.
 
 [Note: States of a group's gradients]
-The table in docs/design/gradient_states.md: what is final, waits, or is half-written, and what may drop it.
+The table in docs/design/gradient_states.md: what is final, waits, or is half-written, and what may
+drop it.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class GradState(Enum):
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
     SUMMED = auto()  # they were added to what waits on this rank
-    REDUCED = auto()  # they were sent; the reduction is in flight, or has written the gradient shard
+    REDUCED = (
+        auto()
+    )  # they were sent; the reduction is in flight, or has written the gradient shard
 
 
 # What may follow each state; `ReductionScheduler` makes all transitions.
@@ -120,7 +124,8 @@ class _Route(NamedTuple):
 
 _NOTHING = torch.empty(0)
 _NO_ROOM = Chunks(_NOTHING, ())
-# What the host decides by between backwards, hashable, read at every replay: settings, and what waits.
+# What the host decides by between backwards, hashable, read at every replay: settings, and what
+# waits.
 SWITCHES = attrgetter(
     "requires_sync", "requires_all_reduce", "divide_factor", "waiting", "partial.is_live", "touched"
 )
@@ -128,11 +133,15 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class GradGroup:
-    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds it."""
+    """Collects one group's gradients and turns them into its gradient shard; `grads_of` finds
+    it.
+    """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.requires_sync = True  # False sums gradients on this rank, in a buffer of the reduce dtype
+        self.requires_sync = (
+            True  # False sums gradients on this rank, in a buffer of the reduce dtype
+        )
         self.requires_all_reduce = True  # False (HSDP) keeps the partial sum of the reduce-scatter
         self.divide_factor: float | None = None  # of the sum over ranks; None for their number
         self.params: list[FSDPParam] = []  # with a place, in order; see `refresh_trainable`
@@ -147,11 +156,14 @@ class GradGroup:
         self._has_sent_sum = False  # in the last reduction
         self._packer: GradPacker | None = None
         self._shard: GradShard | None = None
-        # Of other places. Their gradients may still be bound, and are read where a reduction takes them over.
+        # Of other places. Their gradients may still be bound, and are read where a reduction takes
+        # them over.
         self.former_shards: list[GradShard] = []
         self._route: _Route | None = None
         self._trainable: tuple[bool, ...] = ()
-        self._agreed: tuple[bool, ...] = ()  # what sharded and unsharded parameters had in common last
+        self._agreed: tuple[
+            bool, ...
+        ] = ()  # what sharded and unsharded parameters had in common last
         self._holds_places = False  # of parameters that do not require grad
         self._generation = -1  # of the group, when parameters got their places
         self._hooked: object = None
@@ -161,13 +173,15 @@ class GradGroup:
         self._second = None if group.spec.second_step is None else group.spec.second_step()
         _of[id(group)] = self
 
-    # -- what trains ------------------------------------------------------------------------------------
+    # -- what trains
+    # ------------------------------------------------------------------------------------
 
     def refresh_trainable(self, *, anyway: bool = False) -> None:
         """Notes which parameters require grad, sharded or unsharded; called while no backward runs.
 
-        What a program changes on either is meant for both. A parameter that ceases to require grad keeps its
-        place while it has a gradient, gradients wait or a backward is expected, so that none is lost.
+        What a program changes on either is meant for both. A parameter that ceases to require grad
+        keeps its place while it has a gradient, gradients wait or a backward is expected, so that
+        none is lost.
 
         Streams: what waits is moved, if it has to be, on the stream that reductions end on.
         """
@@ -187,8 +201,12 @@ class GradGroup:
                 p.unsharded.requires_grad_(p.sharded.requires_grad)
         self._trainable = self._agreed = tuple(p.sharded.requires_grad for p in params)
         if self.scheduler is not None:
-            self.scheduler.join()  # what is in flight has the places of now, and will be gradients there
-        attribute, kept = self.group.gradient_policy.attribute, set(() if self._is_open else self.params)
+            # what is in flight has the places of now, and will be gradients there
+            self.scheduler.join()
+        attribute, kept = (
+            self.group.gradient_policy.attribute,
+            set(() if self._is_open else self.params),
+        )
         kept |= {p for p in params if getattr(p.sharded, attribute, None) is not None}
         kept |= {p for p in params if p.unsharded is not None and p.unsharded.grad is not None}
         placed = [p for p in params if p.sharded.requires_grad or p in kept]
@@ -197,14 +215,18 @@ class GradGroup:
             before = self.params
             self._place(placed)
             if known and placed and is_capturing(self.group.mesh.device):
-                self._refuse_in_capture(before)  # after the places have changed, for the eager steps to come
+                self._refuse_in_capture(
+                    before
+                )  # after the places have changed, for the eager steps to come
         else:
             self._hook()  # those that have begun to require grad again
 
     def carry_requires_grad(self) -> None:
-        """Applies to the sharded parameters what the program has set on the unsharded ones; before a reshard.
+        """Applies to the sharded parameters what the program has set on the unsharded ones; before
+        a reshard.
 
-        Later it would be unknown which came last: this, or what the program sets on the sharded ones then.
+        Later it would be unknown which came last: this, or what the program sets on the sharded
+        ones then.
         """
         with DisableTorchFunctionSubclass():
             if tuple(map(_REQUIRES_GRAD, self._both)) in (self._agreed, self._agreed * 2):
@@ -223,15 +245,22 @@ class GradGroup:
         raise CaptureError(
             "requires_grad changed inside a graphed step, of parameters without a gradient",
             expected="the same parameters that train or have a gradient, all through the step",
-            got=f"{len(self.params)} of them in unit {self.group.name or 'root'!r}, and {len(before)} before",
-            where=f"parameter {changed[0]}" + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
-            fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze between calls",
+            got=f"{len(self.params)} of them in unit {self.group.name or 'root'!r}, and "
+            f"{len(before)} before",
+            where=f"parameter {changed[0]}"
+            + (f" and {len(changed) - 1} more" if len(changed) > 1 else ""),
+            fix="zero_grad() once they train again, or zero_grad(set_to_none=False); or freeze "
+            "between calls",
         )
 
     @property
     def _is_open(self) -> bool:
         """True if places among the gradients may go: nothing waits, and no backward is expected."""
-        return self.waiting is Waiting.NOTHING and not self.partial.is_live and self.state is GradState.IDLE
+        return (
+            self.waiting is Waiting.NOTHING
+            and not self.partial.is_live
+            and self.state is GradState.IDLE
+        )
 
     def _place(self, placed: list[FSDPParam]) -> None:
         """Gives parameters their places among the gradients; what waits goes along."""
@@ -267,7 +296,9 @@ class GradGroup:
                 self._sum.start_writing(stream)
                 before.reserve(0)
                 moved = before.take(dtype, ranks, old.layout.chunk_numel)
-                new.move(moved.whole, self._sum.take(dtype, ranks, new.layout.chunk_numel).whole, old)
+                new.move(
+                    moved.whole, self._sum.take(dtype, ranks, new.layout.chunk_numel).whole, old
+                )
                 self._sum.finish_writing(stream)
                 before.release(stream)
                 before.give_back()
@@ -281,7 +312,9 @@ class GradGroup:
 
     @property
     def layout(self) -> ShardLayout | None:
-        """The trainable parameters' places in a chunk, with a tail; None before `refresh_trainable`."""
+        """The trainable parameters' places in a chunk, with a tail; None before
+        `refresh_trainable`.
+        """
         return None if self._packer is None else self._packer.layout
 
     @property
@@ -292,7 +325,9 @@ class GradGroup:
         return self._packer
 
     def unsharded_for(self, stream: Stream) -> None:
-        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new objects."""
+        """Takes note that the parameters were unsharded for `stream`; hooks them if they are new
+        objects.
+        """
         if self._hooked is not self.group.params[0].unsharded:
             self._hook()
         # Gradients that are here already, and came on the former pack stream, have left no event.
@@ -313,13 +348,18 @@ class GradGroup:
                 unsharded.__dict__[_HOOKED] = True
                 unsharded.register_post_accumulate_grad_hook(hook)
                 if REDUCES_IN_GRAD_DTYPE and self.group.reduce_dtype.itemsize > unsharded.itemsize:
-                    unsharded.grad_dtype = None  # what autograd gives, which may be wider than the parameter
+                    unsharded.grad_dtype = (
+                        None  # what autograd gives, which may be wider than the parameter
+                    )
 
-    # -- the gradient shard -----------------------------------------------------------------------------
+    # -- the gradient shard
+    # -----------------------------------------------------------------------------
 
     @property
     def shard(self) -> GradShard | None:
-        """The gradient shard; None before the first reduction, and after parameters were replaced."""
+        """The gradient shard; None before the first reduction, and after parameters were
+        replaced.
+        """
         return self._shard if self._generation == self.group.generation else None
 
     def require_shard(self) -> GradShard:
@@ -335,7 +375,8 @@ class GradGroup:
             )
         return shard
 
-    # -- states -----------------------------------------------------------------------------------------
+    # -- states
+    # -----------------------------------------------------------------------------------------
 
     def set_switches(self, switches: tuple[Any, ...]) -> None:
         """Makes what `SWITCHES` reads what it was."""
@@ -373,10 +414,12 @@ class GradGroup:
         self.waiting = Waiting.NOTHING
         self.partial.is_live = False
 
-    # -- collecting -------------------------------------------------------------------------------------
+    # -- collecting
+    # -------------------------------------------------------------------------------------
 
     def _collect_written(self, streams: Streams) -> None:
-        """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for them.
+        """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
+        them.
 
         Streams: they are taken to be written on the current one.
         """
@@ -398,12 +441,18 @@ class GradGroup:
             slot.holder.complete()  # an earlier reduction of the sum is still in flight
         chunks = self._chunks_of(slot)
         divisor = self._route_under(comm_ctx).before
-        self._pack(slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM)
+        self._pack(
+            slot, chunks.whole, comm_ctx.streams, divisor, accumulate=self.waiting is Waiting.SUM
+        )
         self.waiting = Waiting.SUM
 
     def _chunks_of(self, slot: Slot) -> Chunks:
         """Returns the chunks of the unsharded sum, one for each rank."""
-        layout, dtype, ranks = self.packer.layout, self.group.reduce_dtype, self.group.mesh.shard_size
+        layout, dtype, ranks = (
+            self.packer.layout,
+            self.group.reduce_dtype,
+            self.group.mesh.shard_size,
+        )
         slot.reserve(ranks * layout.chunk_numel * dtype.itemsize)
         return slot.take(dtype, ranks, layout.chunk_numel)
 
@@ -419,19 +468,30 @@ class GradGroup:
     ) -> list[torch.Tensor]:
         """Packs what has been collected; see `GradPacker.pack`."""
         flags, sent_alone = self.packer.pack(
-            self.collector, slot, target, streams, divisor, accumulate=accumulate, zero_copy=zero_copy
+            self.collector,
+            slot,
+            target,
+            streams,
+            divisor,
+            accumulate=accumulate,
+            zero_copy=zero_copy,
         )
         self.touched = tuple(map(or_, self.touched, flags))
         return sent_alone
 
-    # -- reducing ---------------------------------------------------------------------------------------
+    # -- reducing
+    # ---------------------------------------------------------------------------------------
 
     def _route_under(self, comm_ctx: CommContext) -> _Route:
-        """Returns how the gradients travel, worked out again where something about that was changed."""
+        """Returns how the gradients travel, worked out again where something about that was
+        changed.
+        """
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             group, streams, layout = self.group, comm_ctx.streams, self.packer.layout
-            transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group, layout)
+            transport, ring = group.collectives.for_reduce(
+                comm_ctx, group.mesh.gather_group, layout
+            )
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
@@ -441,11 +501,15 @@ class GradGroup:
                     pack = GradGroup._pack_later
                 elif layout.zero_copy and group.wire_dtype == group.gather_dtype:
                     pack = GradGroup._pack_zero_copy
-            self._route = _Route(made_for, transport, ring, *divisors, room, end, streams.event(), pack)
+            self._route = _Route(
+                made_for, transport, ring, *divisors, room, end, streams.event(), pack
+            )
         return self._route
 
     def _is_local(self, transport: Transport) -> bool:
-        """True if one rank reduces alone, and its gradients are the same bits without a message's dtype."""
+        """True if one rank reduces alone, and its gradients are the same bits without a message's
+        dtype.
+        """
         group, dtype = self.group, self.group.reduce_dtype
         exactly = dtype in (group.gather_dtype, group.gradient_dtype)
         exactly = exactly and dtype == torch.promote_types(dtype, group.gather_dtype)
@@ -455,8 +519,8 @@ class GradGroup:
     def _divisors(self) -> tuple[float, float]:
         """Returns what gradients are divided by before the reduction, and after it.
 
-        fp16 splits the factor around its square root, into powers of two as FSDP2 does; fp32 and bf16 divide
-        once, where there is least to divide.
+        fp16 splits the factor around its square root, into powers of two as FSDP2 does; fp32 and
+        bf16 divide once, where there is least to divide.
         """
         factor = self.divide_factor or float(self.group.mesh.data_parallel_size)
         if self.group.reduce_dtype not in _OVERFLOWING:
@@ -469,10 +533,10 @@ class GradGroup:
     def launch(self, comm_ctx: CommContext) -> Reduction:
         """Packs what has been collected and starts the reduce-scatter.
 
-        Streams: the pack runs on the pack stream, after the slot is free and after every foreign producer;
-        the collective runs on the reduce stream, after every writer of the slot; a second step, and what
-        writes the gradient shard or a partial sum, on the stream of second steps if there is one. Without
-        anything to send, the pack stream alone is used.
+        Streams: the pack runs on the pack stream, after the slot is free and after every foreign
+        producer; the collective runs on the reduce stream, after every writer of the slot; a second
+        step, and what writes the gradient shard or a partial sum, on the stream of second steps if
+        there is one. Without anything to send, the pack stream alone is used.
         """
         group, streams = self.group, comm_ctx.streams
         self._collect_written(streams)
@@ -527,7 +591,8 @@ class GradGroup:
                 try:
                     reduction.complete()
                 except BaseException:
-                    reduction.abandon()  # the scheduler does not know it, and its slots would stay taken
+                    # the scheduler does not know it, and its slots would stay taken
+                    reduction.abandon()
                     raise
         self.touched = (False,) * len(self.touched)
         self._has_sent_sum = self.waiting is Waiting.SUM
@@ -540,7 +605,9 @@ class GradGroup:
         is_before = collectives.only_sums or self.group.reduce_dtype in _OVERFLOWING
         return AllReduceHook(collectives.hook, collectives.hook_stream, is_before)
 
-    def _pack_message(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
+    def _pack_message(
+        self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
+    ) -> _Packed:
         """Packs everything into one message."""
         group, streams, transport = self.group, comm_ctx.streams, route.transport
         chunk_numel, dtype, ranks = self.packer.layout.chunk_numel, group.wire_dtype, transport.size
@@ -572,7 +639,9 @@ class GradGroup:
             summed.reserve(0)
             send = summed.take(dtype, ranks, numel)
         receive = slot.take(dtype, transport.receive_chunks, numel)
-        own = slot.take(group.reduce_dtype, 1, numel).whole if has_own else send.parts[transport.rank]
+        own = (
+            slot.take(group.reduce_dtype, 1, numel).whole if has_own else send.parts[transport.rank]
+        )
         room = slot.take(group.reduce_dtype, *route.room)
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
         return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
@@ -583,13 +652,21 @@ class GradGroup:
         write = partial(self._pack, None, streams=comm_ctx.streams)
         return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
-    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
+    def _pack_zero_copy(
+        self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
+    ) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
-        layout, dtype, received = self.packer.layout, self.group.wire_dtype, route.transport.receive_chunks
+        layout, dtype, received = (
+            self.packer.layout,
+            self.group.wire_dtype,
+            route.transport.receive_chunks,
+        )
         packed_numel, ranks = layout.packed.chunk_numel, route.transport.size
         summed_in = self.group.reduce_dtype
         nbytes = (ranks * packed_numel + received * layout.chunk_numel) * dtype.itemsize
-        slot = route.ring.acquire(nbytes + (layout.chunk_numel + prod(route.room)) * summed_in.itemsize)
+        slot = route.ring.acquire(
+            nbytes + (layout.chunk_numel + prod(route.room)) * summed_in.itemsize
+        )
         packed = slot.take(dtype, ranks, packed_numel)
         own = slot.take(summed_in, 1, layout.chunk_numel).whole
         gradients = self._pack(slot, packed.whole, comm_ctx.streams, route.before, zero_copy=True)
@@ -610,7 +687,9 @@ class GradGroup:
         return messages, ReductionMemory([slot], own, slot.take(summed_in, *route.room), None)
 
     def abandon_backward(self) -> bool:
-        """Drops what a failed backward has not sent; returns whether what earlier ones left goes with it."""
+        """Drops what a failed backward has not sent; returns whether what earlier ones left goes
+        with it.
+        """
         state = self.state
         is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
         self.collector.forget()
@@ -633,7 +712,9 @@ def _collect(owner: weakref.ref[GradGroup], unsharded: torch.Tensor) -> None:
         return
     scheduler = grads.scheduler
     if scheduler is None:
-        raise RuntimeError(f"a gradient of unit {grads.group.name or 'root'!r} before a root was known")
+        raise RuntimeError(
+            f"a gradient of unit {grads.group.name or 'root'!r} before a root was known"
+        )
     is_last = grads.collector.take(unsharded, grad, scheduler.comm_ctx.streams)
     if is_last or not scheduler.backward_running or scheduler.enrolment is not None:
         scheduler.arrived(grads)

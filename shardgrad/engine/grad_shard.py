@@ -1,28 +1,31 @@
 """The gradient shard: one flat buffer per group whose views are the parameters' gradients.
 
 [Note: Gradient binding]
-Each parameter's gradient is one DTensor for the life of the model, over one place of the shard. A reduction
-overwrites it if it is None, else adds to it; see [Note: Kept gradients] in `gradient_objects.py`.
-A gradient that is another tensor (assigned by hand, or accumulated by autograd through a DTensor operation)
-is copied into the shard and the binding restored. A parameter that got no gradient on any rank stays None.
+Each parameter's gradient is one DTensor for the life of the model, over one place of the shard. A
+reduction overwrites it if it is None, else adds to it; see [Note: Kept gradients] in
+`gradient_objects.py`. A gradient that is another tensor (assigned by hand, or accumulated by
+autograd through a DTensor operation) is copied into the shard and the binding restored. A parameter
+that got no gradient on any rank stays None.
 
 [Note: Live flags]
-Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per parameter
-behind the gradients: above zero, the parameter is *live*. A reduction brings these flags along
-([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or assigns, is noted
-there by `settle` before a kernel looks.
+Kernels that read the shard (norms, optimizers) do not look at `param.grad`, but at one element per
+parameter behind the gradients: above zero, the parameter is *live*. A reduction brings these flags
+along ([Note: Touched flags] in `grad_collector.py`); a gradient that the program sets to None, or
+assigns, is noted there by `settle` before a kernel looks.
 
 [Note: Memory of gradients]
-Where all gradients of a shard are None, its memory would only raise the peak, which is often at the loss. So
-on a device the outermost forward frees it, and the next reduction allocates it again, both on the stream that
-packs. Memory that a graph reads or writes is kept at its address, and so is that of the CPU, where new pages
-cost more. A graph in which gradients are None at both ends has its own: see `graphs/engine_state.py`.
+Where all gradients of a shard are None, its memory would only raise the peak, which is often at the
+loss. So on a device the outermost forward frees it, and the next reduction allocates it again, both
+on the stream that packs. Memory that a graph reads or writes is kept at its address, and so is that
+of the CPU, where new pages cost more. A graph in which gradients are None at both ends has its own:
+see `graphs/engine_state.py`.
 
 [Note: Missed parameters]
-The flags say whether another rank had a gradient that this one has missed. They are copied to the host after
-the reduction, and read once all of a backward is launched: the host does not wait before. A capture forbids
-it: what the host saw in an eager step with the same gradients on this rank stands in; if it saw none, every
-parameter counts as having one, and the flags on the device decide at each replay.
+The flags say whether another rank had a gradient that this one has missed. They are copied to the
+host after the reduction, and read once all of a backward is launched: the host does not wait
+before. A capture forbids it: what the host saw in an eager step with the same gradients on this
+rank stands in; if it saw none, every parameter counts as having one, and the flags on the device
+decide at each replay.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class GradMemory(Enum):
 
     NONE = auto()  # all gradients are None
     HELD = auto()  # it may be freed while all gradients are None
-    FIXED = auto()  # it stays at its address; only that of a graph's own pool is freed, by the graph
+    FIXED = (
+        auto()
+    )  # it stays at its address; only that of a graph's own pool is freed, by the graph
 
 
 class GradShard:
@@ -79,7 +84,9 @@ class GradShard:
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self.mesh = mesh
         self._home = home
-        self.needs_staging = home.is_offloaded  # not on the mesh's device, where a reduction needs room
+        self.needs_staging = (
+            home.is_offloaded
+        )  # not on the mesh's device, where a reduction needs room
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
@@ -88,24 +95,35 @@ class GradShard:
         self._take(self._nothing)
         self._own_uses = 0  # `_uses` when nothing but the shard has the storage
         self.touched: tuple[bool, ...] = ()  # on this rank, in the last reduction; empty before it
-        # Float32 device scalar to multiply by: [Note: Pending scale] in `sharding/scaled_gradient.py`.
+        # Float32 device scalar to multiply by: [Note: Pending scale] in
+        # `sharding/scaled_gradient.py`.
         self.pending_scale: torch.Tensor | None = None
-        # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has looked.
+        # Float32 device scalar, above zero if an infinity or a NaN was found; None if nothing has
+        # looked.
         self.nonfinite: torch.Tensor | None = None
         self.objects = GradientObjects(
             params, layout, mesh.shard_rank, self._nothing, self.apply_scale, policy
         )
         self._index = {id(param): i for i, param in enumerate(self.params)}
-        self.flagged = [False] * len(self.params)  # what the flags say, as far as the host has made sure
+        self.flagged = [False] * len(
+            self.params
+        )  # what the flags say, as far as the host has made sure
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
         self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
-        self._flags_before: torch.Tensor | None = None  # a reduction that adds, if parameters have hooks
-        self._told: tuple[torch.Tensor, StreamEvent] | None = None  # flags for `decide`, and their arrival
+        self._flags_before: torch.Tensor | None = (
+            None  # a reduction that adds, if parameters have hooks
+        )
+        self._told: tuple[torch.Tensor, StreamEvent] | None = (
+            None  # flags for `decide`, and their arrival
+        )
 
-    # -- memory: see the note ---------------------------------------------------------------------------
+    # -- memory: see the note
+    # ---------------------------------------------------------------------------
 
     def _take(self, flat: torch.Tensor) -> None:
-        """Lies in `flat` from now on, whose storage comes and goes, as that of a `RecurringBuffer`."""
+        """Lies in `flat` from now on, whose storage comes and goes, as that of a
+        `RecurringBuffer`.
+        """
         layout, self.flat = self._layout, flat
         numel, count = (layout.tail_offset, len(layout.pieces)) if flat.numel() else (0, 0)
         self.values = flat.narrow(0, 0, numel)  # the gradients; zero between them
@@ -115,7 +133,8 @@ class GradShard:
     def allocate(self, *, zeroed: bool = True) -> None:
         """Gets memory, if there is none; it is zeroed, or else the caller writes all of it.
 
-        Streams: allocated for the current one, and zeroed there. Capture: safe; a capture's memory is FIXED.
+        Streams: allocated for the current one, and zeroed there. Capture: safe; a capture's memory
+        is FIXED.
         """
         if self.memory is not GradMemory.NONE:
             return
@@ -136,12 +155,16 @@ class GradShard:
         self.memory = GradMemory.HELD if may_go and not is_capturing(device) else GradMemory.FIXED
 
     def fix(self) -> None:
-        """Keeps memory at its address from now on, allocated if there is none: a graph will know it."""
+        """Keeps memory at its address from now on, allocated if there is none: a graph will know
+        it.
+        """
         self.allocate()
         self.memory = GradMemory.FIXED
 
     def fix_in_capture(self) -> None:
-        """Keeps memory, if there is any, at its address if a capture is in progress on its device."""
+        """Keeps memory, if there is any, at its address if a capture is in progress on its
+        device.
+        """
         if self.memory is GradMemory.HELD and is_capturing(self.flat.device):
             self.fix()
 
@@ -156,7 +179,8 @@ class GradShard:
         return self.memory is GradMemory.HELD and self.objects.are_absent()
 
     def free(self) -> None:
-        """Frees the memory; gradients are None, and the program keeps none of them (`part_with_kept`).
+        """Frees the memory; gradients are None, and the program keeps none of them
+        (`part_with_kept`).
 
         Streams: `self.stream` comes after all uses, copies of kept gradients among them.
         """
@@ -173,15 +197,20 @@ class GradShard:
         self.memory = GradMemory.NONE
 
     def _uses(self) -> int:
-        """Returns how many tensors and others share the storage, except `_views`, made when asked for."""
+        """Returns how many tensors and others share the storage, except `_views`, made when asked
+        for.
+        """
         return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
-    # -- before and after a reduction -------------------------------------------------------------------
+    # -- before and after a reduction
+    # -------------------------------------------------------------------
 
     def prepare(self) -> bool:
-        """Makes the shard ready for a reduction; returns False if that should overwrite everything, not add.
+        """Makes the shard ready for a reduction; returns False if that should overwrite everything,
+        not add.
 
-        To add, gradients that are None are zeroed first, and foreign ones taken over, on the current stream.
+        To add, gradients that are None are zeroed first, and foreign ones taken over, on the
+        current stream.
         """
         self.decide()
         self.nonfinite = None
@@ -193,23 +222,32 @@ class GradShard:
         for i, live in enumerate(self.settle(range(len(self.params)))):
             if not live:
                 self.view(i).zero_()
-        if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(self.flat.device):
+        if any(p._post_accumulate_grad_hooks for p in self.params) and not is_capturing(
+            self.flat.device
+        ):
             self._flags_before = self.flags.clone()
         return True
 
     def part_with_kept(self, reader: Stream) -> None:
-        """Before memory is written or freed: [Note: Kept gradients]. The program reads on `reader`."""
+        """Before memory is written or freed: [Note: Kept gradients]. The program reads on
+        `reader`.
+        """
         if self.has_memory:
             capturing = is_capturing(self.flat.device)
             self.objects.part_with_kept(reader, self.pending_scale, capturing=capturing)
 
     def reduce_into(
-        self, write: Callable[..., object], divisor: float, staging: torch.Tensor | None, streams: Streams
+        self,
+        write: Callable[..., object],
+        divisor: float,
+        staging: torch.Tensor | None,
+        streams: Streams,
     ) -> None:
-        """Writes a reduction's average, or adds it where there are gradients; see `PendingSum.write`.
+        """Writes a reduction's average, or adds it where there are gradients; see
+        `PendingSum.write`.
 
-        Streams: on the current one, after the stream that memory is allocated on. `staging` is memory like
-        `flat` on the mesh's device, if `needs_staging`.
+        Streams: on the current one, after the stream that memory is allocated on. `staging` is
+        memory like `flat` on the mesh's device, if `needs_staging`.
         """
         accumulate = self.prepare()
         if not self.has_memory:
@@ -224,7 +262,8 @@ class GradShard:
         if accumulate:
             staging.copy_(self.flat, non_blocking=True)
         write(staging, divisor=divisor, accumulate=accumulate)
-        # To the host, where the shard lives; the copy goes on after the return, until `wait_on_host`.
+        # To the host, where the shard lives; the copy goes on after the return, until
+        # `wait_on_host`.
         self.flat.copy_(staging, non_blocking=self._home.pinned)
         self._brought = self._brought or streams.event()
         self._brought.record(streams.current())
@@ -235,7 +274,8 @@ class GradShard:
             self._brought.wait_on_host()
 
     def bind(self, touched: tuple[bool, ...], streams: Streams) -> None:
-        """Binds the gradients that were `touched` on this rank, and runs hooks; `decide` binds the others.
+        """Binds the gradients that were `touched` on this rank, and runs hooks; `decide` binds the
+        others.
 
         Streams: if some were not, the flags are copied to the host on the current one.
         """
@@ -259,7 +299,8 @@ class GradShard:
                 continue
             if getattr(param, self.attribute, None) is not own:
                 setattr(param, self.attribute, own)
-            # Autograd, which would run them, never accumulates here; FSDP2 runs them after its reduction too.
+            # Autograd, which would run them, never accumulates here; FSDP2 runs them after its
+            # reduction too.
             hooks = param._post_accumulate_grad_hooks
             if hooks:
                 self.wait_on_host()
@@ -277,7 +318,9 @@ class GradShard:
         return flags, arrived
 
     def decide(self) -> None:
-        """Binds what other ranks alone had; the host waits for what comes: [Note: Missed parameters]."""
+        """Binds what other ranks alone had; the host waits for what comes: [Note: Missed
+        parameters].
+        """
         told, self._told = self._told, None
         if told is not None:
             flags, arrived = told
@@ -288,7 +331,9 @@ class GradShard:
 
     def _read(self, flags: torch.Tensor) -> list[bool]:
         """Returns which parameters were touched on some rank, and remembers it for captures."""
-        touched = [here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)]
+        touched = [
+            here or flag > 0 for here, flag in zip(self.touched, flags.tolist(), strict=True)
+        ]
         self._seen[self.touched] = touched
         return touched
 
@@ -298,10 +343,13 @@ class GradShard:
         for param in self.params:
             setattr(param, self.attribute, None)
 
-    # -- for those who read the shard -------------------------------------------------------------------
+    # -- for those who read the shard
+    # -------------------------------------------------------------------
 
     def place_of(self, param: torch.Tensor) -> int | None:
-        """Returns a parameter's place, or None if it did not require grad when the last forward began."""
+        """Returns a parameter's place, or None if it did not require grad when the last forward
+        began.
+        """
         return self._index.get(id(param))
 
     def piece(self, place: int) -> Piece:
@@ -325,16 +373,20 @@ class GradShard:
         return len(self.params)
 
     def settle(self, places: Sequence[int]) -> list[bool]:
-        """Makes flags and values agree with what is bound; returns which parameters have a gradient.
+        """Makes flags and values agree with what is bound; returns which parameters have a
+        gradient.
 
-        The flag of a gradient that is None now is cleared; any other tensor is copied into the shard.
+        The flag of a gradient that is None now is cleared; any other tensor is copied into the
+        shard.
 
-        Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by the capture.
+        Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by
+        the capture.
 
         Raises:
             ForeignParameterError: a gradient is not sharded like its parameter.
         """
-        # In a steady step every gradient is bound as it was: one pass in C over however many there are.
+        # In a steady step every gradient is bound as it was: one pass in C over however many there
+        # are.
         own = self.objects
         if len(places) == self.count and own.are_bound(scaled=self.pending_scale is not None):
             return [True] * self.count
@@ -348,13 +400,19 @@ class GradShard:
             elif grad is not own.plain[i] and grad is not own.scaled[i]:
                 self._take_over(i, grad)
             live.append(grad is not None)
-        if len(live) == self.count and not any(has and i not in self.zeroed for i, has in enumerate(live)):
+        if len(live) == self.count and not any(
+            has and i not in self.zeroed for i, has in enumerate(live)
+        ):
             self.pending_scale = self.nonfinite = None  # of gradients that are gone
         return live
 
     def _take_over(self, index: int, grad: torch.Tensor) -> None:
         own = self.objects.plain[index]
-        if not isinstance(grad, DTensor) or grad.placements != own.placements or grad.shape != own.shape:
+        if (
+            not isinstance(grad, DTensor)
+            or grad.placements != own.placements
+            or grad.shape != own.shape
+        ):
             raise ForeignParameterError(
                 "a gradient was replaced by a tensor that is not sharded like its parameter",
                 expected=f"None, or a DTensor of shape {tuple(own.shape)} with {own.placements}",
@@ -372,7 +430,8 @@ class GradShard:
         self.flagged[index] = True
         self.objects.bind(index)
 
-    # -- for graphs -------------------------------------------------------------------------------------
+    # -- for graphs
+    # -------------------------------------------------------------------------------------
 
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""
@@ -387,8 +446,8 @@ class GradShard:
     def zero(self, places: Sequence[int]) -> None:
         """Zeroes gradients that are not None, as `zero_grad(set_to_none=False)` does.
 
-        Their pending scale is forgotten with the values: zero times NaN is not zero. So is a NaN that was
-        found, once all have been zeroed (an optimizer does it group by group).
+        Their pending scale is forgotten with the values: zero times NaN is not zero. So is a NaN
+        that was found, once all have been zeroed (an optimizer does it group by group).
         """
         live = self.settle(range(self.count))
         chosen = [place for place in places if live[place]]
@@ -406,7 +465,8 @@ class GradShard:
     def scale_later(self, factor: torch.Tensor) -> None:
         """Multiplies all gradients by `factor` at their next use; see `pending_scale`.
 
-        `factor` is a float32 or float64 device scalar; it is kept, so it must not be changed afterwards.
+        `factor` is a float32 or float64 device scalar; it is kept, so it must not be changed
+        afterwards.
 
         Streams: a second factor is multiplied with the first on the current stream. Capture: safe.
         """

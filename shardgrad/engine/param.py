@@ -1,4 +1,6 @@
-"""One parameter: its sharded and its unsharded `nn.Parameter`, and the modules that register them."""
+"""One parameter: its sharded and its unsharded `nn.Parameter`, and the modules that register
+them.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ CLAIM = "_shardgrad_claim"
 _SHARDED = "_shardgrad_sharded"
 _UNSHARDED = "_shardgrad_unsharded"
 
-# By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it. Nor by a
-# weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it `module.to()`.
+# By the parameter's id, and not on the parameter: what is in its `__dict__` is saved along with it.
+# Nor by a weak reference to it, which would forbid `torch.utils.swap_tensors`, and with it
+# `module.to()`.
 _managed: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
 # The same for what modules show between forward and backward.
 _shown: weakref.WeakValueDictionary[int, FSDPParam] = weakref.WeakValueDictionary()
@@ -60,7 +63,8 @@ class FSDPParam:
         sharded: the DTensor that the optimizer sees; the original, until its group has sharded it.
         unsharded: the tensor that compute sees; made at the first unshard.
         post_forward: the DTensor over neighbouring ranks, if the group reshards to fewer.
-        expected_local: local tensor of `sharded` as the engine left it; a view of the shard if `is_flat`.
+        expected_local: local tensor of `sharded` as the engine left it; a view of the shard if
+            `is_flat`.
     """
 
     name: str
@@ -96,9 +100,11 @@ class FSDPParam:
 
 
 class Registration:
-    """What modules register for sharded parameters, as the engine left it (objects, memory, no extensions).
+    """What modules register for sharded parameters, as the engine left it (objects, memory, no
+    extensions).
 
-    Compared at every forward and replay, changed by every unshard and reshard, so the loops are C's.
+    Compared at every forward and replay, changed by every unshard and reshard, so the loops are
+    C's.
     """
 
     def __init__(self, params: Iterable[FSDPParam]) -> None:
@@ -119,7 +125,9 @@ class Registration:
                 self._locals.append(p.expected_local)
 
     def holds(self) -> bool:
-        """Returns whether modules register just these parameters, with their memory where it was."""
+        """Returns whether modules register just these parameters, with their memory where it
+        was.
+        """
         registered = map(dict.get, self._registers, self._attributes)
         return (
             all(map(is_, registered, self._params))
@@ -150,20 +158,26 @@ def mark_post_forward(p: FSDPParam) -> None:
 
 
 def managed_by(param: torch.Tensor) -> FSDPParam | None:
-    """Returns what manages a parameter; None if it is not one of ours, or was replaced by another."""
+    """Returns what manages a parameter; None if it is not one of ours, or was replaced by
+    another.
+    """
     managed = _managed.get(id(param))
     return managed if managed is not None and managed.sharded is param else None
 
 
 def fsdp_param_of(param: torch.Tensor) -> FSDPParam | None:
-    """Returns what manages a parameter, in whichever state modules show it; None if it is not one of ours."""
+    """Returns what manages a parameter, in whichever state modules show it; None if it is not one
+    of ours.
+    """
     shown = _shown.get(id(param))
     is_shown = shown is not None and (shown.unsharded is param or shown.post_forward is param)
     return shown if is_shown else managed_by(param)
 
 
 def is_sharded_by_us(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is a sharded one, and not a plain tensor or another library's DTensor."""
+    """Returns whether a parameter is a sharded one, and not a plain tensor or another library's
+    DTensor.
+    """
     return _SHARDED in param.__dict__
 
 

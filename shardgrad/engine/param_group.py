@@ -10,9 +10,10 @@
 | `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
 | `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
 
-A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one a plain
-`nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is for ZeRO stages 1
-and 2, the states after it for `reshard_after_forward` as an int (`features/post_forward.py`).
+A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one
+a plain `nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is
+for ZeRO stages 1 and 2, the states after it for `reshard_after_forward` as an int
+(`features/post_forward.py`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded"
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
-    __hash__ = object.__hash__  # in C; that of Enum is a function in Python, called at each transition
+    __hash__ = (
+        object.__hash__
+    )  # in C; that of Enum is a function in Python, called at each transition
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
@@ -87,7 +90,11 @@ TRANSITIONS = {
     (SHARDED_POST_FORWARD, SHARDED): "reshard",
 }
 
-_AFTER_UNSHARD = {SHARDED: UNSHARDING, SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD, KEPT: KEPT_UNSHARDING}
+_AFTER_UNSHARD = {
+    SHARDED: UNSHARDING,
+    SHARDED_POST_FORWARD: UNSHARDING_POST_FORWARD,
+    KEPT: KEPT_UNSHARDING,
+}
 _AFTER_CANCEL = {after: before for before, after in _AFTER_UNSHARD.items()}
 
 # By the id of a group's parameter; the group keeps it alive.
@@ -106,8 +113,10 @@ class GroupSpec:
     Attributes:
         shard_memory: where shards, gradients and optimizer states live.
         stage: what is kept unsharded on every rank.
-        second_step: makes what follows the reduce-scatter if the mesh has another dim to reduce over.
-        regroup: asked at lazy init, before any change; returns None, or what makes the replacing groups.
+        second_step: makes what follows the reduce-scatter if the mesh has another dim to reduce
+            over.
+        regroup: asked at lazy init, before any change; returns None, or what makes the replacing
+            groups.
     """
 
     mesh: DataParallelMesh
@@ -121,7 +130,8 @@ class GroupSpec:
 
 
 class ParamGroup:
-    """Parameters of one unit with one dtype on one mesh; allocates their shard, which `shard_params` fills.
+    """Parameters of one unit with one dtype on one mesh; allocates their shard, which
+    `shard_params` fills.
 
     Attributes:
         params: in an order that all ranks share.
@@ -129,8 +139,10 @@ class ParamGroup:
         shard: 1-D, this rank's chunk, in the parameters' dtype, or bytes if they travel as bytes.
         is_flat: True if the local tensors of sharded parameters are views of `shard`.
         kind: in words, for the comparison between ranks.
-        generation: how often parameters were replaced; a gradient shard of an earlier one is of no use.
-        steps_taken: how often an optimizer has moved the parameters; see `checks/optimizer_hooks.py`.
+        generation: how often parameters were replaced; a gradient shard of an earlier one is of no
+            use.
+        steps_taken: how often an optimizer has moved the parameters; see
+            `checks/optimizer_hooks.py`.
         keeps_memory: a reshard does not free the unsharded memory.
         alignment: elements that offsets in chunks are multiples of.
     """
@@ -155,7 +167,10 @@ class ParamGroup:
         self.keeps_memory = False
         self.steps_taken = 0
         self.generation = 0
-        self._gathered_version = (-1, -1)  # of the values in unsharded memory, or on their way there
+        self._gathered_version = (
+            -1,
+            -1,
+        )  # of the values in unsharded memory, or on their way there
         self._all_gather: AllGather | None = None
         self._unsharded: UnshardedMemory | None = None
         self._inputs: list[AllGatherInput] = []
@@ -166,10 +181,14 @@ class ParamGroup:
         self._note_params()
 
     def set_tags(self, name: str, number: int) -> None:
-        """Names the group's messages; `number` comes from `same_model.py`, the same on every rank."""
+        """Names the group's messages; `number` comes from `same_model.py`, the same on every
+        rank.
+        """
         self.name = name
         self._gather_tag = MessageTag.of(f"all-gather of {name}", 4 * number)
-        self._regather_tag = MessageTag.of(f"all-gather of {name} from its neighbours", 4 * number + 1)
+        self._regather_tag = MessageTag.of(
+            f"all-gather of {name} from its neighbours", 4 * number + 1
+        )
         self.reduce_tag = MessageTag.of(f"reduce-scatter of {name}", 4 * number + 2)
         self._inputs = []
 
@@ -178,7 +197,8 @@ class ParamGroup:
         self.collectives = collectives
         self._inputs = []
 
-    # -- the shard --------------------------------------------------------------------------------------
+    # -- the shard
+    # --------------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
@@ -187,7 +207,9 @@ class ParamGroup:
 
     @property
     def _holds_bytes(self) -> bool:
-        """True if the shard holds parameters as bytes. What an extension keeps is not in the shard."""
+        """True if the shard holds parameters as bytes. What an extension keeps is not in the
+        shard.
+        """
         return self.is_flat and travels_as_bytes(self.dtype)
 
     def _set_dtypes(self, dtype: torch.dtype) -> None:
@@ -203,10 +225,18 @@ class ParamGroup:
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        is_packed = wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1  # float8 is made later
+        is_packed = (
+            wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
+        )  # float8 is made later
         self.wire_dtype = wire_dtype if is_packed else self.reduce_dtype
         self.alignment = alignment_numel(
-            [self.shard_dtype, self.gather_dtype, self.reduce_dtype, self.gradient_dtype, wire_dtype]
+            [
+                self.shard_dtype,
+                self.gather_dtype,
+                self.reduce_dtype,
+                self.gradient_dtype,
+                wire_dtype,
+            ]
         )
 
     def _allocate(self, *, on_meta: bool = False) -> None:
@@ -222,10 +252,15 @@ class ParamGroup:
         self._inputs = []
 
     def layout_of(self, params: Sequence[FSDPParam], *, with_flags: bool) -> ShardLayout:
-        """Returns the layout of `params`; `with_flags` reserves one element for each behind the pieces."""
+        """Returns the layout of `params`; `with_flags` reserves one element for each behind the
+        pieces.
+        """
         shardings = [p.sharding for p in params]
         return ShardLayout.of(
-            [stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape for s in shardings],
+            [
+                stored_shape(s.shape, self.dtype) if self._holds_bytes else s.shape
+                for s in shardings
+            ],
             self.mesh.shard_size,
             alignment=self.alignment,
             with_flags=with_flags,
@@ -235,7 +270,11 @@ class ParamGroup:
 
     def _is_zero_copy(self, sharding: ParamSharding) -> bool:
         """See [Note: Zero-copy parameters] in `sharding/zero_copy.py`."""
-        if not self.is_flat or self._holds_bytes or not self.spec.all_gather_input.supports_zero_copy:
+        if (
+            not self.is_flat
+            or self._holds_bytes
+            or not self.spec.all_gather_input.supports_zero_copy
+        ):
             return False
         shape, dim, size = sharding.shape, sharding.dim, self.mesh.shard_size
         return is_zero_copy(shape, dim, size, alignment=self.alignment, dtype=self.gather_dtype)
@@ -247,7 +286,9 @@ class ParamGroup:
 
     @torch.no_grad()
     def shard_params(self) -> None:
-        """Fills the shard and makes the sharded parameters; modules go on registering the originals."""
+        """Fills the shard and makes the sharded parameters; modules go on registering the
+        originals.
+        """
         rank = self.mesh.shard_rank
         for p, view, piece in zip(self.params, self.local_views(), self.layout.pieces, strict=True):
             original = p.sharded
@@ -255,7 +296,9 @@ class ParamGroup:
             if values.device.type != "meta":
                 view.copy_(piece.of(values, rank))
             p.expected_local = in_own_storage(view)
-            p.sharded = p.sharding.sharded_param(p.expected_local, requires_grad=original.requires_grad)
+            p.sharded = p.sharding.sharded_param(
+                p.expected_local, requires_grad=original.requires_grad
+            )
             p.sharded.__dict__.update(original.__dict__)
         self._note_params()
 
@@ -267,9 +310,13 @@ class ParamGroup:
 
     @torch.no_grad()
     def without(self, leaving: Collection[FSDPParam]) -> ParamGroup | None:
-        """Returns the group of parameters that stay, or None; only before the group is first unsharded."""
+        """Returns the group of parameters that stay, or None; only before the group is first
+        unsharded.
+        """
         views = self.local_views()
-        staying = [(p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving]
+        staying = [
+            (p, view) for p, view in zip(self.params, views, strict=True) if p not in leaving
+        ]
         if not staying:
             return None
         smaller = self._rebuilt([p for p, _ in staying])
@@ -288,7 +335,8 @@ class ParamGroup:
     def refill(self, shown: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
         """Copies replacements into a shard: a new one, unless they lie in it already.
 
-        What the program holds of the old one, such as weights that it means to put back, keeps its values.
+        What the program holds of the old one, such as weights that it means to put back, keeps its
+        values.
         """
         self.generation += 1
         locals_ = [local_of(param) for param in shown]
@@ -301,7 +349,9 @@ class ParamGroup:
         elif any(_lies_elsewhere(*both) for both in zip(locals_, self.local_views(), strict=True)):
             self.shard = self.shard_memory.zeros(self.layout.chunk_numel, self.shard_dtype)
             self._inputs = []
-        for p, new, local, view in zip(self.params, shown, locals_, self.local_views(), strict=True):
+        for p, new, local, view in zip(
+            self.params, shown, locals_, self.local_views(), strict=True
+        ):
             if _lies_elsewhere(local, view):
                 view.copy_(local)
                 keep_for_current_stream(local)
@@ -312,7 +362,9 @@ class ParamGroup:
         self._note_params()
 
     def memory(self) -> Iterator[tuple[str, torch.UntypedStorage]]:
-        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0 bytes."""
+        """Yields what the group keeps from step to step, with its owner; storage that is gone has 0
+        bytes.
+        """
         yield "parameters", self.shard.untyped_storage()
         if self._unsharded is not None:
             for buffer in self._unsharded.buffers:
@@ -320,20 +372,23 @@ class ParamGroup:
         for source in self._inputs:
             yield from source.memory()
 
-    # -- unshard ----------------------------------------------------------------------------------------
+    # -- unshard
+    # ----------------------------------------------------------------------------------------
 
     def _move(self, to: ParamState) -> None:
         """Changes the state; a transition that is not listed is a fault of the engine."""
         if (self.state, to) not in TRANSITIONS:
             raise RuntimeError(
-                f"the parameters of unit {self.name or 'root'!r} cannot go from {self.state} to {to}"
+                f"the parameters of unit {self.name or 'root'!r} cannot go from {self.state} to "
+                f"{to}"
             )
         self.state = to
 
     def unshard(self, comm_ctx: CommContext) -> None:
         """Starts the all-gather, unless the parameters are unsharded or on their way.
 
-        Streams: on the gather stream, after parameters were last written. Capture: safe after the first call.
+        Streams: on the gather stream, after parameters were last written. Capture: safe after the
+        first call.
         """
         after = _AFTER_UNSHARD.get(self.state)
         if after is None:
@@ -359,7 +414,9 @@ class ParamGroup:
         return AllGather(source, self.name, self.wait_for_unshard, unsharded.zero_copy)
 
     def _make_inputs(self, comm_ctx: CommContext) -> list[AllGatherInput]:
-        """Returns the shard as an input and, if there are zero-copy parameters, what is left without them."""
+        """Returns the shard as an input and, if there are zero-copy parameters, what is left
+        without them.
+        """
         make, layout = self.spec.all_gather_input, self.layout
         chunks = [self.shard]
         if layout.zero_copy and self.collectives.gathers_plainly:
@@ -392,7 +449,9 @@ class ParamGroup:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:
-                self.keeps_memory |= gather.is_zero_copy  # messages may still be on their way into it
+                self.keeps_memory |= (
+                    gather.is_zero_copy
+                )  # messages may still be on their way into it
                 self._move(_AFTER_CANCEL[self.state])
                 raise
             finally:
@@ -407,7 +466,9 @@ class ParamGroup:
         """Returns the unsharded parameters' memory and objects, made at the first call."""
         if not isinstance(self._unsharded, UnshardedParams):
             device, dtype = self.mesh.device, self.gather_dtype
-            self._unsharded = UnshardedParams(self.params, self.layout, self.shard, dtype, device, streams)
+            self._unsharded = UnshardedParams(
+                self.params, self.layout, self.shard, dtype, device, streams
+            )
         return self._unsharded
 
     def cancel_unshard(self) -> None:
@@ -428,12 +489,15 @@ class ParamGroup:
         for source in self._inputs:
             source.wait_until_read()
 
-    # -- reshard ----------------------------------------------------------------------------------------
+    # -- reshard
+    # ----------------------------------------------------------------------------------------
 
     def reshard(self, *, drop_kept: bool = False) -> None:
-        """Registers the sharded parameters and frees the unsharded memory; drops a pending all-gather.
+        """Registers the sharded parameters and frees the unsharded memory; drops a pending
+        all-gather.
 
-        `drop_kept` also drops what is kept between steps, so the next all-gather starts from the shards.
+        `drop_kept` also drops what is kept between steps, so the next all-gather starts from the
+        shards.
 
         Streams: storage returns to the allocator on the stream it was allocated on.
         """
@@ -463,7 +527,9 @@ class ParamGroup:
         """Gives up resharding to fewer ranks, if the group was asked to."""
 
     def reshard_if_stale(self) -> None:
-        """Reshards if an optimizer step or in-place operation wrote the shard since it was gathered."""
+        """Reshards if an optimizer step or in-place operation wrote the shard since it was
+        gathered.
+        """
         if self.state is not SHARDED and self._version() != self._gathered_version:
             self.reshard(drop_kept=True)
 

@@ -1,6 +1,7 @@
 """A reduction under way: from packed chunks to the average in the gradient shard.
 
-    reduce-scatter -> (second step, over the mesh's other dim) -> (all-reduce hook) -> gradient shard
+    reduce-scatter -> (second step, over the mesh's other dim) -> (all-reduce hook) -> gradient
+    shard
 
 Which of the steps there are is fixed by the group's mesh and settings, never by the data.
 """
@@ -21,12 +22,21 @@ from shardgrad.engine.streams import Stream, StreamEvent, Streams
 from shardgrad.engine.transports import MessageTag, Work
 from shardgrad.errors import CollectiveError
 
-__all__ = ["AllReduceHook", "PartialSum", "PendingSum", "Reduction", "ReductionMemory", "SecondStep"]
+__all__ = [
+    "AllReduceHook",
+    "PartialSum",
+    "PendingSum",
+    "Reduction",
+    "ReductionMemory",
+    "SecondStep",
+]
 
 
 @dataclass(eq=False)
 class PendingSum:
-    """What adds up to a chunk: ranges, each a first element, a length, and 1-D summands of that length."""
+    """What adds up to a chunk: ranges, each a first element, a length, and 1-D summands of that
+    length.
+    """
 
     _ranges: Sequence[tuple[int, int, Sequence[torch.Tensor]]]
 
@@ -49,7 +59,9 @@ class PendingSum:
 
 
 class PartialSum:
-    """What earlier micro-batches have left after the reduce-scatter, for the second step to take along."""
+    """What earlier micro-batches have left after the reduce-scatter, for the second step to take
+    along.
+    """
 
     def __init__(self) -> None:
         self.tensor: torch.Tensor | None = None  # in the reduce dtype; None until the first time
@@ -91,7 +103,9 @@ class AllReduceHook:
 class Reduction:
     """A launched reduction: what it reads, where its result goes, and how to end it."""
 
-    works: Sequence[tuple[int, int, Work]]  # each behind the first element and length of what it brings
+    works: Sequence[
+        tuple[int, int, Work]
+    ]  # each behind the first element and length of what it brings
     memory: ReductionMemory  # whose slots are released at the end
     shard: GradShard | None  # None to stop after the first step and keep a partial sum
     touched: tuple[bool, ...]  # per trainable parameter, whether this rank had a gradient
@@ -108,7 +122,9 @@ class Reduction:
     _pending: PendingSum | None = None
 
     def start_second_step(self) -> None:
-        """Ends the reduce-scatter and starts a second step; the host waits only without stream order."""
+        """Ends the reduce-scatter and starts a second step; the host waits only without stream
+        order.
+        """
         if self._has_started_second:
             return
         self._has_started_second = True
@@ -133,7 +149,9 @@ class Reduction:
         return PendingSum([(begin, numel, work.wait()) for begin, numel, work in self.works])
 
     def complete(self) -> None:
-        """Ends the reduction: the gradients are bound, and its slots are free once the device gets there."""
+        """Ends the reduction: the gradients are bound, and its slots are free once the device gets
+        there.
+        """
         if self.is_complete:
             return
         self.start_second_step()
@@ -155,7 +173,9 @@ class Reduction:
     def _through_hook(
         self, hook: AllReduceHook, pending: PendingSum, numel: int, streams: Streams
     ) -> tuple[PendingSum, float]:
-        """Shows the result to the program's hook; returns the sum to go on with, and its divisor."""
+        """Shows the result to the program's hook; returns the sum to go on with, and its
+        divisor.
+        """
         out = self.memory.own if self.second is None else self.second.result(self.memory.own)
         pending.write(out, divisor=1.0 if hook.is_before_division else self.divisor)
         current = streams.current()
@@ -166,7 +186,9 @@ class Reduction:
             hook.call(out.narrow(0, 0, numel))
         self.done.record(place)
         self.done.wait(current)
-        return PendingSum([(0, out.numel(), [out])]), self.divisor if hook.is_before_division else 1.0
+        return PendingSum(
+            [(0, out.numel(), [out])]
+        ), self.divisor if hook.is_before_division else 1.0
 
     def join(self, stream: Stream) -> None:
         """Completes, and makes `stream` wait for the gradients, or the host if they come to it."""
@@ -176,7 +198,9 @@ class Reduction:
             self.shard.decide()
 
     def abandon(self) -> bool:
-        """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost with it."""
+        """Ends and drops a reduction of a failed backward; returns if gradients or sums are lost
+        with it.
+        """
         is_written = self.is_complete or self._has_started_second
         if is_written:
             self.partial.is_live = False
@@ -198,7 +222,10 @@ class Reduction:
 
     def _finish(self) -> None:
         self.is_complete = True
-        self.works, self._pending = (), None  # they may hold gradients that were sent from where they are
+        self.works, self._pending = (
+            (),
+            None,
+        )  # they may hold gradients that were sent from where they are
         for slot in self.memory.slots:
             slot.release(self.end)
         self.done.record(self.end)

@@ -1,7 +1,7 @@
 """Taking over parameters that a program replaced or moved.
 
-After `load_state_dict(assign=True)`, `model.to(...)`, `to_empty` or assignment, modules register tensors that
-are not the shard's views: their values are copied into it, and they become its views.
+After `load_state_dict(assign=True)`, `model.to(...)`, `to_empty` or assignment, modules register
+tensors that are not the shard's views: their values are copied into it, and they become its views.
 """
 
 from __future__ import annotations
@@ -15,30 +15,43 @@ from shardgrad.errors import ExtensionError, ForeignParameterError, MetaParamete
 
 __all__ = ["adopt", "require_data"]
 
-_NOT_SHARDED = (ParamState.UNSHARDED, ParamState.SHARDED_POST_FORWARD, ParamState.UNSHARDING_POST_FORWARD)
+_NOT_SHARDED = (
+    ParamState.UNSHARDED,
+    ParamState.SHARDED_POST_FORWARD,
+    ParamState.UNSHARDING_POST_FORWARD,
+)
 
 
 def adopt(group: ParamGroup) -> bool:
-    """Takes over what a sharded group's modules register now; returns whether addresses may have changed.
+    """Takes over what a sharded group's modules register now; returns whether addresses may have
+    changed.
 
-    Nothing is taken over while a parameter is on the meta device, or before a first forward that regroups.
+    Nothing is taken over while a parameter is on the meta device, or before a first forward that
+    regroups.
 
     Raises:
-        ExtensionError: a parameter of a flat shard got all-gather extensions after the first forward.
-        ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing has changed.
+        ExtensionError: a parameter of a flat shard got all-gather extensions after the first
+            forward.
+        ForeignParameterError: a replacement is sharded differently, or dtypes are mixed; nothing
+            has changed.
     """
     if group.state in _NOT_SHARDED or group.registration.holds():
         return False
     shown = [_shown(p, group) for p in group.params]
     if group.is_flat and any(map(is_extension, shown)):
         if group.is_in_use:
-            names = [p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)]
+            names = [
+                p.name for p, param in zip(group.params, shown, strict=True) if is_extension(param)
+            ]
             raise ExtensionError(
-                f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the first forward",
-                expected="both methods on the local tensor before the first forward of the root, or neither",
+                f"{', '.join(names)} got fsdp_pre_all_gather or fsdp_post_all_gather after the "
+                f"first forward",
+                expected="both methods on the local tensor before the first forward of the root, "
+                "or neither",
                 got="a parameter that already travels in a flat shard",
                 where=f"unit {group.name or 'root'!r}",
-                fix="put the methods there after to_empty() or loading, and before the model first runs",
+                fix="put the methods there after to_empty() or loading, and before the model first "
+                "runs",
             )
         return False
     if any(param.device.type == "meta" for param in shown):
@@ -53,7 +66,8 @@ def require_data(group: ParamGroup) -> None:
     names = [p.name for p in group.params if p.sharded.device.type == "meta"]
     if names:
         raise MetaParameterError(
-            "FSDP parameters should be materialized from meta device before training, but the following "
+            "FSDP parameters should be materialized from meta device before training, but the "
+            "following "
             f"were still on meta device: {names}",
             expected=f"parameters on {group.shard_memory.device}",
             got=f"{len(names)} on meta",
@@ -71,20 +85,27 @@ def _shown(p: FSDPParam, group: ParamGroup) -> nn.Parameter:
     placements = p.sharding.placements
     if isinstance(param, DTensor) and param.grad_fn is not None:
         raise ForeignParameterError(
-            f"parameter {p.name} was replaced by the result of an operation, to which no gradient would flow",
+            f"parameter {p.name} was replaced by the result of an operation, to which no gradient "
+            f"would flow",
             expected="nn.Parameter(DTensor), a leaf",
             got=f"a DTensor with {param.grad_fn.name()}",
             where=f"unit {group.name or 'root'!r}",
-            fix="detach() it, and its values are taken over; to train what it was made of, compute it in the "
+            fix="detach() it, and its values are taken over; to train what it was made of, compute "
+            "it in the "
             "module's forward",
         )
-    if not (isinstance(param, DTensor) and tuple(param.shape) == p.shape and param.placements == placements):
+    if not (
+        isinstance(param, DTensor)
+        and tuple(param.shape) == p.shape
+        and param.placements == placements
+    ):
         raise ForeignParameterError(
             f"parameter {p.name} was replaced by something its unit cannot take over",
             expected=f"nn.Parameter(DTensor) of shape {p.shape} with placements {placements}",
             got=f"{type(shown).__name__} of shape {None if shown is None else tuple(shown.shape)}",
             where=f"unit {group.name or 'root'!r}",
-            fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); parametrize, "
+            fix="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements); "
+            "parametrize, "
             "or remove parameters, before fully_shard",
         )
     return shown  # type: ignore[return-value]

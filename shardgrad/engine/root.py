@@ -1,8 +1,9 @@
-"""The root: the context that the first outermost unit to run shares with all units under it (lazy init).
+"""The root: the context that the first outermost unit to run shares with all units under it (lazy
+init).
 
-An iteration: enter_forward(outermost unit) -> leave_forward -> pre-backward -> end_backward. One that an
-exception cut short is cleared by the next outermost forward. If an inner unit ran first, it was a root of its
-units; the real root takes over what it had noted.
+An iteration: enter_forward(outermost unit) -> leave_forward -> pre-backward -> end_backward. One
+that an exception cut short is cleared by the next outermost forward. If an inner unit ran first, it
+was a root of its units; the real root takes over what it had noted.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class RootContext:
     """Shared by every unit under one root: `units`, in construction order, the root first.
 
     Attributes:
-        keep_unsharded: True while ranks may run different units (`features/participation.py`): nothing is
-            resharded before the backward is over, and units are gathered in order, see `gather_through`.
+        keep_unsharded: True while ranks may run different units (`features/participation.py`):
+            nothing is resharded before the backward is over, and units are gathered in order, see
+            `gather_through`.
         post_optim_event: what the next forward's all-gathers wait for, if the program said so.
     """
 
@@ -55,21 +57,26 @@ class RootContext:
         self._backward_order: list[Unit] = []
         self._order_before = 0  # length of that order when the latest forward began
         # The host has to wait for these before a program may write their shards.
-        self._offloaded = [g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded]
+        self._offloaded = [
+            g for unit in self.units for g in unit.groups if g.shard_memory.is_offloaded
+        ]
 
     @property
     def grad_groups(self) -> list[GradGroup]:
         """Every group's gradients, in construction order."""
         return [grads for unit in self.units for grads in unit.grad_groups]
 
-    # -- forward ----------------------------------------------------------------------------------------
+    # -- forward
+    # ----------------------------------------------------------------------------------------
 
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Opens a forward if `unit` is the outermost one running, or runs inside its registered method.
+        """Opens a forward if `unit` is the outermost one running, or runs inside its registered
+        method.
 
-        Streams: later all-gathers start after the current stream, where the optimizer wrote the parameters.
+        Streams: later all-gathers start after the current stream, where the optimizer wrote the
+        parameters.
         """
         opens_again = self._forward_root is unit and unit.methods_running > 0
         has_failed = self._forward_root is unit and not opens_again and not unit.runs_in_itself
@@ -84,7 +91,9 @@ class RootContext:
             unit.require_complete()
         device = self.comm_ctx.device
         if device.type != "cpu":
-            if is_capturing(device) != self._is_captured:  # by torch.cuda.graph, if not by graphed_step
+            if (
+                is_capturing(device) != self._is_captured
+            ):  # by torch.cuda.graph, if not by graphed_step
                 self._is_captured = not self._is_captured
                 self.comm_ctx.streams.forget_events()
                 self.quiesce()
@@ -99,10 +108,11 @@ class RootContext:
         return args, kwargs
 
     def free_gradients(self) -> None:
-        """Frees the memory of gradients that are None: [Note: Memory of gradients] in `grad_shard.py`.
+        """Frees the memory of gradients that are None: [Note: Memory of gradients] in
+        `grad_shard.py`.
 
-        Streams: those that it was allocated on wait for the current one, on which what the program keeps is
-        copied, and for the optimizer's.
+        Streams: those that it was allocated on wait for the current one, on which what the program
+        keeps is copied, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups]
@@ -111,17 +121,25 @@ class RootContext:
             shard.fix_in_capture()
         former = [shard for grads in self.grad_groups for shard in grads.former_shards]
         replaced = [
-            each for each in former if not (each.objects.is_any_bound() or is_capturing(each.flat.device))
+            each
+            for each in former
+            if not (each.objects.is_any_bound() or is_capturing(each.flat.device))
         ]
         free = [shard for shard in (*held, *replaced) if shard.may_be_freed]
         if not (free or replaced) or self.scheduler.is_any_in_flight:
             return
-        streams, reader, event = self.comm_ctx.streams, self.comm_ctx.streams.current(), self.post_optim_event
+        streams, reader, event = (
+            self.comm_ctx.streams,
+            self.comm_ctx.streams.current(),
+            self.post_optim_event,
+        )
         if event is not None and any(shard.objects.may_be_kept() for shard in free):
             streams.event_of(event).wait(reader)
         for shard in free:
             shard.part_with_kept(reader)
-        for stream in {shard.stream for shard in (*free, *replaced)} - {None}:  # of memory on the host
+        for stream in {shard.stream for shard in (*free, *replaced)} - {
+            None
+        }:  # of memory on the host
             if event is not None:
                 streams.event_of(event).wait(stream)
             if stream != reader:
@@ -155,8 +173,9 @@ class RootContext:
     def upcoming(self, unit: Unit) -> Unit | None:
         """Returns the unit to prefetch: the one that followed `unit` in the root's first forward.
 
-        A forward that departs from it gets no further prefetch and changes nothing: evaluation cannot spoil
-        training's order. Under `participate`, ranks would pair up the wrong all-gathers, so there is none.
+        A forward that departs from it gets no further prefetch and changes nothing: evaluation
+        cannot spoil training's order. Under `participate`, ranks would pair up the wrong
+        all-gathers, so there is none.
         """
         if self.keep_unsharded:
             return None
@@ -171,9 +190,11 @@ class RootContext:
         return order[position + 1] if position + 1 < len(order) else None
 
     def is_needed_next(self, unit: Unit) -> bool:
-        """Returns whether to keep `unit`, the last one of the recorded forward: backward begins with it.
+        """Returns whether to keep `unit`, the last one of the recorded forward: backward begins
+        with it.
 
-        Not on a device: the loss is often the peak, and the all-gather overlaps with the head's backward.
+        Not on a device: the loss is often the peak, and the all-gather overlaps with the head's
+        backward.
         """
         keeps = self._order_frozen and self.comm_ctx.gather_ring.keeps
         return keeps and torch.is_grad_enabled() and unit is self._order[-1]
@@ -195,7 +216,9 @@ class RootContext:
         return len(self._backward_order) - 1
 
     def gather_through(self, unit: Unit | None) -> None:
-        """Unshards every unit up to and including `unit` (None: all), in order, if `keep_unsharded`."""
+        """Unshards every unit up to and including `unit` (None: all), in order, if
+        `keep_unsharded`.
+        """
         if not self.keep_unsharded:
             return
         last = len(self.units) if unit is None else self.units.index(unit) + 1
@@ -207,7 +230,8 @@ class RootContext:
     def gather_in_order(self) -> None:
         """Makes `gather_through` begin with the first unit; nothing is resharded from now on."""
         if self._forward_root is not None or self.scheduler.backward_running:
-            self.recover()  # here, on every rank: one without a batch has no forward that would do it
+            # here, on every rank: one without a batch has no forward that would do it
+            self.recover()
         self.keep_unsharded = True
         self._gathered = 0
 
@@ -224,19 +248,23 @@ class RootContext:
         for group in self._offloaded:
             group.wait_until_read()
 
-    # -- backward ---------------------------------------------------------------------------------------
+    # -- backward
+    # ---------------------------------------------------------------------------------------
 
     def before(self, place: int) -> Unit | None:
         """Returns the unit whose backward is expected after the one at `place`."""
         return self._backward_order[place - 1] if 0 < place <= len(self._backward_order) else None
 
     def end_backward(self, *, wait: bool = True) -> None:
-        """Ends a backward: frees what is still unsharded, reduces what is left, waits for the gradients.
+        """Ends a backward: frees what is still unsharded, reduces what is left, waits for the
+        gradients.
 
         Streams: the stream that called backward waits for every reduction.
         """
         with (
-            span("root_post_backward_callback", self.root.name) if profiler._is_profiler_enabled else NO_SPAN,
+            span("root_post_backward_callback", self.root.name)
+            if profiler._is_profiler_enabled
+            else NO_SPAN,
             torch.no_grad(),
         ):
             self.scheduler.finish_reading()
@@ -247,19 +275,22 @@ class RootContext:
                 self._backward_order.clear()
             self._wait_until_read()
 
-    # -- between iterations -----------------------------------------------------------------------------
+    # -- between iterations
+    # -----------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
 
-        Gradients that a failed backward left half-written are dropped with a warning; what they were added
-        to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
+        Gradients that a failed backward left half-written are dropped with a warning; what they
+        were added to becomes None. See [Note: States of a group's gradients] in `grad_group.py`.
         """
         self._forward_root = None
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
-            del self._backward_order[self._order_before :]  # those before it may have a backward yet
+            del self._backward_order[
+                self._order_before :
+            ]  # those before it may have a backward yet
             for unit in self.units:
                 unit.abandon_forward()
         else:
@@ -273,8 +304,10 @@ class RootContext:
             lost = self.scheduler.abandon_backward(self.grad_groups)
             added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
             warnings.warn(
-                "a backward failed half-way: the gradients that it has computed are dropped, those of "
-                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of them.",
+                "a backward failed half-way: the gradients that it has computed are dropped, those "
+                "of "
+                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
+                f"them.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -307,7 +340,8 @@ class RootContext:
         self.scheduler.inherit(other.scheduler)
 
 
-# -- lazy init ----------------------------------------------------------------------------------------------
+# -- lazy init
+# ----------------------------------------------------------------------------------------------
 
 
 def context_of(unit: Unit) -> RootContext | None:
@@ -368,7 +402,11 @@ def _name_everything(root_module: nn.Module, units: list[Unit]) -> None:
 def _regroup(units: list[Unit]) -> None:
     """Splits groups whose parameters can no longer all travel together; see `GroupSpec.regroup`."""
     # All are asked before any is changed.
-    splits = [(unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units]
+    splits = [
+        (unit, [(group, group.spec.regroup(group)) for group in unit.groups]) for unit in units
+    ]
     for unit, groups in splits:
         if any(split is not None for _, split in groups):
-            unit.set_groups([part for group, split in groups for part in (split() if split else [group])])
+            unit.set_groups(
+                [part for group, split in groups for part in (split() if split else [group])]
+            )

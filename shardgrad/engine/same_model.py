@@ -25,18 +25,22 @@ numbers = _MessageNumbers()
 
 
 def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> list[str]:
-    """Returns a line for each fact that all ranks must share, in order; of parameters on `mesh`, if given."""
+    """Returns a line for each fact that all ranks must share, in order; of parameters on `mesh`, if
+    given.
+    """
     lines = []
     for unit in units:
         lines.append(
-            f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, {unit.mp_policy}"
+            f"unit {unit.name}: reshard_after_forward={unit.reshard_after_forward}, "
+            f"{unit.mp_policy}"
         )
         for group in unit.groups:
             if mesh not in (None, group.mesh):
                 continue
             lines.append(f"{group.kind} of {unit.name}: {group.gradient_policy}, {group.stage}")
             lines.extend(
-                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, requires_grad={p.sharded.requires_grad}, "
+                f"parameter {p.name}: {p.shape}, {p.sharded.dtype}, "
+                f"requires_grad={p.sharded.requires_grad}, "
                 f"{p.sharding.placements}"
                 for p in group.params
             )
@@ -44,10 +48,12 @@ def describe(units: Sequence[Unit], mesh: DataParallelMesh | None = None) -> lis
 
 
 def require_same_model(units: Sequence[Unit]) -> None:
-    """Compares the model across the ranks of the root's mesh, and parameters on other meshes across theirs.
+    """Compares the model across the ranks of the root's mesh, and parameters on other meshes across
+    theirs.
 
-    A collective, once per root. It also gives every group the number that keeps its messages apart: ranks may
-    have built different numbers of models before, so they continue from the largest count among them.
+    A collective, once per root. It also gives every group the number that keeps its messages apart:
+    ranks may have built different numbers of models before, so they continue from the largest count
+    among them.
 
     Raises:
         RankDisagreementError: on every rank, naming the first difference.

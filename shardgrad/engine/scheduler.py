@@ -1,11 +1,11 @@
 """Reductions: in which order groups are reduced.
 
 [Note: Order of reductions]
-The sequence of collectives must not depend on the data, or ranks that use different parameters would pair
-up the wrong ones. Groups are therefore reduced in the reverse of the order in which their units entered
-forward, each exactly once: a group that is complete early waits for its predecessors, one that got no
-gradients sends zeros. A group is complete when its unit's backward is over; if no input of the unit needs a
-gradient, when all are there.
+The sequence of collectives must not depend on the data, or ranks that use different parameters
+would pair up the wrong ones. Groups are therefore reduced in the reverse of the order in which
+their units entered forward, each exactly once: a group that is complete early waits for its
+predecessors, one that got no gradients sends zeros. A group is complete when its unit's backward is
+over; if no input of the unit needs a gradient, when all are there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _OVER = (GradState.SUMMED, GradState.REDUCED)
 def _move(grads: GradGroup, state: GradState) -> None:
     """Goes on to a state of a group's gradients; a RuntimeError if it is not in `TRANSITIONS`."""
     if state not in TRANSITIONS[grads.state]:
-        raise RuntimeError(f"{grads.group.name or 'root'!r}: gradients: no way from {grads.state} to {state}")
+        raise RuntimeError(
+            f"{grads.group.name or 'root'!r}: gradients: no way from {grads.state} to {state}"
+        )
     if state is GradState.IDLE:  # autograd has joined its streams
         grads.collector.pack_streams.clear()
         grads.waits_for_unit = False
@@ -49,7 +51,9 @@ class Enrolment(Protocol):
         """Returns what the backward that begins now reduces, the last one first."""
 
     def is_complete(self, grads: GradGroup) -> bool:
-        """Returns whether no more gradients than are here can come before the end of the backward."""
+        """Returns whether no more gradients than are here can come before the end of the
+        backward.
+        """
 
     def refuse_late(self, grads: GradGroup) -> None:
         """Raises if gradients have come after their reduction, since other ranks have none."""
@@ -60,11 +64,13 @@ class ReductionScheduler:
 
     def __init__(self, comm_ctx: CommContext, end_backward: Callable[[], None]) -> None:
         self.comm_ctx = comm_ctx
-        self._end_backward = end_backward  # called once when autograd ends a backward that was seen to begin
+        self._end_backward = (
+            end_backward  # called once when autograd ends a backward that was seen to begin
+        )
         self.backward_running = False
         self.is_last_backward = True  # False for a micro-batch that others follow
-        # True from a backward that makes a graph (`create_graph=True`), which reads parameters again, to the
-        # end of one that keeps none: nothing is resharded in between.
+        # True from a backward that makes a graph (`create_graph=True`), which reads parameters
+        # again, to the end of one that keeps none: nothing is resharded in between.
         self.reads_again = False
         self._keeps_graph = False
         self._entered: list[GradGroup] = []
@@ -74,7 +80,9 @@ class ReductionScheduler:
         self.enrolment: Enrolment | None = None  # None: a backward reduces the groups that entered
 
     def enter(self, grads: GradGroup) -> None:
-        """Notes that a unit entered forward with gradients on; its group will be reduced in this backward."""
+        """Notes that a unit entered forward with gradients on; its group will be reduced in this
+        backward.
+        """
         if self.enrolment is not None:
             self.enrolment.note(grads)
         if self.backward_running:
@@ -86,8 +94,9 @@ class ReductionScheduler:
     def expect(self, grads: GradGroup) -> None:
         """Makes a group that is not queued, but backward has come to, the next to finish.
 
-        Reentrant checkpointing runs forward inside backward; a backward of an older graph runs none. There,
-        another call of a unit may follow its reduction: all ranks reduce it again, whichever have gradients.
+        Reentrant checkpointing runs forward inside backward; a backward of an older graph runs
+        none. There, another call of a unit may follow its reduction: all ranks reduce it again,
+        whichever have gradients.
         """
         if grads.state is GradState.IDLE or (grads.state in _OVER and self.enrolment is None):
             grads.waits_for_unit = True
@@ -99,12 +108,15 @@ class ReductionScheduler:
         self.reads_again, self._keeps_graph = self._keeps_graph, False
 
     def begin_backward(self, *, in_autograd: bool) -> None:
-        """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook calls."""
+        """Fixes the order of this backward's reductions, once; `in_autograd` says that a hook
+        calls.
+        """
         if self.backward_running:
             return
         self.backward_running = True
         if in_autograd:
-            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may be kept.
+            # Grad mode is on in hooks if backward makes a graph; one that it was itself made of may
+            # be kept.
             self._keeps_graph = torch.is_grad_enabled() or (self.reads_again and _keeps_graph())
             self.reads_again |= self._keeps_graph
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -118,7 +130,9 @@ class ReductionScheduler:
                     _move(grads, GradState.READY)
 
     def arrived(self, grads: GradGroup) -> None:
-        """The first gradient of a backward or the last one of a group came in; reduces what can be."""
+        """The first gradient of a backward or the last one of a group came in; reduces what can
+        be.
+        """
         if not self.backward_running:
             self.begin_backward(in_autograd=True)
         if self.enrolment is not None:
@@ -127,7 +141,9 @@ class ReductionScheduler:
             self.close(grads)
 
     def close(self, grads: GradGroup) -> None:
-        """Says that no more gradients are expected for this group; reduces what has become possible."""
+        """Says that no more gradients are expected for this group; reduces what has become
+        possible.
+        """
         if self.enrolment is not None and not self.enrolment.is_complete(grads):
             return
         if grads.state is GradState.COLLECTING:
@@ -137,14 +153,17 @@ class ReductionScheduler:
     def reduce_ready(self) -> None:
         """Reduces, in order, the groups at the head of the queue that expect no more gradients.
 
-        The last waits for the end of backward, where its parameters are freed and nothing is left to overlap.
+        The last waits for the end of backward, where its parameters are freed and nothing is left
+        to overlap.
         """
         while len(self._queue) > 1 and self._queue[-1].state is GradState.READY:
             self._reduce(self._queue.pop())
 
     def _reduces_now(self, grads: GradGroup) -> bool:
         """False if this backward only adds to a sum on this rank."""
-        return grads.requires_sync and (self.is_last_backward or not grads.group.stage.sums_unsharded)
+        return grads.requires_sync and (
+            self.is_last_backward or not grads.group.stage.sums_unsharded
+        )
 
     def _reduce(self, grads: GradGroup) -> None:
         if self._reduces_now(grads):
@@ -152,7 +171,8 @@ class ReductionScheduler:
             self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
             for _, earlier in self._launched[-2:-1]:
-                # So that whole gradients are there of two groups at most: of one that is sent, and the next.
+                # So that whole gradients are there of two groups at most: of one that is sent, and
+                # the next.
                 if any(map(_LENT, earlier.memory.slots)):
                     earlier.complete()
                     for slot in earlier.memory.slots:
@@ -163,19 +183,23 @@ class ReductionScheduler:
             _move(grads, GradState.SUMMED)
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
-        """Ends a backward: reduces what is left of all groups under the root, given in construction order.
+        """Ends a backward: reduces what is left of all groups under the root, given in construction
+        order.
 
-        With `wait`, the current stream then waits for the gradients; else reductions stay in flight.
+        With `wait`, the current stream then waits for the gradients; else reductions stay in
+        flight.
         """
         while self._queue:
             self._reduce(self._queue.pop())
         for reduction in self._earlier:
             reduction.start_second_step()  # which leaves a partial sum, or takes it along
         for grads in groups:
-            # Gradients that came without the unit entering forward, for example through unshard() by hand,
-            # that the program has written, and what earlier backwards have left.
+            # Gradients that came without the unit entering forward, for example through unshard()
+            # by hand, that the program has written, and what earlier backwards have left.
             is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
-            waits = grads.waiting is not Waiting.NOTHING or (is_partial and grads.requires_all_reduce)
+            waits = grads.waiting is not Waiting.NOTHING or (
+                is_partial and grads.requires_all_reduce
+            )
             if (
                 grads.collector.count
                 or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
@@ -215,7 +239,9 @@ class ReductionScheduler:
         self._earlier += other._earlier
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
-        """Takes back a failed backward; returns the units that lose what it has sent or added to."""
+        """Takes back a failed backward; returns the units that lose what it has sent or added
+        to.
+        """
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
@@ -229,7 +255,9 @@ class ReductionScheduler:
         return list(dict.fromkeys(grads.group.name for grads in lost))
 
     def abort(self, groups: Iterable[GradGroup]) -> None:
-        """Drops everything that is not in a gradient shard, and what has been written there since."""
+        """Drops everything that is not in a gradient shard, and what has been written there
+        since.
+        """
         for reduction in [*self._earlier, *(reduction for _, reduction in self._launched)]:
             reduction.abandon()
         self._earlier, self._launched = [], []

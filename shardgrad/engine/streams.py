@@ -1,14 +1,14 @@
 """Streams and the order between them; the only file that records events and waits for them.
 
-The engine uses four: the caller's *compute* stream (whatever is current), one for all-gathers, one for
-reductions, and one for second steps of these (an all-reduce over replicas). A stream waits for an *event*, a
-point in another stream's work, never for all of that work. On the CPU, which has no streams, every operation
-here does nothing, so the engine's code is the same.
+The engine uses four: the caller's *compute* stream (whatever is current), one for all-gathers, one
+for reductions, and one for second steps of these (an all-reduce over replicas). A stream waits for
+an *event*, a point in another stream's work, never for all of that work. On the CPU, which has no
+streams, every operation here does nothing, so the engine's code is the same.
 
 [Note: The border of a capture]
-An event recorded outside of a capture cannot be waited for inside, and the other way round. At both borders
-nothing is in flight (before a capture the host has waited for the device, and a replay is work of one stream,
-which what comes next waits for), so all events are forgotten there.
+An event recorded outside of a capture cannot be waited for inside, and the other way round. At both
+borders nothing is in flight (before a capture the host has waited for the device, and a replay is
+work of one stream, which what comes next waits for), so all events are forgotten there.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ _EMPTY: dict[Stream, None] = {}
 
 
 class _NoEvent:
-    """An event on the CPU; its some fifty calls in a layer's step are to C, three times as fast as Python."""
+    """An event on the CPU; its some fifty calls in a layer's step are to C, three times as fast as
+    Python.
+    """
 
     __slots__ = ()
 
@@ -96,7 +98,9 @@ _ONLY_CONTEXT: dict[Stream, AbstractContextManager[None]] = {None: NO_SPAN}
 
 
 class NoStreams:
-    """The CPU: work is done when the call returns. The only stream is None; see `_NoEvent` for the rest."""
+    """The CPU: work is done when the call returns. The only stream is None; see `_NoEvent` for the
+    rest.
+    """
 
     gather: Stream = None
     reduce: Stream = None
@@ -139,14 +143,20 @@ class _DeviceEvent:
 
 
 def _require(stream: Stream) -> torch.Stream:
-    """Returns `stream`, refusing None: an event of an accelerator was used with the CPU's non-stream."""
+    """Returns `stream`, refusing None: an event of an accelerator was used with the CPU's
+    non-stream.
+    """
     if stream is None:
-        raise TypeError("expected a torch.Stream of the event's device, got None (the CPU has no streams)")
+        raise TypeError(
+            "expected a torch.Stream of the event's device, got None (the CPU has no streams)"
+        )
     return stream
 
 
 class EagerEvent:
-    """An event of the program, or around a graph: no capture lies between its `record` and its `wait`."""
+    """An event of the program, or around a graph: no capture lies between its `record` and its
+    `wait`.
+    """
 
     def __init__(self, event: torch.Event, *, is_recorded: bool = False) -> None:
         self._event = event
@@ -163,7 +173,9 @@ class EagerEvent:
             self._event.wait(stream)
 
     def wait_on_host(self) -> None:
-        """Blocks the host until the device has reached the event; nothing if it was never recorded."""
+        """Blocks the host until the device has reached the event; nothing if it was never
+        recorded.
+        """
         if self._is_recorded:
             self._event.synchronize()
 
@@ -173,7 +185,9 @@ class EagerEvent:
 
 
 class AcceleratorStreams:
-    """Streams of one accelerator, its own of high priority; events of an earlier `era` are forgotten."""
+    """Streams of one accelerator, its own of high priority; events of an earlier `era` are
+    forgotten.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -203,8 +217,12 @@ class AcceleratorStreams:
         self.era += 1
 
     def join(self) -> None:
-        """Orders all work of the current stream and of these after each other; nothing if one is captured."""
-        current, *own = streams = [*map(_require, (self.current(), self.gather, self.reduce, self.second))]
+        """Orders all work of the current stream and of these after each other; nothing if one is
+        captured.
+        """
+        current, *own = streams = [
+            *map(_require, (self.current(), self.gather, self.reduce, self.second))
+        ]
         for stream in streams:
             with stream:  # which another model may have been lent, too
                 if is_capturing(self._device):
@@ -216,14 +234,18 @@ class AcceleratorStreams:
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Returns whether the calling thread's current stream is recording a graph instead of running."""
+    """Returns whether the calling thread's current stream is recording a graph instead of
+    running.
+    """
     module = getattr(torch, device.type, None)  # as `torch.get_device_module`; none for meta
     ask = getattr(module, "is_current_stream_capturing", None)
     return ask is not None and bool(ask())
 
 
 def streams_for(device: torch.device) -> Streams:
-    """Returns the streams of `device`: free ones for the CPU and meta, real ones for an accelerator."""
+    """Returns the streams of `device`: free ones for the CPU and meta, real ones for an
+    accelerator.
+    """
     if device.type in ("cpu", "meta"):
         return NoStreams()
     return AcceleratorStreams(device)

@@ -1,8 +1,9 @@
 """Moving chunks between ranks: one interface, two ways.
 
-`StreamTransport` uses the backend's collectives, ordered by streams; `NcclTransport` also groups messages.
-`ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends twice the bytes: it
-uses an all-to-all, and the engine adds up the chunks as it writes gradients (docs/design/collectives.md).
+`StreamTransport` uses the backend's collectives, ordered by streams; `NcclTransport` also groups
+messages. `ExchangeTransport` is for gloo, whose reduce-scatter is an all-reduce inside and sends
+twice the bytes: it uses an all-to-all, and the engine adds up the chunks as it writes gradients
+(docs/design/collectives.md).
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Work(Protocol):
     def wait(self) -> list[torch.Tensor]:
         """Returns the chunks, one per source (1-D, equal sizes); call it once.
 
-        Streams: ordered by the launching stream; an exchange blocks the host until the data has arrived.
+        Streams: ordered by the launching stream; an exchange blocks the host until the data has
+        arrived.
 
         Raises:
             CollectiveError: the backend reported a failure or a time-out.
@@ -76,22 +78,28 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, chunk: torch.Tensor, staging: Chunks, tag: MessageTag) -> Work:
-        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`, see `missing`.
+        """Gathers the chunks of all ranks into `staging`: `gather_chunks` chunks like `chunk`, see
+        `missing`.
 
-        `chunk` is 1-D with room for the tag at its end; it must not change until the work was waited for.
+        `chunk` is 1-D with room for the tag at its end; it must not change until the work was
+        waited for.
         """
 
     def missing(self, places: Chunks) -> Chunks:
-        """Returns the `gather_chunks` of the places that `all_gather` fills; the caller fills the others."""
+        """Returns the `gather_chunks` of the places that `all_gather` fills; the caller fills the
+        others.
+        """
         return places
 
     @abstractmethod
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """Brings together what all ranks have for this one: chunks that add up to the sum over ranks.
+        """Brings together what all ranks have for this one: chunks that add up to the sum over
+        ranks.
 
-        `send` has `size` chunks, the k-th for rank k, each with room for the tag at its end; `receive` has
-        `receive_chunks` more. Where none is needed it may have one, which gets the sum, and `send` is only
-        read. The work may end with one chunk, already summed, inside `send` or in `receive`.
+        `send` has `size` chunks, the k-th for rank k, each with room for the tag at its end;
+        `receive` has `receive_chunks` more. Where none is needed it may have one, which gets the
+        sum, and `send` is only read. The work may end with one chunk, already summed, inside `send`
+        or in `receive`.
         """
 
     def together(self, messages: Sequence[object]) -> AbstractContextManager[object]:
@@ -103,7 +111,9 @@ class Transport(ABC):
         if self.size == 1:
             return CompletedWork([chunk])
         entry = self._log.record(what, chunk)
-        work = checked(what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True))
+        work = checked(
+            what, self.group, lambda: dist.all_reduce(chunk, group=self.group, async_op=True)
+        )
         return PendingWork(work, [chunk], entry, self._log, self.group)
 
 
@@ -133,7 +143,9 @@ class PendingWork:
     def wait(self) -> list[torch.Tensor]:
         """See `Work`."""
         if self._work is not None:
-            checked(self._entry.name, self._group, partial(self._log.wait_for, self._work, self._entry))
+            checked(
+                self._entry.name, self._group, partial(self._log.wait_for, self._work, self._entry)
+            )
         return self._chunks
 
 
@@ -166,7 +178,8 @@ class _PendingExchange(PendingWork):
 class StreamTransport(Transport):
     """The backend's own collectives, issued on the current stream.
 
-    No tags: reading them would block the host; the backend's time-out and flight recorder show a desync.
+    No tags: reading them would block the host; the backend's time-out and flight recorder show a
+    desync.
     """
 
     sends = True
@@ -185,7 +198,9 @@ class StreamTransport(Transport):
         return CompletedWork(list(staging.parts))
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of `send`."""
+        """See `Transport.reduce_scatter`. In place if there is no room: in this rank's chunk of
+        `send`.
+        """
         own = receive.parts[0] if receive.parts else send.parts[self.rank]
         self._log.record(tag.what, own)
         checked(tag.what, self.group, lambda: _reduce_scatter(own, send.whole, group=self.group))
@@ -201,7 +216,9 @@ class NcclTransport(StreamTransport):
 
 
 class ExchangeTransport(Transport):
-    """Sends chunks straight to the ranks that need them, between two only those; also for a group of one."""
+    """Sends chunks straight to the ranks that need them, between two only those; also for a group
+    of one.
+    """
 
     gathers_in_place = False
 
@@ -229,12 +246,18 @@ class ExchangeTransport(Transport):
         if self.size == 2:
             return self._swap(chunk, chunk, staging, tag, entry)
         work = checked(
-            tag.what, self.group, lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True)
+            tag.what,
+            self.group,
+            lambda: _all_gather(staging.whole, chunk, group=self.group, async_op=True),
         )
-        return _PendingExchange(work, list(staging.parts), entry, self._log, self.group, staging, tag)
+        return _PendingExchange(
+            work, list(staging.parts), entry, self._log, self.group, staging, tag
+        )
 
     def reduce_scatter(self, send: Chunks, receive: Chunks, tag: MessageTag) -> Work:
-        """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one order."""
+        """See `Transport.reduce_scatter`. Chunks come back in rank order, so every sum has one
+        order.
+        """
         if self.size == 1:
             return CompletedWork([send.parts[0]])
         entry = self._log.record(tag.what, send.parts[0])
@@ -242,18 +265,29 @@ class ExchangeTransport(Transport):
             self._write(tag, send.ends, receive)
         if self.size == 2:
             return self._swap(send.parts[self.rank], send.parts[1 - self.rank], receive, tag, entry)
-        exchange = partial(dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True)
+        exchange = partial(
+            dist.all_to_all_single, receive.whole, send.whole, group=self.group, async_op=True
+        )
         work = checked(tag.what, self.group, exchange)
-        return _PendingExchange(work, list(receive.parts), entry, self._log, self.group, receive, tag)
+        return _PendingExchange(
+            work, list(receive.parts), entry, self._log, self.group, receive, tag
+        )
 
     def _swap(
-        self, kept: torch.Tensor, given: torch.Tensor, received: Chunks, tag: MessageTag, entry: Entry
+        self,
+        kept: torch.Tensor,
+        given: torch.Tensor,
+        received: Chunks,
+        tag: MessageTag,
+        entry: Entry,
     ) -> Work:
         """Gives the other of two ranks one chunk and takes one."""
         taken, splits = received.whole, [0, 0]
         splits[1 - self.rank] = given.numel()
         chunks = [kept, taken] if self.rank == 0 else [taken, kept]
-        swap = partial(dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True)
+        swap = partial(
+            dist.all_to_all_single, taken, given, splits, splits, group=self.group, async_op=True
+        )
         work = checked(tag.what, self.group, swap)
         return _PendingExchange(work, chunks, entry, self._log, self.group, received, tag)
 
@@ -271,8 +305,12 @@ class ExchangeTransport(Transport):
 
 
 def _backend_for(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Returns the name of the backend that a group has for tensors on `device`; None if it has none."""
-    return dict(item.split(":") for item in dist.get_backend_config(group).split(",")).get(device.type)
+    """Returns the name of the backend that a group has for tensors on `device`; None if it has
+    none.
+    """
+    return dict(item.split(":") for item in dist.get_backend_config(group).split(",")).get(
+        device.type
+    )
 
 
 def reaches(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -286,5 +324,9 @@ def transport_for(group: dist.ProcessGroup, device: torch.device) -> Transport:
         return ExchangeTransport(group)
     backend = _backend_for(group, device)
     if backend == "gloo" and device.type != "cpu":
-        raise unsupported(f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl")
-    return {"gloo": ExchangeTransport, "nccl": NcclTransport}.get(backend or "", StreamTransport)(group)
+        raise unsupported(
+            f"gloo for tensors on {device.type}", instead="the device's backend, such as nccl"
+        )
+    return {"gloo": ExchangeTransport, "nccl": NcclTransport}.get(backend or "", StreamTransport)(
+        group
+    )

@@ -9,7 +9,8 @@
 | `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
 | `end_backward`   | autograd is done                  | in `root.py`                                     |
 
-Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are reduced.
+Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are
+reduced.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain Python.
+    """Makes `torch.compile` break its graph at `hook` and run it, and what it calls, as plain
+    Python.
 
-    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more than its
-    own decisions, so it is only used where Dynamo is watching the calling thread.
+    `torch.compiler.disable` imports Dynamo (over a second and some 100 MB) and costs each hook more
+    than its own decisions, so it is only used where Dynamo is watching the calling thread.
     """
     disabled: Callable[_P, _R] | None = None
 
@@ -81,15 +83,21 @@ def outside_graphs(hook: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 class Root(Protocol):
-    """What a unit asks of the context that all units under one root share; see `RootContext` in `root.py`."""
+    """What a unit asks of the context that all units under one root share; see `RootContext` in
+    `root.py`.
+    """
 
     root: Unit
     comm_ctx: CommContext
     scheduler: ReductionScheduler
     keep_unsharded: bool
 
-    def enter_forward(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
-        """Opens a forward if `unit` is the outermost one running; returns its inputs, on the device."""
+    def enter_forward(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments:
+        """Opens a forward if `unit` is the outermost one running; returns its inputs, on the
+        device.
+        """
 
     def leave_forward(self, unit: Unit) -> None:
         """Closes the forward that `unit` opened."""
@@ -112,7 +120,9 @@ class Root(Protocol):
 
 @dataclass
 class Guest:
-    """A parameter registered in unit `unit_name` that `owner_name` claimed; a common ancestor takes it."""
+    """A parameter registered in unit `unit_name` that `owner_name` claimed; a common ancestor takes
+    it.
+    """
 
     name: str
     param: nn.Parameter
@@ -123,7 +133,9 @@ class Guest:
 
 @dataclass(slots=True)
 class _Call:
-    """One forward of a unit: its place in the order, and the graph task that its backward has begun in."""
+    """One forward of a unit: its place in the order, and the graph task that its backward has begun
+    in.
+    """
 
     place: int
     begun_in: int = -1
@@ -133,17 +145,22 @@ class Unit:
     """One call of `fully_shard`: its modules, groups and switches.
 
     Attributes:
-        context: shared by all units under one root; None before `lazy_init`, which the first forward calls.
-        reshard_after_forward: None is True, except for the root and, on the CPU, what backward needs first.
+        context: shared by all units under one root; None before `lazy_init`, which the first
+            forward calls.
+        reshard_after_forward: None is True, except for the root and, on the CPU, what backward
+            needs first.
         reshard_after_backward: False keeps parameters unsharded between micro-batches.
         unshard_in_backward: False skips the backward all-gather.
-        forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that direction.
+        forward_prefetch, backward_prefetch: units to unshard early instead of the next one in that
+            direction.
         max_reductions: reductions that may be in flight; None for the default.
         partner: whose streams and staging are to be shared once this unit is a root.
-        methods_running: registered methods that run; a forward inside one is no remainder of one that failed.
+        methods_running: registered methods that run; a forward inside one is no remainder of one
+            that failed.
         held: the program has unsharded them, and waited: a forward with gradients leaves them so.
         require_complete: called before an outermost forward with gradients; may refuse it.
-        accept: called once ranks have agreed on the model, with all units; a collective; may refuse them.
+        accept: called once ranks have agreed on the model, with all units; a collective; may refuse
+            them.
         pre_backward, post_backward: what autograd calls; a tool that watches may wrap them.
     """
 
@@ -179,10 +196,14 @@ class Unit:
         self.methods_running = 0
         self._outstanding = 0
         self._outstanding_before = 0  # the latest forward
-        self._open = 0  # calls whose backward has begun and not ended; several if a module calls itself
+        self._open = (
+            0  # calls whose backward has begun and not ended; several if a module calls itself
+        )
         self._next_backward: Unit | None = None
         self._waiting_modules: set[nn.Module] = set()
-        self._running: list[nn.Module] = []  # forwards that have not come to their end, the innermost last
+        self._running: list[
+            nn.Module
+        ] = []  # forwards that have not come to their end, the innermost last
         self.pre_backward: Callable[..., None] = self._pre_backward
         self.post_backward: Callable[..., None] = self._post_backward
         self.hooks = [
@@ -194,7 +215,9 @@ class Unit:
         ]
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Replaces the unit's groups and keeps what the program has set so far; only while building."""
+        """Replaces the unit's groups and keeps what the program has set so far; only while
+        building.
+        """
         self.groups = list(groups)
         earlier, self.grad_groups = self.grad_groups, [GradGroup(group) for group in groups]
         for grads in self.grad_groups if earlier else ():
@@ -221,7 +244,8 @@ class Unit:
         """True if modules register the unsharded parameters of every group."""
         return all(group.state is ParamState.UNSHARDED for group in self.groups)
 
-    # -- unshard and reshard ----------------------------------------------------------------------------
+    # -- unshard and reshard
+    # ----------------------------------------------------------------------------
 
     def unshard(self, context: Root) -> None:
         """Starts the all-gathers of parameters that are not unsharded."""
@@ -243,7 +267,9 @@ class Unit:
             group.reshard(drop_kept=drop_kept)
 
     def refresh(self) -> bool:
-        """Takes over, before an outermost forward, what changed; True if the current stream wrote shards."""
+        """Takes over, before an outermost forward, what changed; True if the current stream wrote
+        shards.
+        """
         replaced, self._outstanding_before = False, self._outstanding
         for group, grads in zip(self.groups, self.grad_groups, strict=True):
             if not group.registration.holds():
@@ -255,18 +281,31 @@ class Unit:
         return replaced
 
     def _reshards_after_forward(self, context: Root) -> bool:
-        if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
+        if (
+            context.keep_unsharded
+            or context.scheduler.reads_again
+            or (self.held and torch.is_grad_enabled())
+        ):
             return False
         evaluates = not torch.is_grad_enabled()
-        if evaluates and any(p.sharded.grad is not None for group in self.groups for p in group.params):
+        if evaluates and any(
+            p.sharded.grad is not None for group in self.groups for p in group.params
+        ):
             return True  # clipping and optimizers look for these at model.parameters()
         flag = self.reshard_after_forward
-        return flag if flag is not None else context.root is not self and not context.is_needed_next(self)
+        return (
+            flag
+            if flag is not None
+            else context.root is not self and not context.is_needed_next(self)
+        )
 
-    # -- forward ----------------------------------------------------------------------------------------
+    # -- forward
+    # ----------------------------------------------------------------------------------------
 
     @outside_graphs
-    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    def pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> _Arguments:
         """Unshards the parameters, and returns the inputs, cast and watched."""
         context = self.context or self._lazy_init(self)
         recorder.unit = self.name
@@ -286,9 +325,13 @@ class Unit:
                 grads.refresh_trainable()
         dtype = self.mp_policy.param_dtype
         if dtype is not None and self.mp_policy.cast_forward_inputs:
-            with span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN:
+            with (
+                span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN
+            ):
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:  # backward may recompute it
+        if (
+            torch.is_grad_enabled() or context.scheduler.enrolment is not None
+        ):  # backward may recompute it
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
@@ -303,7 +346,9 @@ class Unit:
 
     @property
     def runs_in_itself(self) -> bool:
-        """True if a module of this unit calls itself; only the stack tells that from a failed forward."""
+        """True if a module of this unit calls itself; only the stack tells that from a failed
+        forward.
+        """
         if not self._running:
             return False
         running = 0
@@ -325,17 +370,25 @@ class Unit:
     def _watch_inputs(
         self, context: Root, args: tuple[Any, ...], kwargs: dict[str, Any], *, counted: bool
     ) -> _Arguments:
-        """Puts a node under the inputs that need gradients, to learn when their gradients are all there."""
+        """Puts a node under the inputs that need gradients, to learn when their gradients are all
+        there.
+        """
         for grads in self.grad_groups:
             if grads.params:
                 context.scheduler.enter(grads)
         if not kwargs and not [arg for arg in args if not isinstance(arg, torch.Tensor)]:
-            return tuple(self._watch(args, counted=counted)), kwargs  # the common case, without a tree
+            return tuple(
+                self._watch(args, counted=counted)
+            ), kwargs  # the common case, without a tree
         leaves, spec = tree_flatten((args, kwargs))
         return tree_unflatten(self._watch(leaves, counted=counted), spec)  # type: ignore[no-any-return]
 
     def _watch(self, leaves: Sequence[Any], *, counted: bool) -> Sequence[Any]:
-        found = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        found = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        ]
         if not found:
             return leaves
         if counted:
@@ -386,7 +439,8 @@ class Unit:
             if not context.keep_unsharded:
                 group.cancel_unshard()
 
-    # -- backward ---------------------------------------------------------------------------------------
+    # -- backward
+    # ---------------------------------------------------------------------------------------
 
     @outside_graphs
     def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:
@@ -422,7 +476,9 @@ class Unit:
                 unit.unshard(context)
 
     def _post_backward(self, *, counted: bool = False) -> None:
-        """All gradients of one call's inputs are there: nothing below needs this unit's parameters."""
+        """All gradients of one call's inputs are there: nothing below needs this unit's
+        parameters.
+        """
         context = self.context
         if context is None:
             raise RuntimeError(f"post-backward of {self.name} before forward")
@@ -432,7 +488,9 @@ class Unit:
         with span("post_backward", self.name) if profiler._is_profiler_enabled else NO_SPAN:
             # A unit called several times in a row is about to need its parameters again.
             again = self._next_backward is self and self._outstanding > 0
-            keep = again or self._open > 0 or context.keep_unsharded or context.scheduler.reads_again
+            keep = (
+                again or self._open > 0 or context.keep_unsharded or context.scheduler.reads_again
+            )
             if self.reshard_after_backward and not keep:
                 streams = context.comm_ctx.streams
                 for grads in self.grad_groups:
@@ -462,7 +520,9 @@ class _InputsWatch(torch.autograd.Function):
     """Identity whose backward runs when the gradients of all watched inputs are there."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, unit: Unit, counted: bool, *inputs: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.unit = unit
         ctx.counted = counted
         return inputs
@@ -511,7 +571,9 @@ def units_under(module: nn.Module) -> list[Unit]:
     """Returns the units in a module tree in traversal order, the module's own first; each once."""
     found: dict[Unit, None] = {}
     seen: set[Any] = {None}  # also a child, of a module that was assigned None
-    left: list[Any] = [module]  # by hand, for every micro-batch: `modules()` takes five times as long
+    left: list[Any] = [
+        module
+    ]  # by hand, for every micro-batch: `modules()` takes five times as long
     while left:
         child = left.pop()
         if child not in seen:

@@ -1,7 +1,8 @@
 """The unsharded parameters of a group: objects that stay, over memory that comes and goes.
 
-Resharding frees a tensor's storage and unsharding fills it again, so what autograd saved in forward is valid
-in backward. They are detached from the buffer's version counter: autograd sees no in-place change.
+Resharding frees a tensor's storage and unsharding fills it again, so what autograd saved in forward
+is valid in backward. They are detached from the buffer's version counter: autograd sees no in-place
+change.
 """
 
 from __future__ import annotations
@@ -25,10 +26,16 @@ __all__ = ["UnshardedMemory", "UnshardedParams", "ZeroCopyGather"]
 
 
 class ZeroCopyGather:
-    """The all-gathers from a shard straight into the unsharded parameters; see `sharding/zero_copy.py`."""
+    """The all-gathers from a shard straight into the unsharded parameters; see
+    `sharding/zero_copy.py`.
+    """
 
     def __init__(
-        self, names: Sequence[str], layout: ShardLayout, shard: torch.Tensor, unsharded: torch.Tensor
+        self,
+        names: Sequence[str],
+        layout: ShardLayout,
+        shard: torch.Tensor,
+        unsharded: torch.Tensor,
     ) -> None:
         self._layout, self._shard, self._unsharded = layout, shard, unsharded
         self._own_places: torch.Tensor | None = None
@@ -41,9 +48,11 @@ class ZeroCopyGather:
         ]
 
     def messages(self, transport: Transport) -> list[tuple[torch.Tensor, Chunks, MessageTag]]:
-        """Returns what to send, where it is received (1-D, in rank order), and the tag of each parameter.
+        """Returns what to send, where it is received (1-D, in rank order), and the tag of each
+        parameter.
 
-        Streams: on the current one, this rank's own pieces are first cast, or copied, to their places.
+        Streams: on the current one, this rank's own pieces are first cast, or copied, to their
+        places.
         """
         sent, rank = self._sent, transport.rank
         if self._shard.dtype != self._unsharded.dtype or transport.gather_chunks < transport.size:
@@ -69,7 +78,9 @@ class UnshardedMemory:
             buffer.allocate()
 
     def allocate_for(self, stream: Stream) -> None:
-        """Brings the memory back on the current stream, for `stream`, which waits for that, to write into."""
+        """Brings the memory back on the current stream, for `stream`, which waits for that, to
+        write into.
+        """
         self.allocate()
         self._allocated.record(self._streams.current())
         self._allocated.wait(stream)
@@ -91,8 +102,9 @@ class UnshardedMemory:
 class UnshardedParams(UnshardedMemory):
     """One flat buffer, and the unsharded tensor of each parameter over it, which this makes.
 
-    The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the parameters' dtype.
-    `zero_copy` has the all-gathers of zero-copy parameters; None if there are none.
+    The buffer has `dtype`, bytes if the parameters travel as bytes; the tensors have the
+    parameters' dtype. `zero_copy` has the all-gathers of zero-copy parameters; None if there are
+    none.
     """
 
     def __init__(
@@ -121,7 +133,8 @@ class UnshardedParams(UnshardedMemory):
     def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         """Copies the parameters out of all ranks' chunks, in rank order.
 
-        Streams: on the current one. `layout` may leave out zero-copy parameters, which are there already.
+        Streams: on the current one. `layout` may leave out zero-copy parameters, which are there
+        already.
         """
         self.buffers[0].allocate()
         (self._unpack or ops.unpack)(chunks, self._flat, layout.table)

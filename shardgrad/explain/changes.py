@@ -87,7 +87,8 @@ def half_precision_reductions(ops: Sequence[Op]) -> list[Op]:
 def faster_links(ops: Sequence[Op], *, factor: float = 2.0) -> list[Op]:
     """Collectives take a fraction of their time."""
     return [
-        dataclasses.replace(op, seconds=op.seconds / factor) if op.kind in COLLECTIVES else op for op in ops
+        dataclasses.replace(op, seconds=op.seconds / factor) if op.kind in COLLECTIVES else op
+        for op in ops
     ]
 
 
@@ -105,7 +106,9 @@ def faster_compute(ops: Sequence[Op], *, share: float = 0.1) -> list[Op]:
 
 
 def one_more_prefetch(ops: Sequence[Op]) -> list[Op]:
-    """Each all-gather is launched where the one before it is, and waits for what that one waits for."""
+    """Each all-gather is launched where the one before it is, and waits for what that one waits
+    for.
+    """
     gathers = [number for number, op in enumerate(ops) if op.kind == "all-gather"]
     if len(gathers) < 2:
         return list(ops)
@@ -119,7 +122,9 @@ def one_more_prefetch(ops: Sequence[Op]) -> list[Op]:
     changed = []
     for new, number in enumerate(order):
         after = tuple(position[other] for other in waits[number] if position[other] < new)
-        host_after = tuple(position[other] for other in ops[number].host_after if position[other] < new)
+        host_after = tuple(
+            position[other] for other in ops[number].host_after if position[other] < new
+        )
         changed.append(dataclasses.replace(ops[number], after=after, host_after=host_after))
     return changed
 
@@ -132,9 +137,13 @@ CHANGES = (
         half_precision_reductions,
     ),
     Change(
-        "one more prefetch", "set_modules_to_forward_prefetch and ..._backward_prefetch", one_more_prefetch
+        "one more prefetch",
+        "set_modules_to_forward_prefetch and ..._backward_prefetch",
+        one_more_prefetch,
     ),
-    Change("links twice as fast", "another network or mesh, such as replicas of a node", faster_links),
+    Change(
+        "links twice as fast", "another network or mesh, such as replicas of a node", faster_links
+    ),
     Change("kernels 10 % faster", "torch.compile of each block, for example", faster_compute),
     Change("free communication", "", free_collectives),
 )

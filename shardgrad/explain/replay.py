@@ -1,4 +1,6 @@
-"""Replays a step: when each operation begins and ends, what it waited for, and the critical path."""
+"""Replays a step: when each operation begins and ends, what it waited for, and the critical
+path.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +59,8 @@ class Replay:
     def bubbles(self) -> dict[str, float]:
         """Returns the seconds in which the busiest compute lane is idle, by what it waits for.
 
-        A gap counts for the operation whose end ends it: a collective ("all-gather"), the host, or another
-        lane's copy or compute.
+        A gap counts for the operation whose end ends it: a collective ("all-gather"), the host, or
+        another lane's copy or compute.
         """
         lane = self.compute_lane()
         sums: dict[str, float] = {}

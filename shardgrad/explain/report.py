@@ -26,12 +26,15 @@ def show(step: Step, played: Replay, savings: Sequence[Saving], console: Console
     sentence = f"The step takes {_ms(played.seconds)}"
     if step.seconds is not None:
         sentence += f" replayed, {_ms(step.seconds)} recorded"
-    console.print(f"[bold]{sentence}; {_ms(exposed)} of {_ms(moved)} of communication is exposed.[/bold]")
+    console.print(
+        f"[bold]{sentence}; {_ms(exposed)} of {_ms(moved)} of communication is exposed.[/bold]"
+    )
     if step.note:
         console.print(_printable(step.note), style="dim", markup=False)
     if not _is_faithful(step, played):
         console.print(
-            "The replay differs from the record by more than 5 %: waits are missing in the trace, so what "
+            "The replay differs from the record by more than 5 %: waits are missing in the trace, "
+            "so what "
             "changes would save is not certain. Profile with shardgrad train --profile."
         )
     console.print(_shares("critical path, by kind", played.on_critical_path(), played.seconds))
@@ -55,7 +58,12 @@ def as_json(step: Step, played: Replay, savings: Sequence[Saving]) -> dict[str, 
         "communication_s": moved,
         "exposed_s": exposed,
         "changes": [
-            {"change": each.change.name, "how": each.change.how, "step_s": each.seconds, "share": each.share}
+            {
+                "change": each.change.name,
+                "how": each.change.how,
+                "step_s": each.seconds,
+                "share": each.share,
+            }
             for each in savings
         ],
     }

@@ -1,4 +1,6 @@
-"""A step as a graph of events: operations in the host's order, on lanes, with what each waits for."""
+"""A step as a graph of events: operations in the host's order, on lanes, with what each waits
+for.
+"""
 
 from __future__ import annotations
 

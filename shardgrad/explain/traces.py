@@ -1,13 +1,15 @@
-"""Chrome traces, as `torch.profiler` exports them: read as a step, and written from one for Perfetto.
+"""Chrome traces, as `torch.profiler` exports them: read as a step, and written from one for
+Perfetto.
 
 [Note: What a trace says about waits]
-Operations of a device have a stream and a correlation with their launch on the host. Waits between streams
-are there only if the profiler was asked for them (`enable_cuda_sync_events`), as `shardgrad train --profile`
-and `shardgrad plan --trace` do. Where there are none, they are inferred: an operation that was launched
-before, on a lane that was free, waited for the operation of another lane that ended last before it began.
+Operations of a device have a stream and a correlation with their launch on the host. Waits between
+streams are there only if the profiler was asked for them (`enable_cuda_sync_events`), as `shardgrad
+train --profile` and `shardgrad plan --trace` do. Where there are none, they are inferred: an
+operation that was launched before, on a lane that was free, waited for the operation of another
+lane that ended last before it began.
 
-A trace of a CPU has no device: the thread with most operations is the step, cut into intervals by the
-innermost operation, and by the engine's spans around it.
+A trace of a CPU has no device: the thread with most operations is the step, cut into intervals by
+the innermost operation, and by the engine's spans around it.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ def read_trace(path: Path) -> Step:
     on_device = [event for event in events if event.get("cat") in _ON_DEVICE]
     step = _device_step(events, on_device) if on_device else _host_step(events)
     if not step.ops:
-        raise UsageError(f"{path} has no operation of a device or of PyTorch: profile a training step.")
+        raise UsageError(
+            f"{path} has no operation of a device or of PyTorch: profile a training step."
+        )
     return Step(step.ops, step.seconds, "; ".join(filter(None, (note, step.note))))
 
 
@@ -86,11 +90,15 @@ def write_trace(step: Step, played: Replay, path: Path) -> None:
     try:
         path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written ({error.strerror}): correct the path.") from error
+        raise UsageError(
+            f"{path} cannot be written ({error.strerror}): correct the path."
+        ) from error
 
 
 def trace_of(step: Step, played: Replay) -> list[dict[str, Any]]:
-    """Returns the events of a Chrome trace: operations, their launches, and waits between streams."""
+    """Returns the events of a Chrome trace: operations, their launches, and waits between
+    streams.
+    """
     lanes = {lane: number for number, lane in enumerate(dict.fromkeys(op.lane for op in step.ops))}
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": number, "args": {"name": lane}}
@@ -106,7 +114,9 @@ def trace_of(step: Step, played: Replay) -> list[dict[str, Any]]:
         if op.link:
             arguments["link"] = op.link
         events += [
-            _complete("cudaLaunchKernel", "cuda_runtime", 1, 0, launch_begin / _US, op.launch_s / _US)
+            _complete(
+                "cudaLaunchKernel", "cuda_runtime", 1, 0, launch_begin / _US, op.launch_s / _US
+            )
             | {"args": {"correlation": number, "host_after": list(op.host_after)}},
             _complete(op.name, "kernel", 0, stream, begin, op.seconds / _US) | {"args": arguments},
         ]
@@ -118,8 +128,18 @@ def trace_of(step: Step, played: Replay) -> list[dict[str, Any]]:
     return events
 
 
-def _complete(name: str, category: str, pid: int, tid: int, begin: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "pid": pid, "tid": tid, "ts": begin, "dur": length}
+def _complete(
+    name: str, category: str, pid: int, tid: int, begin: float, length: float
+) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "pid": pid,
+        "tid": tid,
+        "ts": begin,
+        "dur": length,
+    }
 
 
 def _events(path: Path) -> list[Any]:
@@ -131,7 +151,9 @@ def _events(path: Path) -> list[Any]:
             raise UsageError(f"{path} has more than {_NBYTES >> 30} GiB: profile fewer steps.")
         raw = json.loads(content)
     except (ValueError, RecursionError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-        raise UsageError(f"{path} is no Chrome trace ({str(error)[:100]}): export one again.") from error
+        raise UsageError(
+            f"{path} is no Chrome trace ({str(error)[:100]}): export one again."
+        ) from error
     events = raw.get("traceEvents") if isinstance(raw, dict) else raw
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         raise UsageError(f"{path} is no Chrome trace: it has no list of traceEvents.")
@@ -152,7 +174,9 @@ def _is_usable(event: _Event) -> bool:
 
 
 def _last_step(events: list[_Event]) -> tuple[list[_Event], str]:
-    """Returns the events that begin in the last of the profiler's steps; all if there are no steps."""
+    """Returns the events that begin in the last of the profiler's steps; all if there are no
+    steps.
+    """
     steps = [event for event in events if str(event.get("name", "")).startswith("ProfilerStep#")]
     steps = [event for event in steps if event.get("cat") == "user_annotation"]
     if not steps:
@@ -176,7 +200,8 @@ def _last_step(events: list[_Event]) -> tuple[list[_Event], str]:
     return kept, str(last["name"])
 
 
-# -- a device -------------------------------------------------------------------------------------------
+# -- a device
+# -------------------------------------------------------------------------------------------
 
 
 def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
@@ -198,7 +223,9 @@ def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
         waits = _inferred_waits(ordered, launched_at)
     host_waits = [event for event in events if str(event.get("name")) in _HOST_WAITS]
     ops: list[Op] = []
-    before = min((float(event["ts"]) for event in launches.values()), default=launched_at(ordered[0]))
+    before = min(
+        (float(event["ts"]) for event in launches.values()), default=launched_at(ordered[0])
+    )
     for number, event in enumerate(ordered):
         launched = launched_at(event)
         stalls = [each for each in host_waits if before <= each["ts"] and _end(each) <= launched]
@@ -217,7 +244,9 @@ def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
                 launch_s=max(0.0, launched - before - stalled) * _US,
                 after=tuple(sorted(waits.get(number, ()))),
                 host_after=host_after,
-                link=str(_argument(event, "link") or "collectives") if kind in COLLECTIVES else None,
+                link=str(_argument(event, "link") or "collectives")
+                if kind in COLLECTIVES
+                else None,
                 dtype=_DTYPES.get(str(_argument(event, "dtype")), ""),
             )
         )
@@ -231,7 +260,9 @@ def _device_step(events: list[_Event], on_device: list[_Event]) -> Step:
 def _waits(
     events: Iterable[_Event], ordered: list[_Event], position: Mapping[Any, int], launched_at: Any
 ) -> dict[int, set[int]]:
-    """Returns, for each position, those it waits for, from the profiler's events of synchronization."""
+    """Returns, for each position, those it waits for, from the profiler's events of
+    synchronization.
+    """
     syncs = [event for event in events if event.get("cat") == "cuda_sync"]
     found: dict[int, set[int]] = {}
     records = {
@@ -250,7 +281,10 @@ def _waits(
     for event in syncs:
         waits_for = _argument(event, "waits_for")
         if waits_for is not None:  # written by `trace_of`
-            waiting, waited = position.get(_argument(event, "correlation"), -1), position.get(waits_for, -1)
+            waiting, waited = (
+                position.get(_argument(event, "correlation"), -1),
+                position.get(waits_for, -1),
+            )
             if 0 <= waited < waiting:
                 found.setdefault(waiting, set()).add(waited)
             continue
@@ -279,7 +313,9 @@ def _waited_by_host(launch: _Event, position: Mapping[Any, int], number: int) ->
 
 def _inferred_waits(ordered: list[_Event], launched_at: Any) -> dict[int, set[int]]:
     """Guesses waits from times; see [Note: What a trace says about waits]."""
-    ends = sorted((float(event["ts"]) + float(event["dur"]), number) for number, event in enumerate(ordered))
+    ends = sorted(
+        (float(event["ts"]) + float(event["dur"]), number) for number, event in enumerate(ordered)
+    )
     free: dict[Any, float] = {}
     found: dict[int, set[int]] = {}
     for number, event in enumerate(ordered):
@@ -317,7 +353,8 @@ def _argument(event: _Event, name: str) -> int | float | str | None:
     return found if isinstance(found, int | float | str) else None
 
 
-# -- a CPU ----------------------------------------------------------------------------------------------
+# -- a CPU
+# ----------------------------------------------------------------------------------------------
 
 
 def _host_step(events: list[_Event]) -> Step:

@@ -1,8 +1,8 @@
 """What carries a group's messages, and in whose memory they are staged.
 
-By default that is the transport of the backend and the runtime's rings of slots. A program may bring its own
-collectives (torch's `Comm` protocol), ask for memory that the process group allocates, or give reductions a
-separate process group.
+By default that is the transport of the backend and the runtime's rings of slots. A program may
+bring its own collectives (torch's `Comm` protocol), ask for memory that the process group
+allocates, or give reductions a separate process group.
 """
 
 from __future__ import annotations
@@ -89,13 +89,17 @@ class CustomCollectives(CollectiveConfig):
             ring = comm_ctx.special_ring(key, allocate, depth=2, elastic=True)
         return Route(comm_ctx.transport(group), ring)
 
-    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout) -> Route:
+    def for_reduce(
+        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
+    ) -> Route:
         """See `CollectiveConfig`."""
         group = group if self.reduce_group is None else self.reduce_group
         if self.reduce_scatter is not None and group.size() > 1:
             return _own(comm_ctx, group, self.reduce_scatter)
         ring = comm_ctx.reduce_ring
-        if self.staging is Memory.PROCESS_GROUP or (self.staging is Memory.SYMMETRIC and self.only_sums):
+        if self.staging is Memory.PROCESS_GROUP or (
+            self.staging is Memory.SYMMETRIC and self.only_sums
+        ):
             key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
             ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
         if self.exchange is not None:
@@ -115,7 +119,9 @@ def collectives_of(group: ParamGroup) -> CustomCollectives:
 
 
 def set_collectives(groups: Iterable[ParamGroup], **settings: Any) -> None:
-    """Changes some of the attributes of `CustomCollectives` for groups; only while nothing is in flight."""
+    """Changes some of the attributes of `CustomCollectives` for groups; only while nothing is in
+    flight.
+    """
     for group in groups:
         group.set_collectives(replace(collectives_of(group), **settings))
 
@@ -123,7 +129,8 @@ def set_collectives(groups: Iterable[ParamGroup], **settings: Any) -> None:
 def _own(comm_ctx: CommContext, group: dist.ProcessGroup, comm: Any) -> Route:
     """Returns the way through a program's own collective.
 
-    Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such buffer.
+    Its `allocate` may return the same memory each time, so there is one slot, as FSDP2 has one such
+    buffer.
     """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -144,7 +151,8 @@ def new_reduce_group(ranks: Sequence[int]) -> dist.ProcessGroup:
 
 
 def start_symmetric_memory(group: dist.ProcessGroup, backend: Literal["NCCL"]) -> None:
-    """Chooses torch's backend of symmetric memory and makes sure that the group's communicator exists.
+    """Chooses torch's backend of symmetric memory and makes sure that the group's communicator
+    exists.
 
     Raises:
         RuntimeError: torch's own, if it was built without this backend.
@@ -154,7 +162,9 @@ def start_symmetric_memory(group: dist.ProcessGroup, backend: Literal["NCCL"]) -
 
 
 def _from_process_group(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates a group's staging: its backend, or torch where the backend has no allocator."""
+    """Returns what allocates a group's staging: its backend, or torch where the backend has no
+    allocator.
+    """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         backend = group._get_backend(device)
@@ -166,7 +176,9 @@ def _from_process_group(group: dist.ProcessGroup) -> Allocate:
 
 
 def _symmetric(group: dist.ProcessGroup) -> Allocate:
-    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one order."""
+    """Returns what allocates symmetric memory. Every rank of the group allocates the same, in one
+    order.
+    """
 
     def allocate(nbytes: int, device: torch.device) -> torch.Tensor:
         pool = symm_mem.get_mem_pool(device)
@@ -221,10 +233,16 @@ class _CommTransport(StreamTransport):
         return self._started(call, out, [out], tag.what)
 
     def _started(
-        self, call: Callable[[], dist.Work | None], sent: torch.Tensor, chunks: list[torch.Tensor], what: str
+        self,
+        call: Callable[[], dist.Work | None],
+        sent: torch.Tensor,
+        chunks: list[torch.Tensor],
+        what: str,
     ) -> Work:
         entry = self._log.record(what, sent)
         work = checked(what, self.group, call)
         return (
-            CompletedWork(chunks) if work is None else PendingWork(work, chunks, entry, self._log, self.group)
+            CompletedWork(chunks)
+            if work is None
+            else PendingWork(work, chunks, entry, self._log, self.group)
         )

@@ -1,18 +1,20 @@
 """Gradients that travel in float8: `GradientPolicy(wire_dtype=torch.float8_e4m3fn)`.
 
 [Note: Error feedback]
-Gradients are packed in float32. Where a message leaves, `ops.quantize` makes float8 of it, in blocks with a
-scale each ([Note: Float8 blocks] in `ops/float8.py`), and keeps on this rank what that has lost. The next
-message of the same group takes it along, so that over some steps the gradients that arrive add up to those
-that autograd has made. `ops.sum_quantized` adds up what has come from all ranks, in float32, in rank order.
+Gradients are packed in float32. Where a message leaves, `ops.quantize` makes float8 of it, in
+blocks with a scale each ([Note: Float8 blocks] in `ops/float8.py`), and keeps on this rank what
+that has lost. The next message of the same group takes it along, so that over some steps the
+gradients that arrive add up to those that autograd has made. `ops.sum_quantized` adds up what has
+come from all ranks, in float32, in rank order.
 
     one axis:  pack, quantize, exchange -> sum -> gradient shard
-    two axes:  pack, quantize, exchange -> sum -> quantize, exchange over the other axis -> sum -> shard
+    two axes:  pack, quantize, exchange -> sum -> quantize, exchange over the other axis -> sum ->
+    shard
 
 What is kept is a byte for each element that this rank sends, and one for each block: of all of its
-gradients, and on two axes also of its sums. It is memory with fixed addresses, so a captured step has the
-bits of an eager one. It goes with the places of the gradients: when these change, and after a backward that
-failed, it starts from zero. See docs/design/float8_wire.md.
+gradients, and on two axes also of its sums. It is memory with fixed addresses, so a captured step
+has the bits of an eager one. It goes with the places of the gradients: when these change, and after
+a backward that failed, it starts from zero. See docs/design/float8_wire.md.
 """
 
 from __future__ import annotations
@@ -49,15 +51,19 @@ __all__ = [
 ]
 
 _BLOCK = ops.FLOAT8_BLOCK_NUMEL
-# What is lost where a message is made: for the ranks of a shard, for the other axis, of parts added up there.
+# What is lost where a message is made: for the ranks of a shard, for the other axis, of parts added
+# up there.
 _SHARDS, _OTHER_AXIS, _PARTS = "shards", "other axis", "parts"
 
 
-# -- what is kept -------------------------------------------------------------------------------------------
+# -- what is kept
+# -------------------------------------------------------------------------------------------
 
 
 class ErrorFeedback:
-    """What one group's messages have lost, for its next ones to take along. See [Note: Error feedback]."""
+    """What one group's messages have lost, for its next ones to take along. See [Note: Error
+    feedback].
+    """
 
     def __init__(self) -> None:
         self._layout: ShardLayout | None = None
@@ -107,7 +113,9 @@ class Float8Exchange(Exchange):
     def __init__(self) -> None:
         self.feedback = ErrorFeedback()
 
-    def over(self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout) -> Transport:
+    def over(
+        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
+    ) -> Transport:
         """See `Exchange`."""
         self.feedback.belongs_to(layout)
         carrier = exchange_over(comm_ctx, group)
@@ -121,34 +129,42 @@ class Float8Exchange(Exchange):
 
 
 def error_feedback_of(grads: GradGroup) -> list[tuple[str, torch.Tensor]]:
-    """Returns what a group keeps, by where it was lost; nothing if its gradients do not travel in float8."""
+    """Returns what a group keeps, by where it was lost; nothing if its gradients do not travel in
+    float8.
+    """
     exchange = collectives_of(grads.group).exchange
     return list(exchange.feedback.items()) if isinstance(exchange, Float8Exchange) else []
 
 
 def error_feedback(model: nn.Module) -> dict[str, DTensor]:
-    """Returns what float8 messages have lost and later ones will take along, to be saved and loaded.
+    """Returns what float8 messages have lost and later ones will take along, to be saved and
+    loaded.
 
-    The tensors are the memory itself, so that loading in place, as `torch.distributed.checkpoint` does, is
-    all it takes:
+    The tensors are the memory itself, so that loading in place, as `torch.distributed.checkpoint`
+    does, is all it takes:
 
         state = {"model": ..., "optimizer": ..., "feedback": shardgrad.error_feedback(model)}
 
-    It belongs to the ranks that there are. Training that goes on with another number of ranks leaves it out,
-    and starts from zero.
+    It belongs to the ranks that there are. Training that goes on with another number of ranks
+    leaves it out, and starts from zero.
 
     Args:
-        model: whose units have `GradientPolicy(wire_dtype=torch.float8_e4m3fn)`; others add nothing.
+        model: whose units have `GradientPolicy(wire_dtype=torch.float8_e4m3fn)`; others add
+            nothing.
 
     Returns:
-        By unit, group and message, uint8 of shape `[ranks, bytes]`, of which each rank holds its row.
+        By unit, group and message, uint8 of shape `[ranks, bytes]`, of which each rank holds its
+        row.
 
-    Streams: memory that is missing yet is allocated on the current one, and so is what a program loads
+    Streams: memory that is missing yet is allocated on the current one, and so is what a program
+    loads
         expected to be written there.
     Capture: not safe; it may allocate.
     """
     found = {}
-    names = {id(module): name for name, module in model.named_modules()}  # units get theirs at lazy init
+    names = {
+        id(module): name for name, module in model.named_modules()
+    }  # units get theirs at lazy init
     for unit in units_under(model):
         name = names[id(unit.modules[0])] or "root"
         for i, grads in enumerate(unit.grad_groups):
@@ -167,7 +183,9 @@ def error_feedback(model: nn.Module) -> dict[str, DTensor]:
 
 
 def _sent(mesh: DataParallelMesh, layout: ShardLayout) -> Iterator[tuple[str, int]]:
-    """Yields the messages that this rank makes in a reduction, each with the number of its values."""
+    """Yields the messages that this rank makes in a reduction, each with the number of its
+    values.
+    """
     chunk_numel, replicas = layout.chunk_numel, mesh.replicate_group
     if mesh.gather_group.size() > 1:
         yield _SHARDS, mesh.shard_size * chunk_numel
@@ -180,7 +198,8 @@ def _sent(mesh: DataParallelMesh, layout: ShardLayout) -> Iterator[tuple[str, in
             yield _PARTS, _part_numel(chunk_numel, replicas.size())
 
 
-# -- how gradients travel -----------------------------------------------------------------------------------
+# -- how gradients travel
+# -----------------------------------------------------------------------------------
 
 
 def _row_nbytes(numel: int) -> int:
@@ -208,7 +227,9 @@ class _Float8Transport(Transport):
 
     sends = True
 
-    def __init__(self, carrier: Transport, feedback: ErrorFeedback, what: str, pieces: int = 1) -> None:
+    def __init__(
+        self, carrier: Transport, feedback: ErrorFeedback, what: str, pieces: int = 1
+    ) -> None:
         super().__init__(carrier.group)
         self._carrier, self._feedback, self._what = carrier, feedback, what
         self._numel = pieces * feedback.layout.chunk_numel
@@ -252,14 +273,21 @@ def _sum(messages: list[torch.Tensor], out: torch.Tensor, row_numel: int) -> Non
 
 
 def _quantize(
-    values: torch.Tensor, message: Chunks, row_numel: int, feedback: ErrorFeedback, what: str, begin: int = 0
+    values: torch.Tensor,
+    message: Chunks,
+    row_numel: int,
+    feedback: ErrorFeedback,
+    what: str,
+    begin: int = 0,
 ) -> None:
     """Makes a message of values that lie in chunks from their element `begin` on."""
     layout, numel = feedback.layout, values.numel()
     period, tail_offset = layout.chunk_numel, layout.tail_offset
     if begin:
         period, tail_offset = numel, min(max(tail_offset - begin, 0), numel)
-    kept = feedback.of(what, max(numel, row_numel), values.device)  # as large on the rank of a short part
+    kept = feedback.of(
+        what, max(numel, row_numel), values.device
+    )  # as large on the rank of a short part
     ops.quantize(
         values,
         kept[: numel + numel // _BLOCK],
@@ -271,7 +299,8 @@ def _quantize(
     )
 
 
-# -- over the other axis ------------------------------------------------------------------------------------
+# -- over the other axis
+# ------------------------------------------------------------------------------------
 
 
 class Float8OuterExchange(OuterReduceScatter):
@@ -291,7 +320,9 @@ class Float8OuterExchange(OuterReduceScatter):
 
 
 def _part(numel: int, rank: int, size: int) -> tuple[int, int]:
-    """Returns where the part of a chunk begins and ends that one of more than two replicas adds up."""
+    """Returns where the part of a chunk begins and ends that one of more than two replicas adds
+    up.
+    """
     part = _part_numel(numel, size)
     return min(rank * part, numel), min((rank + 1) * part, numel)
 
@@ -301,10 +332,11 @@ def _part_numel(numel: int, size: int) -> int:
 
 
 class Float8ReplicaExchange(ReplicaAllReduce):
-    """HSDP's second step: this rank's sum goes to the replicas in float8, and comes back from all of them.
+    """HSDP's second step: this rank's sum goes to the replicas in float8, and comes back from all
+    of them.
 
-    As in `ReplicaExchange`, two replicas swap their sums; among more, each adds up one part, of which it
-    makes float8 once more, and the parts are gathered.
+    As in `ReplicaExchange`, two replicas swap their sums; among more, each adds up one part, of
+    which it makes float8 once more, and the parts are gathered.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, feedback: ErrorFeedback) -> None:
@@ -319,7 +351,9 @@ class Float8ReplicaExchange(ReplicaAllReduce):
             rows, row_numel = 2 * self._size, _part_numel(chunk_numel, self._size)
         return 1, rows * _row_nbytes(row_numel) // torch.float32.itemsize
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
+    ) -> Work:
         """See `SecondStep`."""
         transport, numel = comm_ctx.transport(self._replicas), summed.numel()
         places = room.whole.view(torch.uint8)
@@ -334,7 +368,9 @@ class Float8ReplicaExchange(ReplicaAllReduce):
         _quantize(summed, message, row_numel, self._feedback, _OTHER_AXIS)
         own_tag = MessageTag(tag.what.replace("reduce-scatter", "exchange between replicas"))
         work = exchange_over(comm_ctx, self._replicas).reduce_scatter(message, received, own_tag)
-        return _GatheredSums(work, summed, message, received, row_numel, transport, self._feedback, own_tag)
+        return _GatheredSums(
+            work, summed, message, received, row_numel, transport, self._feedback, own_tag
+        )
 
 
 @dataclass(eq=False)

@@ -1,16 +1,17 @@
 """Sharding over both axes of a mesh, with messages that go over one axis at a time (HFSDP).
 
 [Note: Two levels]
-Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*: between
-machines, *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s) has chunk
-`r * S + s`. What the outer ranks of one s hold together is an *inner shard*, as large as a shard of HSDP.
+Parameters, gradients and optimizer states are sharded over all ranks of a 2-D mesh (*outer*:
+between machines, *inner*: inside one), in the order of the ranks: with S inner ranks, rank (r, s)
+has chunk `r * S + s`. What the outer ranks of one s hold together is an *inner shard*, as large as
+a shard of HSDP.
 
     all-gather:      outer once after each optimizer step, into the inner shard, which is kept;
                      inner in every forward and backward, from inner shards to unsharded parameters
     reduce-scatter:  inner, which leaves the sum of an inner shard; then outer, down to the chunk
 
-So the outer axis, usually the slow one, carries 1/S of the parameters once a step and of the gradients once a
-reduction, and optimizer states take as little as if all ranks were one group.
+So the outer axis, usually the slow one, carries 1/S of the parameters once a step and of the
+gradients once a reduction, and optimizer states take as little as if all ranks were one group.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class HfsdpInput(AllGatherInput):
         outer = _two_levels(mesh).outer
         self._own = self._outer_input(chunk, mesh, dtype, tag, comm_ctx, collectives, outer)
         with torch.inference_mode(mode=False):
-            inner_shard = torch.empty(outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device)
+            inner_shard = torch.empty(
+                outer.size() * chunk.numel(), dtype=dtype, device=comm_ctx.device
+            )
         super().__init__(inner_shard, mesh, dtype, tag, comm_ctx, collectives)
         self._filled = self.ready = comm_ctx.streams.event()
         self._filled.record(comm_ctx.streams.current())  # what had this memory before is here
@@ -78,7 +81,9 @@ class HfsdpInput(AllGatherInput):
         self._version = version
 
     def in_rank_order(self, chunks: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Cuts the inner shards of all inner ranks into chunks, in the order of the ranks that own them."""
+        """Cuts the inner shards of all inner ranks into chunks, in the order of the ranks that own
+        them.
+        """
         by_inner = [shard.split(self._own.chunk.numel()) for shard in chunks]
         return [chunk for same_outer in zip(*by_inner, strict=True) for chunk in same_outer]
 
@@ -112,7 +117,9 @@ def _two_levels(mesh: DataParallelMesh) -> TwoLevels:
 
 
 class OuterReduceScatter:
-    """The second step of a reduction over two levels: from the inner shard's sum to this rank's chunk."""
+    """The second step of a reduction over two levels: from the inner shard's sum to this rank's
+    chunk.
+    """
 
     def __init__(self, levels: TwoLevels) -> None:
         self._levels = levels
@@ -128,10 +135,11 @@ class OuterReduceScatter:
     def arrange(
         self, rows: list[torch.Tensor], table: torch.Tensor, chunk_numel: int
     ) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-        """Returns what `ops.pack` is to be given, so that each inner shard is contiguous in the slot.
+        """Returns what `ops.pack` is to be given, so that each inner shard is contiguous in the
+        slot.
 
-        A gradient is packed in as many parts as there are outer ranks: the part of one outer rank lies in
-        consecutive chunks of all ranks, and comes to lie one in each inner shard.
+        A gradient is packed in as many parts as there are outer ranks: the part of one outer rank
+        lies in consecutive chunks of all ranks, and comes to lie one in each inner shard.
         """
         outer, inner = self._levels.outer.size(), self._levels.inner.size()
         shapes = table.tolist()
@@ -155,7 +163,9 @@ class OuterReduceScatter:
         numel = summed.numel() // self._levels.outer.size()
         return summed.narrow(0, self._levels.outer.rank() * numel, numel)
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext) -> Work:
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext
+    ) -> Work:
         """Starts a reduce-scatter over the outer axis.
 
         Args:

@@ -28,7 +28,9 @@ class ReplicaAllReduce:
         """See `SecondStep`: the order stays."""
         return rows, table, chunk_numel
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
+    ) -> Work:
         """See `SecondStep`."""
         what = tag.what.replace("reduce-scatter", "all-reduce")
         return comm_ctx.transport(self._replicas).all_reduce(summed, what=what)

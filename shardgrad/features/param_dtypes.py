@@ -1,7 +1,9 @@
-"""Dtypes of single parameters, from torch 2.15 on: the policy's `param_dtype_override_fn`, and `grad_dtype`.
+"""Dtypes of single parameters, from torch 2.15 on: the policy's `param_dtype_override_fn`, and
+`grad_dtype`.
 
-Parameters with different ones are in different param groups, each with a policy for all of its parameters.
-Without a `reduce_dtype` they are reduced, as in torch, in one that holds the gradients of all.
+Parameters with different ones are in different param groups, each with a policy for all of its
+parameters. Without a `reduce_dtype` they are reduced, as in torch, in one that holds the gradients
+of all.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ def refuse_unknown_fields(policy: Any) -> None:
         value = getattr(policy, field.name)
         if field.name not in _KNOWN and value != field.default:
             raise unsupported(
-                f"{type(policy).__name__}({field.name}={value!r})", instead=f"{field.name}={field.default!r}"
+                f"{type(policy).__name__}({field.name}={value!r})",
+                instead=f"{field.name}={field.default!r}",
             )
 
 
@@ -75,16 +78,19 @@ def dtypes_of(
         gradient_policy: the call's; its dtype goes before a parameter's `grad_dtype`.
 
     Raises:
-        OptionError: the override function returned something else than None, `param_dtype` or the parameter's
-            dtype.
-        UnsupportedParameterError: `grad_dtype=None` without `reduce_dtype`, so that no dtype is known.
+        OptionError: the override function returned something else than None, `param_dtype` or the
+            parameter's dtype.
+        UnsupportedParameterError: `grad_dtype=None` without `reduce_dtype`, so that no dtype is
+            known.
     """
     wishes = {param: _grad_dtype(param, name, mp_policy) for param, name in names.items()}
     if getattr(mp_policy, _OVERRIDE, None) is None and not any(wishes.values()):
         return dict.fromkeys(names, ParamDtypes(mp_policy, gradient_policy))
     reduce_dtypes: dict[object, torch.dtype] = {}
     for key in {together(param) for param, wish in wishes.items() if wish is not None}:
-        dtypes = [wish or p.dtype for p, wish in wishes.items() if together(p) == key and p.requires_grad]
+        dtypes = [
+            wish or p.dtype for p, wish in wishes.items() if together(p) == key and p.requires_grad
+        ]
         if dtypes:
             reduce_dtypes[key] = reduce(torch.promote_types, dtypes)
     found = {}
@@ -106,7 +112,8 @@ def _resolved(policy: MixedPrecisionPolicy, param: nn.Parameter, name: str) -> M
     dtype = override(param)
     if not any(dtype is each for each in (None, policy.param_dtype, param.dtype)):
         raise OptionError(
-            "param_dtype_override_fn must return None, param_dtype, or the parameter's original dtype",
+            "param_dtype_override_fn must return None, param_dtype, or the parameter's original "
+            "dtype",
             expected=f"None, {policy.param_dtype} or {param.dtype}",
             got=repr(dtype),
             where=f"parameter {name}",
@@ -129,7 +136,8 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
     dtype: torch.dtype | None = param.grad_dtype or policy.reduce_dtype
     if dtype is None:
         raise UnsupportedParameterError(
-            f"parameter {name} has grad_dtype=None, so nothing says what its gradient is reduced and kept in",
+            f"parameter {name} has grad_dtype=None, so nothing says what its gradient is reduced "
+            f"and kept in",
             expected="a grad_dtype, or mp_policy.reduce_dtype",
             got="None for both",
             where=f"parameter {name}",
@@ -139,7 +147,9 @@ def _grad_dtype(param: nn.Parameter, name: str, policy: MixedPrecisionPolicy) ->
 
 
 def _has_grad_dtype(param: torch.Tensor) -> bool:
-    return REDUCES_IN_GRAD_DTYPE and param.is_floating_point() and bool(param._has_grad_dtype_override)  # type: ignore[attr-defined]
+    return (
+        REDUCES_IN_GRAD_DTYPE and param.is_floating_point() and bool(param._has_grad_dtype_override)
+    )  # type: ignore[attr-defined]
 
 
 def keep_grad_dtypes(group: ParamGroup) -> None:

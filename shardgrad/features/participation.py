@@ -1,17 +1,19 @@
-"""Joining every collective, whatever this rank runs: for ranks without a batch and data-dependent models.
+"""Joining every collective, whatever this rank runs: for ranks without a batch and data-dependent
+models.
 
 [Note: Participation]
-Under `participate` the sequence of collectives is fixed and does not depend on what a rank runs: every
-unit's all-gather once, in construction order, then every group's reduction once, in the reverse order. A
-unit is gathered when this rank enters it or a later one; what is left is gathered when backward begins, or
-at the end. Nothing is resharded in between, so the peak is the unsharded model in the gather dtype, as in
-ZeRO-2. Groups without gradients send zeros, and the average is over all ranks, including those without a
-batch.
+Under `participate` the sequence of collectives is fixed and does not depend on what a rank runs:
+every unit's all-gather once, in construction order, then every group's reduction once, in the
+reverse order. A unit is gathered when this rank enters it or a later one; what is left is gathered
+when backward begins, or at the end. Nothing is resharded in between, so the peak is the unsharded
+model in the gather dtype, as in ZeRO-2. Groups without gradients send zeros, and the average is
+over all ranks, including those without a batch.
 
-Reentrant checkpointing runs a backward for each checkpoint inside of the backward, and a parameter that
-several of them use gets a gradient from each. Elsewhere, what comes late is reduced once more; here, other
-ranks would not join that. So a group whose gradients come from such a backward, or whose unit ran without
-gradients and may be recomputed, is reduced when the whole backward is over, as is what follows in the order.
+Reentrant checkpointing runs a backward for each checkpoint inside of the backward, and a parameter
+that several of them use gets a gradient from each. Elsewhere, what comes late is reduced once more;
+here, other ranks would not join that. So a group whose gradients come from such a backward, or
+whose unit ran without gradients and may be recomputed, is reduced when the whole backward is over,
+as is what follows in the order.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ def participate(model: nn.Module) -> Iterator[None]:
     context.gather_in_order()
     for grads in context.grad_groups:
         grads.refresh_trainable()  # a rank without a batch runs no forward that would do it
-    enrolment = context.scheduler.enrolment = _Enrolment(context) if torch.is_grad_enabled() else None
+    enrolment = context.scheduler.enrolment = (
+        _Enrolment(context) if torch.is_grad_enabled() else None
+    )
     try:
         yield
     except BaseException:
@@ -103,7 +107,9 @@ class _Enrolment:
 
     def note(self, grads: GradGroup) -> None:
         """Takes note of a forward, also one without gradients, and of a gradient that has come."""
-        comes_in_parts = _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+        comes_in_parts = (
+            _graph_task() != self._task if self._is_used else not torch.is_grad_enabled()
+        )
         if comes_in_parts:
             self._in_parts.add(grads)
 
@@ -112,12 +118,16 @@ class _Enrolment:
         return grads not in self._in_parts
 
     def refuse_late(self, grads: GradGroup) -> None:
-        """Refuses gradients of a checkpoint that came after those of the rest of their unit's forward."""
+        """Refuses gradients of a checkpoint that came after those of the rest of their unit's
+        forward.
+        """
         if grads.state is GradState.REDUCED:
             raise ParticipationError(
-                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from a "
+                f"unit {grads.group.name or 'root'!r} got more gradients after its reduction, from "
+                f"a "
                 "reentrant checkpoint over modules that the same forward also runs outside of it",
-                expected="gradients that are complete once: other ranks do not join a second reduction",
+                expected="gradients that are complete once: other ranks do not join a second "
+                "reduction",
                 got=f"{grads.collector.count} that came late",
                 where=f"rank {dist.get_rank()}",
                 fix="checkpoint(..., use_reentrant=False)",

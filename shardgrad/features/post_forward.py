@@ -1,5 +1,5 @@
-"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over fewer
-ranks.
+"""`reshard_after_forward` as an int: between forward and backward, parameters are sharded over
+fewer ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ __all__ = ["PostForwardGroup"]
 
 
 class PostForwardInput(AllGatherInput):
-    """This rank's chunk of a group over the smaller mesh; its memory is there between `fill` and `free`.
+    """This rank's chunk of a group over the smaller mesh; its memory is there between `fill` and
+    `free`.
 
     Args:
         params: in order; their parameters over a former chunk are forgotten.
@@ -49,12 +50,16 @@ class PostForwardInput(AllGatherInput):
         self._mesh = mesh
         self._params = params
         self._streams = comm_ctx.streams
-        self._buffer = RecurringBuffer.empty(layout.chunk_numel, dtype, mesh.device, comm_ctx.streams)
+        self._buffer = RecurringBuffer.empty(
+            layout.chunk_numel, dtype, mesh.device, comm_ctx.streams
+        )
         super().__init__(self._buffer.tensor, mesh, dtype, tag, comm_ctx, collectives)
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
-        self._trained = [False] * len(params)  # when modules began to register the parameters over this chunk
+        self._trained = [False] * len(
+            params
+        )  # when modules began to register the parameters over this chunk
         for p in params:
             p.post_forward = None
 
@@ -73,9 +78,13 @@ class PostForwardInput(AllGatherInput):
     def register(self) -> None:
         """Makes the parameters over this chunk what their modules register."""
         for p, view in zip(self._params, self._views, strict=True):
-            with torch.inference_mode(mode=False):  # for training, even if an evaluation comes first
+            with torch.inference_mode(
+                mode=False
+            ):  # for training, even if an evaluation comes first
                 if p.post_forward is None:
-                    sharding = sharding_of(p.require_unsharded(), p.name, self._mesh, p.sharding.dim)
+                    sharding = sharding_of(
+                        p.require_unsharded(), p.name, self._mesh, p.sharding.dim
+                    )
                     local = sharding.sharded_dtensor(view)
                     p.post_forward = nn.Parameter(local, requires_grad=p.sharded.requires_grad)
                     mark_post_forward(p)
@@ -84,7 +93,9 @@ class PostForwardInput(AllGatherInput):
         self._trained = [p.sharded.requires_grad for p in self._params]
 
     def follow(self) -> None:
-        """Has the sharded parameters require grad as the program has set it on those over this chunk."""
+        """Has the sharded parameters require grad as the program has set it on those over this
+        chunk.
+        """
         for p, was in zip(self._params, self._trained, strict=True):
             if p.post_forward is not None and p.post_forward.requires_grad != was:
                 p.sharded.requires_grad_(not was)
@@ -108,7 +119,10 @@ class PostForwardGroup(ParamGroup):
     """
 
     def __init__(
-        self, params: Sequence[FSDPParam], spec: GroupSpec, mesh_after_forward: DataParallelMesh | None
+        self,
+        params: Sequence[FSDPParam],
+        spec: GroupSpec,
+        mesh_after_forward: DataParallelMesh | None,
     ) -> None:
         self.mesh_after_forward = mesh_after_forward
         self._smaller: PostForwardInput | None = None

@@ -1,16 +1,20 @@
 """All-gather extensions: tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`.
 
-A tensor subclass with these two methods decides what its shard sends (a narrower dtype, quantized data and
-their scales) and how the unsharded parameter is made from what all ranks sent. Such parameters form separate
-groups, because their shards are whatever the subclass keeps, and not pieces of a flat one:
+A tensor subclass with these two methods decides what its shard sends (a narrower dtype, quantized
+data and their scales) and how the unsharded parameter is made from what all ranks sent. Such
+parameters form separate groups, because their shards are whatever the subclass keeps, and not
+pieces of a flat one:
 
-    sharded subclass --pre--> inputs --copy--> bytes --all-gather--> outputs --post--> unsharded tensor
+    sharded subclass --pre--> inputs --copy--> bytes --all-gather--> outputs --post--> unsharded
+    tensor
 
-The first `post` makes the unsharded tensor; later ones are given it as `out` and fill it again. Outputs, and
-what `post` says it has allocated, lose their storage on resharding and get it back before the next `post`, so
-that the unsharded tensor stays one object. Gradients are ordinary tensors and are reduced like any others.
+The first `post` makes the unsharded tensor; later ones are given it as `out` and fill it again.
+Outputs, and what `post` says it has allocated, lose their storage on resharding and get it back
+before the next `post`, so that the unsharded tensor stays one object. Gradients are ordinary
+tensors and are reduced like any others.
 
-Source: the protocol is torch's, see `FSDPParam` in torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
+Source: the protocol is torch's, see `FSDPParam` in
+torch/distributed/fsdp/_fully_shard/_fsdp_param.py.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ def require_extension(
 
     Raises:
         ExtensionError: one of the two methods is missing.
-        UnsupportedError: an int reshard, as what to gather from between forward and backward is not defined;
-            or shards offloaded from the device where the subclass would have to compute what it sends.
+        UnsupportedError: an int reshard, as what to gather from between forward and backward is not
+            defined; or shards offloaded from the device where the subclass would have to compute
+            what it sends.
     """
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
@@ -76,13 +81,15 @@ def require_extension(
 
 
 def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
-    """Gives parameters of a flat group that have become extensions since `fully_shard` a separate group.
+    """Gives parameters of a flat group that have become extensions since `fully_shard` a separate
+    group.
 
-    A program may have put the two methods on a local tensor, or loaded one that has them. Nothing is changed
-    for a group that is in use: `engine/replaced_params.py` refuses those.
+    A program may have put the two methods on a local tensor, or loaded one that has them. Nothing
+    is changed for a group that is in use: `engine/replaced_params.py` refuses those.
 
     Returns:
-        None if there are no such parameters, else what returns the groups that take this one's place.
+        None if there are no such parameters, else what returns the groups that take this one's
+        place.
 
     Raises:
         ExtensionError, UnsupportedError: as `fully_shard` does.
@@ -92,19 +99,25 @@ def regroup(group: ParamGroup) -> Callable[[], list[ParamGroup]] | None:
     leaving = {p: param for p in group.params for param in p.registered() if is_extension(param)}
     smaller = group.mesh_after_forward if isinstance(group, PostForwardGroup) else None
     for p, param in leaving.items():
-        require_extension(param, p.name, True if smaller is None else smaller.shard_size, group.shard_memory)
+        require_extension(
+            param, p.name, True if smaller is None else smaller.shard_size, group.shard_memory
+        )
         if group.mesh.levels is not None:
             raise unsupported(
-                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,', instead="zero_stage=3"
+                f'zero_stage="hfsdp" for {p.name}, which has fsdp_pre_all_gather,',
+                instead="zero_stage=3",
             )
     return partial(_apart, group, list(leaving)) if leaving else None
 
 
 def _apart(group: ParamGroup, leaving: Sequence[FSDPParam]) -> list[ParamGroup]:
-    """Returns a group without some of its parameters, if any are left, and an extension group of those."""
+    """Returns a group without some of its parameters, if any are left, and an extension group of
+    those.
+    """
     staying = group.without(leaving)
     for p in leaving:
-        # Local tensors stay the objects they are, which may carry the methods, in memory that only they use.
+        # Local tensors stay the objects they are, which may carry the methods, in memory that only
+        # they use.
         if p.expected_local is not None:
             p.expected_local.data = p.expected_local.clone()
     extended = ExtensionGroup(leaving, group.spec)
@@ -137,13 +150,15 @@ class _Input:
 class ExtensionGroup(ParamGroup):
     """A group whose parameters follow the protocol; see the module's docstring.
 
-    `shard` is the chunk of bytes that is sent; the parameters' values are in the sharded parameters.
+    `shard` is the chunk of bytes that is sent; the parameters' values are in the sharded
+    parameters.
     """
 
     is_flat = False
     kind = "group of tensor extensions"
 
-    # -- building ---------------------------------------------------------------------------------------
+    # -- building
+    # ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def shard_params(self) -> None:
@@ -152,7 +167,8 @@ class ExtensionGroup(ParamGroup):
         for p, piece in zip(self.params, self.layout.pieces, strict=True):
             original = p.sharded
             values = local_of(original) if p.sharding.came_as_dtensor else original.detach()
-            # As FSDP2 does it, so that a subclass needs no other operations: a full piece first, then a view.
+            # As FSDP2 does it, so that a subclass needs no other operations: a full piece first,
+            # then a view.
             full = values.new_zeros(piece.local_shape(0)).to(self.shard.device)
             part = full.narrow(piece.dim, 0, piece.local_shape(rank)[piece.dim])
             if part.numel() and values.device.type != "meta":
@@ -202,10 +218,13 @@ class ExtensionGroup(ParamGroup):
         smaller.collectives = self.collectives
         return smaller
 
-    # -- all-gather -------------------------------------------------------------------------------------
+    # -- all-gather
+    # -------------------------------------------------------------------------------------
 
     def _launch(self, comm_ctx: CommContext, version: tuple[int, int]) -> AllGather:
-        """Asks the parameters what they send, copies it into the chunk on the gather stream, and starts."""
+        """Asks the parameters what they send, copies it into the chunk on the gather stream, and
+        starts.
+        """
         streams = comm_ctx.streams
         with streams.on(streams.gather), torch.inference_mode(mode=False), torch.no_grad():
             comm_ctx.parameters_ready.wait(streams.gather)
@@ -236,12 +255,17 @@ class ExtensionGroup(ParamGroup):
         else:
             raise ExtensionError(
                 f"Invalid fsdp_pre_all_gather: {inspect.signature(pre)}",
-                expected="fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)",
+                expected="fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, "
+                "mp_policy)",
                 got=f"{count} parameters",
                 where=f"parameter {p.name}",
             )
         full = torch.Size(self._full_shape(p))
-        if count == 5 and local.size() != full and any(tensor.size() != full for tensor in answer[0]):
+        if (
+            count == 5
+            and local.size() != full
+            and any(tensor.size() != full for tensor in answer[0])
+        ):
             raise ExtensionError(
                 "fsdp_pre_all_gather must return all-gather inputs with the padded sharded size",
                 expected=str(tuple(full)),
@@ -282,7 +306,9 @@ class ExtensionGroup(ParamGroup):
     def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
         memory = self._unsharded
         if memory is None:
-            raise RuntimeError(f"the extensions of {self.name} were gathered before they were laid out")
+            raise RuntimeError(
+                f"the extensions of {self.name} were gathered before they were laid out"
+            )
         with torch.inference_mode(mode=False):
             memory.allocate()
             into: list[torch.Tensor] = []

@@ -1,13 +1,15 @@
-"""Gradients that travel in a narrower dtype than they are summed in: `GradientPolicy(wire_dtype=...)`.
+"""Gradients that travel in a narrower dtype than they are summed in:
+`GradientPolicy(wire_dtype=...)`.
 
 [Note: Wire dtype]
-Each rank rounds its gradients to the wire dtype where it packs them. An all-to-all brings every rank the
-pieces of its shard, and `ops.sum_chunks` adds them up in float32, in rank order, in the pass that divides and
-writes the gradient shard. A backend's reduce-scatter would round after each addition. What waits on a rank,
-for a later micro-batch or for other replicas, is float32.
+Each rank rounds its gradients to the wire dtype where it packs them. An all-to-all brings every
+rank the pieces of its shard, and `ops.sum_chunks` adds them up in float32, in rank order, in the
+pass that divides and writes the gradient shard. A backend's reduce-scatter would round after each
+addition. What waits on a rank, for a later micro-batch or for other replicas, is float32.
 
     one axis:  round, exchange -> sum -> gradient shard
-    two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient shard
+    two axes:  round, exchange -> sum -> round, exchange over the other axis -> sum -> gradient
+    shard
 
 In a group of one rank nothing travels, so nothing is rounded. See docs/design/wire_dtype.md.
 """
@@ -45,7 +47,8 @@ __all__ = [
 ]
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
@@ -89,19 +92,24 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
     """
     if group.gradient_policy.wire_dtype is not None:
         raise CustomCommError(
-            f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype, which are exchanged",
+            f"{type(comm).__name__} cannot reduce gradients that have a wire_dtype, which are "
+            f"exchanged",
             expected="a unit without GradientPolicy.wire_dtype",
             got=f"wire_dtype={group.gradient_policy.wire_dtype}",
             where=f"parameter {group.params[0].name}",
-            fix="leave set_custom_reduce_scatter out, or fully_shard(..., gradient_policy=GradientPolicy())",
+            fix="leave set_custom_reduce_scatter out, or fully_shard(..., "
+            "gradient_policy=GradientPolicy())",
         )
 
 
-# -- how gradients travel -----------------------------------------------------------------------------------
+# -- how gradients travel
+# -----------------------------------------------------------------------------------
 
 
 class StreamExchange(StreamTransport):
-    """A reduce-scatter as an all-to-all on the current stream; who reads the work adds up the chunks."""
+    """A reduce-scatter as an all-to-all on the current stream; who reads the work adds up the
+    chunks.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -123,7 +131,9 @@ class Exchange:
 
     keeps_dtype = True  # they are sent as they were packed
 
-    def over(self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout) -> Transport:
+    def over(
+        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
+    ) -> Transport:
         """Returns what carries the reductions over `group` of gradients in these places."""
         return exchange_over(comm_ctx, group)
 
@@ -140,10 +150,11 @@ def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:
 
 
 class ReplicaExchange(ReplicaAllReduce):
-    """HSDP's second step: this rank's sum goes to the replicas in `dtype`, and comes back from all of them.
+    """HSDP's second step: this rank's sum goes to the replicas in `dtype`, and comes back from all
+    of them.
 
-    Two replicas swap their sums. Among more, each adds up one part, and the parts are gathered, also in
-    `dtype`. Both send half the bytes of a float32 all-reduce.
+    Two replicas swap their sums. Among more, each adds up one part, and the parts are gathered,
+    also in `dtype`. Both send half the bytes of a float32 all-reduce.
     """
 
     def __init__(self, replicas: dist.ProcessGroup, dtype: torch.dtype) -> None:
@@ -160,9 +171,13 @@ class ReplicaExchange(ReplicaAllReduce):
         """See `SecondStep`: what is sent, and what comes."""
         if self._size > 2:
             return _room(2 * self._size * self._part_numel(chunk_numel), self._dtype)
-        return _room((1 + comm_ctx.transport(self._replicas).gather_chunks) * chunk_numel, self._dtype)
+        return _room(
+            (1 + comm_ctx.transport(self._replicas).gather_chunks) * chunk_numel, self._dtype
+        )
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext) -> Work:
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, comm_ctx: CommContext
+    ) -> Work:
         """See `SecondStep`."""
         transport, numel = comm_ctx.transport(self._replicas), summed.numel()
         part = numel if self._size == 2 else self._part_numel(numel)
@@ -208,7 +223,9 @@ class OuterExchange(OuterReduceScatter):
         transport = exchange_over(context, self._levels.outer)
         return _room((transport.size + transport.receive_chunks) * chunk_numel, self._dtype)
 
-    def launch(self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext) -> Work:
+    def launch(
+        self, summed: torch.Tensor, room: Chunks, tag: MessageTag, context: CommContext
+    ) -> Work:
         """See `OuterReduceScatter.launch`; `summed` is only read."""
         transport = exchange_over(context, self._levels.outer)
         places, chunk_numel = room.whole.view(self._dtype), summed.numel() // transport.size

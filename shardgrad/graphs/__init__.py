@@ -1,8 +1,8 @@
 """A whole training step as one graph of its device.
 
-Read `step.py` first (warm-up, capture, replay), then `capturable.py` (the protocol) and `engine_state.py`
-(the engine's adapters). `pool.py` owns stream and memory, `split_graph.py` the graphs of one step,
-`preflight/` finds what keeps a step from being a graph.
+Read `step.py` first (warm-up, capture, replay), then `capturable.py` (the protocol) and
+`engine_state.py` (the engine's adapters). `pool.py` owns stream and memory, `split_graph.py` the
+graphs of one step, `preflight/` finds what keeps a step from being a graph.
 """
 
 from shardgrad.graphs import engine_state  # noqa: F401  (registers the adapters)
@@ -11,4 +11,11 @@ from shardgrad.graphs.eager_regions import outside
 from shardgrad.graphs.pool import GraphPool
 from shardgrad.graphs.step import GraphedStep, UncapturableStepWarning, graphed_step
 
-__all__ = ["Capturable", "GraphPool", "GraphedStep", "UncapturableStepWarning", "graphed_step", "outside"]
+__all__ = [
+    "Capturable",
+    "GraphPool",
+    "GraphedStep",
+    "UncapturableStepWarning",
+    "graphed_step",
+    "outside",
+]

@@ -1,6 +1,8 @@
-"""A rank that cannot capture a step says so, for the ranks whose captured collectives it does not join.
+"""A rank that cannot capture a step says so, for the ranks whose captured collectives it does not
+join.
 
-It says it in the store in which the ranks met, since a collective would be the next that others do not join.
+It says it in the store in which the ranks met, since a collective would be the next that others do
+not join.
 """
 
 from __future__ import annotations

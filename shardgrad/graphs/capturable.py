@@ -1,14 +1,14 @@
 """The protocol between `graphed_step` and whatever has state that a step uses.
 
-A graph repeats what a step launched. Python decided what that was, from state of the host: which parameters
-require a gradient, whether a gradient is there to be added to, whether a module is in training mode. Each
-capturable object returns that state as *guards*, as Dynamo calls the conditions under which compiled code is
-valid: a graph is replayed while they are equal, and another graph is captured when they are not. A replay
-runs no Python, so each object also returns a *snapshot*, a function that puts its host state back to where
-the captured step left it.
+A graph repeats what a step launched. Python decided what that was, from state of the host: which
+parameters require a gradient, whether a gradient is there to be added to, whether a module is in
+training mode. Each capturable object returns that state as *guards*, as Dynamo calls the conditions
+under which compiled code is valid: a graph is replayed while they are equal, and another graph is
+captured when they are not. A replay runs no Python, so each object also returns a *snapshot*, a
+function that puts its host state back to where the captured step left it.
 
-Nothing here knows the engine. `shardgrad.graphs.engine_state` has the adapters for sharded models and for
-`shardgrad.optim`.
+Nothing here knows the engine. `shardgrad.graphs.engine_state` has the adapters for sharded models
+and for `shardgrad.optim`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class CaptureAgain(Exception):
 
 
 class Capturable:
-    """State that a step uses. Subclass it for state that is neither in a module nor in an optimizer."""
+    """State that a step uses. Subclass it for state that is neither in a module nor in an
+    optimizer.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,10 +58,14 @@ class Capturable:
                 )
 
     def begin_call(self, reader: torch.Stream | None) -> None:
-        """Called first in every call, on the pool's stream, which has waited for the program's, `reader`."""
+        """Called first in every call, on the pool's stream, which has waited for the program's,
+        `reader`.
+        """
 
     def at_eager_border(self) -> None:
-        """Called in an eager call where a graph of it would end: at its end, and at eager regions."""
+        """Called in an eager call where a graph of it would end: at its end, and at eager
+        regions.
+        """
 
     def guards(self) -> Hashable:
         """Returns the host state that may change and that decides what a step launches.
@@ -69,7 +75,9 @@ class Capturable:
         return None
 
     def quiesce(self) -> None:
-        """Completes all work in flight. Called before a capture, at its end inside it, and after it."""
+        """Completes all work in flight. Called before a capture, at its end inside it, and after
+        it.
+        """
 
     def before_replays(self) -> Callable[[], None]:
         """Called before a capture. Returns a function that is called before each of its replays."""
@@ -79,13 +87,19 @@ class Capturable:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""
 
     def before_eager_region(self) -> None:
-        """Makes gradients readable for code outside of the graph. Called inside a capture, before a split."""
+        """Makes gradients readable for code outside of the graph. Called inside a capture, before a
+        split.
+        """
 
     def after_eager_region(self) -> None:
-        """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a split."""
+        """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a
+        split.
+        """
 
     def snapshot(self) -> Callable[[], None]:
-        """Returns a function that restores the present host state. It does not touch device memory."""
+        """Returns a function that restores the present host state. It does not touch device
+        memory.
+        """
         return _nothing
 
     def snapshot_unguarded(self) -> Callable[[], None]:
@@ -96,7 +110,8 @@ class Capturable:
         return self.snapshot()
 
     def known_to_graph(self) -> Any:
-        """Returns objects whose memory a capture has just met and that may be replaced while its graph lives.
+        """Returns objects whose memory a capture has just met and that may be replaced while its
+        graph lives.
 
         They are kept until the graph is destroyed.
         """
@@ -139,7 +154,8 @@ def adapt(value: Any) -> Capturable:
     """
     raise OptionError(
         f"graphed_step was given a {type(value).__name__}",
-        expected="modules, optimizers, shardgrad.GradScaler, generators, or a shardgrad.graphs.Capturable",
+        expected="modules, optimizers, shardgrad.GradScaler, generators, or a "
+        "shardgrad.graphs.Capturable",
         got=_hint(value),
         fix="graphed_step(model, optimizer)(function)",
     )
@@ -156,7 +172,9 @@ def _hint(value: Any) -> str:
 
 
 class OptimizerState(Capturable):
-    """An optimizer of torch or of another library. Numbers in its groups are constants of a graph: guards."""
+    """An optimizer of torch or of another library. Numbers in its groups are constants of a graph:
+    guards.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
@@ -189,7 +207,9 @@ def _constant(value: Any) -> Hashable:
 
 
 class EagerOptimizer(OptimizerState):
-    """An optimizer that steps in an eager region of a split graph: nothing about it has to be constant."""
+    """An optimizer that steps in an eager region of a split graph: nothing about it has to be
+    constant.
+    """
 
     def guards(self) -> Hashable:
         """See `Capturable`."""

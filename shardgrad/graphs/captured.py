@@ -35,7 +35,8 @@ class CapturedStep:
     ) -> None:
         self._graph = graph
         self._capturables = capturables
-        # Guards are compared at the beginning of a call, and an eager region may change what they cover.
+        # Guards are compared at the beginning of a call, and an eager region may change what they
+        # cover.
         self._snapshots = [
             each.snapshot_unguarded()
             if not graph.has_eager_regions and each.guards() == before

@@ -1,7 +1,9 @@
-"""Device scalars that a call leaves to the next one: what gradients owe, and whether they are finite.
+"""Device scalars that a call leaves to the next one: what gradients owe, and whether they are
+finite.
 
-Eager code makes a new tensor of each, and a graph reads and writes the addresses of its capture. So wherever
-a graph begins or ends they are moved to one place, from which eager code and every graph go on.
+Eager code makes a new tensor of each, and a graph reads and writes the addresses of its capture. So
+wherever a graph begins or ends they are moved to one place, from which eager code and every graph
+go on.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ class CarriedScalars:
     """Memory for scalars that cross the border of a graph, at addresses that never change.
 
     Attributes:
-        pattern: which of the latest scalars are one tensor, and which are None. A graph that was captured
-            with another pattern reads other addresses, so it is a guard.
+        pattern: which of the latest scalars are one tensor, and which are None. A graph that was
+            captured with another pattern reads other addresses, so it is a guard.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,9 @@ class CarriedScalars:
             self._copy(alike, dtype)
             places.update((id(scalar), (dtype, place)) for place, scalar in enumerate(alike))
         self.pattern = found = tuple(places.get(id(scalar)) for scalar in scalars)
-        self._latest = [None if place is None else self._memory[place[0]][place[1]] for place in found]
+        self._latest = [
+            None if place is None else self._memory[place[0]][place[1]] for place in found
+        ]
         return self._latest
 
     def _copy(self, values: list[torch.Tensor], dtype: torch.dtype) -> None:

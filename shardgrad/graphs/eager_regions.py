@@ -1,7 +1,7 @@
 """Eager regions: calls between the graphs of a split step, for work that no graph can hold.
 
-While a step is captured or watched, its eager calls go to a handler (`handle_eager_calls`); at any other time
-they are made at once.
+While a step is captured or watched, its eager calls go to a handler (`handle_eager_calls`); at any
+other time they are made at once.
 """
 
 from __future__ import annotations
@@ -31,22 +31,25 @@ _thread = _ThreadState()
 
 
 def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> None:
-    """Makes a call that no graph can hold inside a step: a print, a host read for a log, a write to a file.
+    """Makes a call that no graph can hold inside a step: a print, a host read for a log, a write to
+    a file.
 
-    A `graphed_step` splits its graph here. Every replay launches the graph before, makes the call with the
-    same arguments, and launches the graph after. Tensors among the arguments have the values of that replay.
-    In an eager step the call is made at once.
+    A `graphed_step` splits its graph here. Every replay launches the graph before, makes the call
+    with the same arguments, and launches the graph after. Tensors among the arguments have the
+    values of that replay. In an eager step the call is made at once.
 
     Args:
-        call: the function. What it returns is dropped, since a replay does not run the step's Python; write
-            results into tensors.
-        args: for the call. Tensors are detached, so that the graph does not keep what backward needs of
-            them; a tensor that `call` closes over is not.
+        call: the function. What it returns is dropped, since a replay does not run the step's
+            Python; write results into tensors.
+        args: for the call. Tensors are detached, so that the graph does not keep what backward
+            needs of them; a tensor that `call` closes over is not.
         kwargs: for the call.
 
-    Streams: the call is made with the step's stream current, after the work before it. The host waits only
+    Streams: the call is made with the step's stream current, after the work before it. The host
+    waits only
         if the call does.
-    Capture: safe inside a `graphed_step`, on the thread that called it, and not inside a backward. Elsewhere
+    Capture: safe inside a `graphed_step`, on the thread that called it, and not inside a backward.
+    Elsewhere
         the call is made at once, inside the capture.
     """
     given, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
@@ -59,7 +62,9 @@ def outside(call: Callable[_P, Any], *args: _P.args, **kwargs: _P.kwargs) -> Non
 
 @contextmanager
 def handle_eager_calls(optimizers: Sequence[Optimizer], handler: Handler) -> Iterator[None]:
-    """Passes to `handler` every call of `outside` in this thread, and every step of the optimizers."""
+    """Passes to `handler` every call of `outside` in this thread, and every step of the
+    optimizers.
+    """
     before, _thread.handler = _thread.handler, handler
     try:
         with ExitStack() as patches:

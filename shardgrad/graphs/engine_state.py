@@ -1,14 +1,16 @@
-"""The engine's side of the capture protocol: adapters for sharded models, their optimizers and loss scaler.
+"""The engine's side of the capture protocol: adapters for sharded models, their optimizers and loss
+scaler.
 
 The only file of `graphs/` that knows parameter groups, gradient shards and the root context.
 
 [Note: Gradients in a graph's pool]
-Where gradients are None when a graph begins and when it ends, their memory ([Note: Memory of gradients] in
-`engine/grad_shard.py`) is allocated inside the capture and freed at its end: a graph has it in its pool, like
-that of activations, and no other graph knows the address. Gradients that are there at a border of a graph,
-when it begins, ends, or is split, need memory that no other graph of the pool uses. If a capture begins with
-them, or an eager call before it had them at a border, their memory is fixed before. If a capture finds them
-there all the same, it is dropped, `CaptureAgain`, and the call runs eagerly.
+Where gradients are None when a graph begins and when it ends, their memory ([Note: Memory of
+gradients] in `engine/grad_shard.py`) is allocated inside the capture and freed at its end: a graph
+has it in its pool, like that of activations, and no other graph knows the address. Gradients that
+are there at a border of a graph, when it begins, ends, or is split, need memory that no other graph
+of the pool uses. If a capture begins with them, or an eager call before it had them at a border,
+their memory is fixed before. If a capture finds them there all the same, it is dropped,
+`CaptureAgain`, and the call runs eagerly.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ class ModuleState(Capturable):
         self._grad_groups = [grads for unit in self._units for grads in unit.grad_groups]
         self._collected_from = self._identities()
         contexts = map(context_of, self._units)
-        self._contexts: list[RootContext] = list(dict.fromkeys(c for c in contexts if c is not None))
+        self._contexts: list[RootContext] = list(
+            dict.fromkeys(c for c in contexts if c is not None)
+        )
         params = [p for group in self._groups for p in group.params]
         self._sharded = [p.sharded for p in params]
         unsharded = {id(tensor) for p in params for tensor in (p.unsharded, p.post_forward)}
@@ -93,7 +97,9 @@ class ModuleState(Capturable):
         self._buffers = list(self._module.buffers())
         self._registration = Registration(params)
         shards = map(_GRAD_SHARD, self._grad_groups)
-        self._gradients = _GradFacts([shard for shard in shards if shard is not None], self._carried)
+        self._gradients = _GradFacts(
+            [shard for shard in shards if shard is not None], self._carried
+        )
 
     def _follow(self) -> None:
         """Collects again if that would start from other objects."""
@@ -102,7 +108,9 @@ class ModuleState(Capturable):
             self._collect()
 
     def _identities(self) -> tuple[list[Any], ...]:
-        """Returns the objects that `_collect` started from; units get their root in the first forward."""
+        """Returns the objects that `_collect` started from; units get their root in the first
+        forward.
+        """
         return (
             list(map(_CONTEXT, self._units)),
             list(map(_GRAD_SHARD, self._grad_groups)),
@@ -144,7 +152,9 @@ class ModuleState(Capturable):
         training, unit_flags, backward, grad_switches = switches
         for module, flag in zip(self._modules, training, strict=True):
             module.training = flag
-        for unit, (after_forward, after_backward, in_backward) in zip(self._units, unit_flags, strict=True):
+        for unit, (after_forward, after_backward, in_backward) in zip(
+            self._units, unit_flags, strict=True
+        ):
             unit.reshard_after_forward = after_forward
             unit.reshard_after_backward = after_backward
             unit.unshard_in_backward = in_backward
@@ -165,10 +175,14 @@ class ModuleState(Capturable):
             self._free_memory_of_graph(self._with_memory)
 
     def _free_memory_of_graph(self, others: set[GradShard]) -> None:
-        """At a border of a graph: frees memory that gradients have got in it; first inside, then outside."""
+        """At a border of a graph: frees memory that gradients have got in it; first inside, then
+        outside.
+        """
         shards = [shard for shard in self._shards() if shard.has_memory and shard not in others]
         if not all(shard.objects.are_absent() for shard in shards):
-            raise CaptureAgain("gradients are there at a border of a graph, and their memory is its own")
+            raise CaptureAgain(
+                "gradients are there at a border of a graph, and their memory is its own"
+            )
         if shards and is_capturing(shards[0].flat.device):
             self._touched = self._count_touched()
         else:
@@ -177,7 +191,9 @@ class ModuleState(Capturable):
                 shard.free()
 
     def _join_post_optim_events(self) -> None:
-        """Makes the current stream wait for what the next forward was to wait for instead of the stream."""
+        """Makes the current stream wait for what the next forward was to wait for instead of the
+        stream.
+        """
         for context in self._contexts:
             event, context.post_optim_event = context.post_optim_event, None
             if event is not None:
@@ -231,7 +247,8 @@ class ModuleState(Capturable):
         self.at_eager_border()  # a capture that begins with gradients knows their addresses as well
         self._with_memory = {shard for shard in self._shards() if shard.has_memory}
         found = [(shard, shard.objects.before_replays()) for shard in self._shards()]
-        # After the capture, the factor that the graph leaves is pending; before its first replay, still this.
+        # After the capture, the factor that the graph leaves is pending; before its first replay,
+        # still this.
         pending: list[torch.Tensor | None] | None = [shard.pending_scale for shard, _ in found]
 
         def part_with_overwritten() -> None:
@@ -285,11 +302,17 @@ class ModuleState(Capturable):
         return torch.cat(flags).gt(0).sum() if flags else None
 
     def known_to_graph(self) -> Any:
-        """See `Capturable`. A parameter that is frozen or thawed gives its group other places and packers."""
-        return [(grads.shard, grads.packer) for grads in self._grad_groups if grads.layout is not None]
+        """See `Capturable`. A parameter that is frozen or thawed gives its group other places and
+        packers.
+        """
+        return [
+            (grads.shard, grads.packer) for grads in self._grad_groups if grads.layout is not None
+        ]
 
     def replayed(self) -> None:
-        """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer step."""
+        """See `Capturable`. Parameters that are kept unsharded are stale now, as after an optimizer
+        step.
+        """
         for group in self._groups:
             group.steps_taken += 1
             group.reshard(drop_kept=True)
@@ -322,7 +345,8 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
         where = f"unit {group.name or 'root'!r}"
         if group.shard_memory.is_offloaded:
             raise CaptureError(
-                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the host, and a "
+                "CPUOffloadPolicy and graphed_step exclude each other: the optimizer runs on the "
+                "host, and a "
                 "graph repeats work of the device only",
                 expected=f"shards on {group.mesh.device}",
                 got=f"shards on {group.shard_memory.device}",
@@ -331,7 +355,8 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
             )
         if not group.is_flat:
             raise CaptureError(
-                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats neither "
+                "a parameter with fsdp_pre_all_gather cannot be in a graphed step: a graph repeats "
+                "neither "
                 "what its methods decide in Python nor what they do with their memory",
                 expected="parameters without all-gather extensions",
                 got=", ".join(param.name for param in group.params),
@@ -341,7 +366,8 @@ def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:
 
 
 class _GradFacts:
-    """What the host knows of the gradients of several shards, read at every replay, so without a loop.
+    """What the host knows of the gradients of several shards, read at every replay, so without a
+    loop.
 
     Args:
         shards: of one model.
@@ -360,14 +386,19 @@ class _GradFacts:
         self._unkept = counts_if_none_is_kept(self._objects, [()] * len(self._objects))
 
     def is_any_kept(self) -> bool:
-        """Returns whether the program holds a gradient besides those that are bound, in one pass for all.
+        """Returns whether the program holds a gradient besides those that are bound, in one pass
+        for all.
 
         See [Note: Kept gradients] in `sharding/gradient_objects.py`.
         """
         counts = counts_of(self._objects)
-        if counts == self._unkept:  # as in a steady step, which begins with no gradient bound either
+        if (
+            counts == self._unkept
+        ):  # as in a steady step, which begins with no gradient bound either
             return False
-        return counts != counts_if_none_is_kept(self._objects, [each.bound() for each in self._objects])
+        return counts != counts_if_none_is_kept(
+            self._objects, [each.bound() for each in self._objects]
+        )
 
     def _follow_objects(self) -> None:
         """Looks up again what objects are, if some of them were replaced."""
@@ -376,9 +407,11 @@ class _GradFacts:
             self._own = dict(chain.from_iterable(each.items() for each in self._merged))
 
     def read(self) -> Hashable:
-        """Returns what the host decides by: which gradients are bound, scaled, and known to be there.
+        """Returns what the host decides by: which gradients are bound, scaled, and known to be
+        there.
 
-        Tensors that the program has assigned are taken over first, and what gradients owe is carried.
+        Tensors that the program has assigned are taken over first, and what gradients owe is
+        carried.
         """
         self._follow_objects()
         bound = self._bound()
@@ -402,7 +435,9 @@ class _GradFacts:
             pending = self.pending()
         carried = self._carried.carry(pending)
         if not all(map(is_, carried, pending)):
-            for shard, scale, verdict in zip(self._shards, carried[::2], carried[1::2], strict=True):
+            for shard, scale, verdict in zip(
+                self._shards, carried[::2], carried[1::2], strict=True
+            ):
                 shard.pending_scale, shard.nonfinite = scale, verdict
         return self._carried.pattern
 

@@ -1,4 +1,6 @@
-"""Habits of a program that a graph makes costly, and that nothing else would tell: a warning for each."""
+"""Habits of a program that a graph makes costly, and that nothing else would tell: a warning for
+each.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from shardgrad.graphs.outputs import local_tensor
 __all__ = ["Habits"]
 
 _NEW_KEYS = 7  # calls in a row, each with inputs of shapes that were never seen
-_REPLACED = 7  # calls in a row, each with another tensor where the step reads one that it is not given
+_REPLACED = (
+    7  # calls in a row, each with another tensor where the step reads one that it is not given
+)
 
 
 class Habits:
@@ -20,7 +24,8 @@ class Habits:
 
     Args:
         optimizers: optimizers of the step.
-        warn: function that is called with what to say about the step, and the depth of the program's call.
+        warn: function that is called with what to say about the step, and the depth of the
+            program's call.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], warn: Callable[..., None]) -> None:
@@ -32,18 +37,24 @@ class Habits:
         self._new_keys = self._new_keys + 1 if is_new else 0
         if self._new_keys == _NEW_KEYS:
             self._warn(
-                f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it is never "
-                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes with bucket=.",
+                f"got inputs of shapes that it had not seen in {_NEW_KEYS} calls in a row, so it "
+                f"is never "
+                f"captured and runs eagerly; the last: {_shapes(key)}. Pad them to a few sizes "
+                f"with bucket=.",
                 depth=5,
             )
 
     def reached_capture(self, *, is_settled: bool) -> None:
-        """Takes note of a call that would be captured, but for tensors that were replaced before it."""
+        """Takes note of a call that would be captured, but for tensors that were replaced before
+        it.
+        """
         self._replaced = 0 if is_settled else self._replaced + 1
         if self._replaced == _REPLACED:
             self._warn(
-                "reads a tensor that it is not given, and the program has put another one in its place "
-                f"before each of {_REPLACED} calls in a row, so it is not captured and runs eagerly. Pass it "
+                "reads a tensor that it is not given, and the program has put another one in its "
+                "place "
+                f"before each of {_REPLACED} calls in a row, so it is not captured and runs "
+                f"eagerly. Pass it "
                 "as an argument, or write into the tensor that is there.",
                 depth=6,
             )
@@ -56,7 +67,8 @@ class Habits:
         left = [grad for grad in map(_local_grad, _params(self._optimizers)) if grad is not None]
         if any(bool(grad.count_nonzero()) for grad in left):
             self._warn(
-                "leaves gradients behind, to which the next step adds its own: call optimizer.zero_grad() at "
+                "leaves gradients behind, to which the next step adds its own: call "
+                "optimizer.zero_grad() at "
                 "the end of the step, inside it.",
                 depth=6,
             )
@@ -64,7 +76,9 @@ class Habits:
 
 def _shapes(key: Hashable) -> str:
     parts = key if isinstance(key, tuple) else ()
-    shapes = [part[0] for part in parts if isinstance(part, tuple) and isinstance(part[0], torch.Size)]
+    shapes = [
+        part[0] for part in parts if isinstance(part, tuple) and isinstance(part[0], torch.Size)
+    ]
     return " and ".join("x".join(map(str, shape)) or "a scalar" for shape in shapes)
 
 

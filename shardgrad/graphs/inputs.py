@@ -1,4 +1,5 @@
-"""The arguments of a step: copied tensors, static tensors, constants, and values that choose the graph.
+"""The arguments of a step: copied tensors, static tensors, constants, and values that choose the
+graph.
 
 | kind     | what                                                      | at the next call                    |
 |----------|-----------------------------------------------------------|-------------------------------------|
@@ -7,8 +8,8 @@
 | constant | numbers                                                   | has to be equal, or is refused      |
 | key      | None, booleans, strings, the structure, any other object  | another value is another graph      |
 
-A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program writes to
-host memory later.
+A host tensor reaches the step as a tensor of the device, since a graph cannot read what a program
+writes to host memory later.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def flatten_inputs(
     Args:
         args: positional arguments of the call.
         kwargs: keyword arguments of the call.
-        micro_batches: the length that each list, tuple and tensor among the arguments must have; None for
-            any.
+        micro_batches: the length that each list, tuple and tensor among the arguments must have;
+            None for any.
 
     Raises:
-        StepInputError: a tensor cannot be copied, an object cannot be compared, there is no tensor at all, or
-            the number of micro-batches is another.
+        StepInputError: a tensor cannot be copied, an object cannot be compared, there is no tensor
+            at all, or the number of micro-batches is another.
     """
     if micro_batches is not None:
         _require_micro_batches([*enumerate(args), *kwargs.items()], micro_batches)
@@ -89,9 +90,11 @@ def flatten_inputs(
     if not tensors and not static:
         raise StepInputError(
             "a graphed step was called without a tensor",
-            expected="the batch as tensors, which are copied into the graph's inputs at every replay",
+            expected="the batch as tensors, which are copied into the graph's inputs at every "
+            "replay",
             got=f"{len(leaves)} arguments, none of them a tensor",
-            fix="pass the batch as an argument, instead of closing over it; an update alone takes any tensor",
+            fix="pass the batch as an argument, instead of closing over it; an update alone takes "
+            "any tensor",
         )
 
     def rebuild(replacements: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -120,7 +123,9 @@ def _require_micro_batches(arguments: list[tuple[Any, Any]], expected: int) -> N
 
 def _is_static(tensor: torch.Tensor) -> bool:
     # As torch.compile does; see torch._dynamo.mark_static_address.
-    return isinstance(tensor, nn.Parameter | nn.Buffer) or hasattr(tensor, "_dynamo_static_input_type")
+    return isinstance(tensor, nn.Parameter | nn.Buffer) or hasattr(
+        tensor, "_dynamo_static_input_type"
+    )
 
 
 def _require_plain(tensor: torch.Tensor, index: int) -> None:
@@ -153,7 +158,8 @@ def _comparable(leaf: Any, index: int) -> Hashable:
     return leaf
 
 
-# -- trees that torch does not know -------------------------------------------------------------------------
+# -- trees that torch does not know
+# -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -208,14 +214,17 @@ def _parts_of(leaf: Any) -> Any:
 
 
 def _instance_of(kind: Any, parts: Any) -> Any:
-    """Returns an instance with these attributes. `__init__` does not run: a copy must not validate again."""
+    """Returns an instance with these attributes. `__init__` does not run: a copy must not validate
+    again.
+    """
     instance = object.__new__(kind)
     for name, value in parts.items():
         object.__setattr__(instance, name, value)
     return instance
 
 
-# -- buffers ------------------------------------------------------------------------------------------------
+# -- buffers
+# ------------------------------------------------------------------------------------------------
 
 
 class InputBuffers:
@@ -234,7 +243,9 @@ class InputBuffers:
         self._pool = pool
         self._constants = inputs.constants
         self.buffers = [torch.empty_like(tensor, device=pool.device) for tensor in inputs.tensors]
-        self._from_host = [i for i, t in enumerate(inputs.tensors) if t.device.type != pool.device.type]
+        self._from_host = [
+            i for i, t in enumerate(inputs.tensors) if t.device.type != pool.device.type
+        ]
         self._from_device = [i for i in range(len(self.buffers)) if i not in set(self._from_host)]
         self._staging = HostStaging([inputs.tensors[i] for i in self._from_host], pool)
         self.arguments = inputs.rebuild(self.buffers)
@@ -242,7 +253,8 @@ class InputBuffers:
     def load(self, inputs: Inputs) -> None:
         """Copies a call's tensors into the buffers.
 
-        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are transferred on another
+        Streams: on the pool's stream, inside `GraphPool.turn`. Host tensors are transferred on
+        another
             stream, in one copy, while the step before is running.
 
         Raises:

@@ -2,8 +2,9 @@
 
 A graph holds NCCL communicators, and destroying a communicator waits until no graph holds it, so
 `destroy_process_group` would hang. torch calls nothing before it destroys a process group, so
-`torch.distributed.destroy_process_group` is replaced while there are graphs, and restored when the last one
-is gone. Process groups in whose world nothing was captured are destroyed by torch's function as usual.
+`torch.distributed.destroy_process_group` is replaced while there are graphs, and restored when the
+last one is gone. Process groups in whose world nothing was captured are destroyed by torch's
+function as usual.
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ _steps = _StepsWithGraphs()
 
 
 def graphs_captured(step: _Closable) -> None:
-    """Has `step` closed before its default process group is destroyed, or at the interpreter's exit."""
+    """Has `step` closed before its default process group is destroyed, or at the interpreter's
+    exit.
+    """
     _steps.add(step)
 
 

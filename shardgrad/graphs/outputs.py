@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from shardgrad.errors import StepOutputError
 
@@ -30,7 +36,8 @@ def detached(outputs: Any) -> Any:
             f"a graphed step returned a {type(leaf).__name__}, output{keystr(path)}",
             expected="tensors and None, in any tree",
             got=f"{leaf!r}, which would be the same after every replay",
-            fix="return the tensor it was made of, without .item(); or compute it outside of the step",
+            fix="return the tensor it was made of, without .item(); or compute it outside of the "
+            "step",
         )
 
     leaves, spec = tree_flatten_with_path(outputs)
@@ -41,12 +48,16 @@ def apart_from(state: Iterable[torch.Tensor], outputs: Any) -> Any:
     """Returns the outputs, with copies of those that lie in memory that the step's state has.
 
     A graph's outputs are kept as long as the graph; gradients that are kept are parted with
-    ([Note: Kept gradients] in `sharding/gradient_objects.py`), and would no longer be what a replay writes.
+    ([Note: Kept gradients] in `sharding/gradient_objects.py`), and would no longer be what a replay
+    writes.
 
     Streams: the current one.
     Capture: safe.
     """
-    places = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in map(local_tensor, state)]
+    places = [
+        (tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        for tensor in map(local_tensor, state)
+    ]
 
     def copied(leaf: torch.Tensor | None) -> torch.Tensor | None:
         if leaf is None:
@@ -73,7 +84,8 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 def used_on(outputs: Any, stream: torch.Stream | None) -> Any:
     """Returns the outputs, and tells the allocator that `stream` uses them.
 
-    For the outputs of an eager step, and for copies. The memory of a graph's outputs belongs to the graph.
+    For the outputs of an eager step, and for copies. The memory of a graph's outputs belongs to the
+    graph.
     """
     if stream is not None:
         for leaf in tree_leaves(outputs):

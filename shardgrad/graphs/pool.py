@@ -1,7 +1,7 @@
 """The stream that graphed steps run on, and the memory pool that their graphs share.
 
-Graphs of one pool run on its stream one after the other, so a graph may reuse memory of the pool that an
-earlier one left, and no wait is needed but for the stream.
+Graphs of one pool run on its stream one after the other, so a graph may reuse memory of the pool
+that an earlier one left, and no wait is needed but for the stream.
 """
 
 from __future__ import annotations
@@ -32,18 +32,20 @@ class DeviceGraph(Protocol):
 class GraphPool:
     """A stream and a memory pool for graphs that never run at the same time.
 
-    Steps that use the same model, for example one for training and one for evaluation, share memory if they
-    share a pool.
+    Steps that use the same model, for example one for training and one for evaluation, share memory
+    if they share a pool.
 
     Args:
-        device: of the models and optimizers; None for the current accelerator, or the CPU without one.
+        device: of the models and optimizers; None for the current accelerator, or the CPU without
+            one.
 
     Attributes:
         device: as given, with an index.
         stream: on which steps run; None on the CPU.
         can_capture: False where the device has no graphs: steps run eagerly there.
         nbytes: bytes that captures have reserved so far, beyond what eager steps had reserved.
-        calls: number of calls of all steps of this pool; each may overwrite what an earlier one returned.
+        calls: number of calls of all steps of this pool; each may overwrite what an earlier one
+            returned.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -63,8 +65,8 @@ class GraphPool:
         Yields:
             The caller's stream, None on the CPU.
 
-        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the caller's
-        waits for the pool's.
+        Streams: the pool's stream waits for the caller's; after the block, also if that raises, the
+        caller's waits for the pool's.
         """
         if self.stream is None:
             yield None
@@ -81,8 +83,8 @@ class GraphPool:
     def capture(self, generators: Sequence[torch.Generator] = ()) -> Iterator[DeviceGraph]:
         """Captures what the block launches on the pool's stream, and on streams that join it.
 
-        Called inside `turn`. The host waits for the device first. If the block raises, the capture is
-        ended and its graph destroyed.
+        Called inside `turn`. The host waits for the device first. If the block raises, the capture
+        is ended and its graph destroyed.
 
         Raises:
             CaptureError: this thread's stream is being captured already.
@@ -143,7 +145,8 @@ class GraphPool:
                 f"graphs of {self.device.type} support the device's default generator only",
                 expected="operations without generator=",
                 got=f"{len(generators)} generators",
-                fix="leave torch.Generator out of graphed_step(...), and generator= out of the step",
+                fix="leave torch.Generator out of graphed_step(...), and generator= out of the "
+                "step",
             )
         else:
             graph = torch.accelerator.Graph(pool=self._handle)
@@ -167,7 +170,8 @@ class GraphPool:
             # Otherwise the allocator keeps deferring frees of memory that other streams have used.
             torch._C._cuda_endAllocateToPool(self.device.index, self._handle)
         with suppress(RuntimeError):
-            # Generators of torch 2.11 cannot be used until a capture that they are registered with succeeds.
+            # Generators of torch 2.11 cannot be used until a capture that they are registered with
+            # succeeds.
             graph = torch.cuda.CUDAGraph()
             for generator in generators:
                 graph.register_generator_state(generator)

@@ -1,8 +1,9 @@
 """Regions that backward recomputes (`torch.utils.checkpoint`), inside a capture.
 
-By default a region saves the state of random numbers in forward, to draw the same ones when it is recomputed.
-That state cannot be read during a capture. A region that draws no random numbers does not need it, so nothing
-is saved then; a region that draws when it is recomputed is refused, because it would draw other numbers.
+By default a region saves the state of random numbers in forward, to draw the same ones when it is
+recomputed. That state cannot be read during a capture. A region that draws no random numbers does
+not need it, so nothing is saved then; a region that draws when it is recomputed is refused, because
+it would draw other numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ __all__ = ["captured_recomputation", "draws_again"]
 
 
 def draws_again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether an operation draws random numbers that have to be those of an earlier forward.
+    """Returns whether an operation draws random numbers that have to be those of an earlier
+    forward.
 
     Called while the operation runs, in the thread that runs it.
     """
@@ -75,7 +77,9 @@ def _without_captured_devices(get_device_states: Callable[..., Any]) -> Callable
     @functools.wraps(get_device_states)
     def readable_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
         devices = {
-            t.device for t in tree_leaves(args) if isinstance(t, torch.Tensor) and t.device.type != "cpu"
+            t.device
+            for t in tree_leaves(args)
+            if isinstance(t, torch.Tensor) and t.device.type != "cpu"
         }
         if any(map(is_capturing, devices)):
             return [], []
@@ -91,17 +95,24 @@ class _RefuseDraws(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled regions run compiled; under other modes torch skips them, and goes on to."""
+        """Lets compiled regions run compiled; under other modes torch skips them, and goes on
+        to.
+        """
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if draws_again(func, args, kwargs):
             raise CaptureError(
                 f"a recomputed region draws random numbers ({func})",
-                expected="no random numbers in regions of torch.utils.checkpoint, since a graph cannot save "
+                expected="no random numbers in regions of torch.utils.checkpoint, since a graph "
+                "cannot save "
                 "their state",
                 got="numbers that would not be those of the forward",
                 fix="move the dropout out of the region",

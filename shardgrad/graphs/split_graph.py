@@ -1,8 +1,8 @@
 """One step as one graph, or as several with eager regions between them.
 
-Nothing is executed during a capture. At an eager region the graph being captured ends and the next one
-begins; the call is kept together with a snapshot of the host state at that moment. A replay launches the
-graphs in order and makes the calls between them.
+Nothing is executed during a capture. At an eager region the graph being captured ends and the next
+one begins; the call is kept together with a snapshot of the host state at that moment. A replay
+launches the graphs in order and makes the calls between them.
 """
 
 from __future__ import annotations

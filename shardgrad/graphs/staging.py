@@ -59,8 +59,8 @@ class HostStaging:
     def copy(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copies host tensors into tensors of the device.
 
-        Streams: the host waits until the transfer before the last one is done. The transfer runs on a stream
-        for transfers only; the current stream waits for it and copies into `targets`.
+        Streams: the host waits until the transfer before the last one is done. The transfer runs on
+        a stream for transfers only; the current stream waits for it and copies into `targets`.
         """
         transfer = self._stream
         if transfer is None:
@@ -76,15 +76,21 @@ class HostStaging:
         buffer.sent.record(transfer)
         stream = torch.accelerator.current_stream(self._pool.device)
         buffer.sent.wait(stream)
-        views = [_view_like(buffer.device, o, s) for o, s in zip(self._offsets, sources, strict=True)]
+        views = [
+            _view_like(buffer.device, o, s) for o, s in zip(self._offsets, sources, strict=True)
+        ]
         torch._foreach_copy_(list(targets), views)
         buffer.unpacked.record(stream)
 
 
 def _view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes from `offset` on as a tensor with the shape, dtype and memory order of another."""
+    """Returns the bytes from `offset` on as a tensor with the shape, dtype and memory order of
+    another.
+    """
     nbytes = like.numel() * like.itemsize
-    return flat[offset : offset + nbytes].view(like.dtype).as_strided(like.shape, _dense_strides(like))
+    return (
+        flat[offset : offset + nbytes].view(like.dtype).as_strided(like.shape, _dense_strides(like))
+    )
 
 
 def _dense_strides(like: torch.Tensor) -> tuple[int, ...]:

@@ -22,8 +22,8 @@ class StepStatus:
 
     Attributes:
         step: number of the call of the graphed step, from 1.
-        values: the outputs that are one number, by their path; and the reports of capturables, such as
-            "skipped steps", summed over those that report the same name.
+        values: the outputs that are one number, by their path; and the reports of capturables, such
+            as "skipped steps", summed over those that report the same name.
         finite: True if all outputs among them are finite.
     """
 
@@ -74,13 +74,15 @@ class StatusReader:
         self._last: StepStatus | None = None
 
     def poll(self, step: int, outputs: Any) -> StepStatus | None:
-        """Returns the newest status that has arrived; starts a copy of the present one if none is pending.
+        """Returns the newest status that has arrived; starts a copy of the present one if none is
+        pending.
 
         Args:
             step: number of the call that returned `outputs`; 0 if they were overwritten.
             outputs: its outputs.
 
-        Streams: the values are collected on the pool's stream, after the step, and copied to the host
+        Streams: the values are collected on the pool's stream, after the step, and copied to the
+        host
             asynchronously. The host never waits.
         Capture: not safe.
         """
@@ -99,7 +101,9 @@ class StatusReader:
         if not named:
             return None
         with self._pool.turn(), torch.no_grad():
-            values = torch.stack([value.detach().reshape(()).to(torch.float64) for value in named.values()])
+            values = torch.stack(
+                [value.detach().reshape(()).to(torch.float64) for value in named.values()]
+            )
             if self._pool.stream is None:
                 return _Pending(step, list(named), count, values, None)
             pin_memory = self._pool.device.type == "cuda"

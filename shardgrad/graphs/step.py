@@ -1,6 +1,7 @@
 """A training step as one graph: warm-up, capture, replay.
 
-Calls with the same input key (structure, shapes and dtypes) and equal guards (host state) share a graph:
+Calls with the same input key (structure, shapes and dtypes) and equal guards (host state) share a
+graph:
 
     eager until nothing is initialized any more -> captured once -> replayed from then on
 
@@ -79,7 +80,9 @@ class StepSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(
-                    f"graphed_step was given {name}={value!r}", expected="at least 1", got=repr(value)
+                    f"graphed_step was given {name}={value!r}",
+                    expected="at least 1",
+                    got=repr(value),
                 )
         if self.on_uncapturable not in ("raise", "eager", "split"):
             raise OptionError(
@@ -103,47 +106,53 @@ def graphed_step(
 ) -> Callable[[Callable[_P, _R]], GraphedStep[_P, _R]]:
     """Makes a training step one graph: its launches are captured once and replayed from then on.
 
-    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`. The function may
-    contain everything that a step consists of, from the forward to `zero_grad`, for any number of
-    micro-batches. The graph computes the same numbers as the function, bit for bit.
+    A decorator, or called on a function: `step = graphed_step(model, optimizer)(function)`. The
+    function may contain everything that a step consists of, from the forward to `zero_grad`, for
+    any number of micro-batches. The graph computes the same numbers as the function, bit for bit.
 
-    The first calls run eagerly and are steps of training like all others. A call is captured when `warmup`
-    calls have run and one of them began with the same input key (structure, shapes and dtypes of the inputs)
-    and equal guards: the host state that decides what a step launches, such as which parameters require a
-    gradient, which gradients are there, training mode, and numbers in the groups of an optimizer that is not
-    of `shardgrad.optim`. Otherwise the step runs eagerly once and is captured at its next occurrence. A
-    tensor that the function closes over (`graphs/preflight/closed_over.py`) is read where it is; another one
-    in its place is another graph, once it has stayed there for a call, and refused if it never stays.
+    The first calls run eagerly and are steps of training like all others. A call is captured when
+    `warmup` calls have run and one of them began with the same input key (structure, shapes and
+    dtypes of the inputs) and equal guards: the host state that decides what a step launches, such
+    as which parameters require a gradient, which gradients are there, training mode, and numbers in
+    the groups of an optimizer that is not of `shardgrad.optim`. Otherwise the step runs eagerly
+    once and is captured at its next occurrence. A tensor that the function closes over
+    (`graphs/preflight/closed_over.py`) is read where it is; another one in its place is another
+    graph, once it has stayed there for a call, and refused if it never stays.
 
     The last two of the first calls are watched for what a capture refuses, or gets wrong silently
-    (`graphs/preflight/`); an error names it with the module and your line. On a device without graphs, such
-    as the CPU, every call runs eagerly, with the same rules for inputs and outputs, and issues are a warning.
+    (`graphs/preflight/`); an error names it with the module and your line. On a device without
+    graphs, such as the CPU, every call runs eagerly, with the same rules for inputs and outputs,
+    and issues are a warning.
 
     Args:
-        capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses. State of
-            objects that are not given is neither guarded nor restored.
+        capturables: every module, optimizer and `shardgrad.GradScaler` that the function uses.
+            State of objects that are not given is neither guarded nor restored.
         warmup: eager calls before the first capture, at least 1.
         pool: of another graphed step that uses the same models; None for a new one.
         max_graphs: graphs to keep. The least recently used one is dropped.
-        accumulate: micro-batches in every call: lists and tuples among the arguments must have this length,
-            tensors this many along their first dimension. None accepts any number, and each has a graph.
+        accumulate: micro-batches in every call: lists and tuples among the arguments must have this
+            length, tensors this many along their first dimension. None accepts any number, and each
+            has a graph.
         clone_outputs: return copies. Otherwise the next call overwrites what this one returned.
-        bucket: given a call's arguments, returns the (args, kwargs) to use instead: for padding shapes to a
-            few sizes.
+        bucket: given a call's arguments, returns the (args, kwargs) to use instead: for padding
+            shapes to a few sizes.
         on_uncapturable: what happens if the capture fails, after all state was restored: "raise" a
-            CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly. "split" is
-            like "eager", but splits the graph at the steps of optimizers that no graph can hold, and takes
-            those in eager regions; `outside` names them. (`shardgrad.graphs.outside` makes a call in an eager
-            region under any setting.) Ranks capture together: if only some can, the collectives of the
-            others fail or time out, and they raise a CaptureError that names a rank that could not.
-        verify: this many replays are repeated eagerly, from a copy of the state, and compared bit for bit.
-        replay_twice_every: one in this many replays is repeated from a copy of the state and compared: a
-            difference is silent data corruption. 0 for never.
+            CaptureError, or warn and run the call "eager". Later calls of this kind run eagerly.
+            "split" is like "eager", but splits the graph at the steps of optimizers that no graph
+            can hold, and takes those in eager regions; `outside` names them.
+            (`shardgrad.graphs.outside` makes a call in an eager region under any setting.) Ranks
+            capture together: if only some can, the collectives of the others fail or time out, and
+            they raise a CaptureError that names a rank that could not.
+        verify: this many replays are repeated eagerly, from a copy of the state, and compared bit
+            for bit.
+        replay_twice_every: one in this many replays is repeated from a copy of the state and
+            compared: a difference is silent data corruption. 0 for never.
 
     Returns:
         A decorator that turns a function into a `GraphedStep`.
 
-    Streams: every call runs on the pool's stream, after the caller's current stream, which then waits for
+    Streams: every call runs on the pool's stream, after the caller's current stream, which then
+    waits for
         it. Outputs may be used on the caller's stream.
     Capture: not safe; inside a step or capture, call the function itself.
 
@@ -198,7 +207,9 @@ class GraphedStep(Generic[_P, _R]):
         replays: calls that were replays since the last reset.
     """
 
-    def __init__(self, function: Callable[_P, _R], objects: Sequence[Any], settings: StepSettings) -> None:
+    def __init__(
+        self, function: Callable[_P, _R], objects: Sequence[Any], settings: StepSettings
+    ) -> None:
         functools.update_wrapper(self, function)
         self._function = function
         self._settings = settings
@@ -206,7 +217,9 @@ class GraphedStep(Generic[_P, _R]):
         self._generators = [each for each in objects if isinstance(each, torch.Generator)]
         self._eager_optimizers: list[Optimizer] = []
         if settings.on_uncapturable == "split":
-            self._eager_optimizers = [each for each in optimizers if why_not_capturable(each) is not None]
+            self._eager_optimizers = [
+                each for each in optimizers if why_not_capturable(each) is not None
+            ]
         self._capturables = [
             EagerOptimizer(each)
             if any(each is other for other in self._eager_optimizers)
@@ -217,7 +230,11 @@ class GraphedStep(Generic[_P, _R]):
         self._warmup = WarmUp(
             function,
             [each for each in objects if isinstance(each, nn.Module)],
-            [each for each in optimizers if not any(each is other for other in self._eager_optimizers)],
+            [
+                each
+                for each in optimizers
+                if not any(each is other for other in self._eager_optimizers)
+            ],
             self._eager_optimizers,
             self._generators,
             self.pool.device,
@@ -239,9 +256,12 @@ class GraphedStep(Generic[_P, _R]):
     @property
     def outside(self) -> list[str]:
         """See the class."""
-        return [f"{type(each).__name__}: {why_not_capturable(each)}" for each in self._eager_optimizers]
+        return [
+            f"{type(each).__name__}: {why_not_capturable(each)}" for each in self._eager_optimizers
+        ]
 
-    # -- a call -----------------------------------------------------------------------------------------
+    # -- a call
+    # -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
@@ -273,7 +293,9 @@ class GraphedStep(Generic[_P, _R]):
         captured = self._look_up(graph_key)
         if captured is None and self._is_due(kind, guards):
             try:
-                captured = self._capture_or_refuse(kind, key, is_settled=closed_over == self._closed_over)
+                captured = self._capture_or_refuse(
+                    kind, key, is_settled=closed_over == self._closed_over
+                )
                 if captured is None:
                     return self._run_eagerly(kind, key, caller)
             except CollectiveError as error:
@@ -309,7 +331,9 @@ class GraphedStep(Generic[_P, _R]):
             each.at_eager_border()
 
     def _look_up(self, key: tuple[Hashable, Hashable]) -> CapturedStep | None:
-        if self._latest is not None and self._latest[0] == key:  # hashing thousands of guards is slow
+        if (
+            self._latest is not None and self._latest[0] == key
+        ):  # hashing thousands of guards is slow
             return self._latest[1]
         captured = self._graphs.get(key)
         if captured is not None:
@@ -341,16 +365,23 @@ class GraphedStep(Generic[_P, _R]):
         return captured.replay()
 
     def poll(self) -> StepStatus | None:
-        """Returns the status of a recent step without waiting for the device; None until one has arrived.
+        """Returns the status of a recent step without waiting for the device; None until one has
+        arrived.
 
         The status may be older than the last call. See `StatusReader.poll`.
         """
         overwritten = self._call != self.pool.calls  # by another step of the pool
-        return self._status.poll(0 if overwritten else self.eager_steps + self.replays, self._outputs)
+        return self._status.poll(
+            0 if overwritten else self.eager_steps + self.replays, self._outputs
+        )
 
     def _is_due(self, kind: _InputKind, guards: Hashable) -> bool:
         """True once an eager step with these guards has run: a capture initializes nothing then."""
-        return self.eager_steps >= self._settings.warmup and guards in kind.seen and not kind.is_refused
+        return (
+            self.eager_steps >= self._settings.warmup
+            and guards in kind.seen
+            and not kind.is_refused
+        )
 
     def _kind(self, inputs: Inputs) -> _InputKind:
         key = inputs.key
@@ -377,21 +408,27 @@ class GraphedStep(Generic[_P, _R]):
         for key in idle[: -self._settings.max_graphs]:
             del self._kinds[key]
 
-    # -- capturing --------------------------------------------------------------------------------------
+    # -- capturing
+    # --------------------------------------------------------------------------------------
 
-    def _capture_or_refuse(self, kind: _InputKind, key: Hashable, *, is_settled: bool) -> CapturedStep | None:
+    def _capture_or_refuse(
+        self, kind: _InputKind, key: Hashable, *, is_settled: bool
+    ) -> CapturedStep | None:
         """Captures a step; None if this call, or all of this kind from now on, run eagerly.
 
         Args:
             kind: of the call.
             key: of the warm-up's steps like it.
-            is_settled: False if a tensor that the step closes over has been replaced since the last call.
+            is_settled: False if a tensor that the step closes over has been replaced since the last
+                call.
         """
         if not self.pool.can_capture:
             kind.is_refused = True
             issues = self._warmup.issues(key)
             if issues:
-                self._warn(f"could not be captured on a device with graphs:\n{explain(issues)}", depth=5)
+                self._warn(
+                    f"could not be captured on a device with graphs:\n{explain(issues)}", depth=5
+                )
             return None
         silent = self._warmup.silent_issues(key)
         if silent:
@@ -427,7 +464,9 @@ class GraphedStep(Generic[_P, _R]):
         try:
             with _stale_streams_overridden(), graph.captured():
                 outputs = detached(self._function(*args, **kwargs))
-                outputs = apart_from(self._state(), outputs)  # of now: gradients may have got memory inside
+                outputs = apart_from(
+                    self._state(), outputs
+                )  # of now: gradients may have got memory inside
         except BaseException:
             for each in self._capturables:
                 each.abort_capture()
@@ -451,17 +490,24 @@ class GraphedStep(Generic[_P, _R]):
             self._warn(f"{what}. It runs eagerly.{found}", depth=6)
             return
         known = error if isinstance(error, ShardgradError) else None
-        cure = known.fix if known is not None and known.fix else "docs/how_to/migrate_to_graphed_step.md"
+        cure = (
+            known.fix
+            if known is not None and known.fix
+            else "docs/how_to/migrate_to_graphed_step.md"
+        )
         raise CaptureError(
             f"{self._name} {what}{found}",
             expected="a step that launches the same work every time and never waits for the device",
-            got="a step that does not; models, optimizers and random numbers are as before the call",
+            got="a step that does not; models, optimizers and random numbers are as before the "
+            "call",
             where=None if known is None else known.where,
             fix=f"{cure}; or on_uncapturable='eager'. Calling again goes on eagerly",
         ) from error
 
     def _require_same_on_all_ranks(self, error: CollectiveError) -> None:
-        """Explains a collective that failed because a rank could not capture, or runs what others capture."""
+        """Explains a collective that failed because a rank could not capture, or runs what others
+        capture.
+        """
         what = announced()
         if what:
             raise CaptureError(
@@ -484,7 +530,8 @@ class GraphedStep(Generic[_P, _R]):
             self._refuse("it was closed", "build another graphed_step")
         if threading.get_ident() != self._thread_id:
             self._refuse(
-                "it belongs to the thread that built it", "one graphed_step for each thread, or one thread"
+                "it belongs to the thread that built it",
+                "one graphed_step for each thread, or one thread",
             )
         if _thread.step is not None or is_capturing(self.pool.device):
             self._refuse(
@@ -500,10 +547,12 @@ class GraphedStep(Generic[_P, _R]):
             fix=fix,
         )
 
-    # -- the end ----------------------------------------------------------------------------------------
+    # -- the end
+    # ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """Destroys all graphs and input buffers; the next calls run eagerly, and later ones capture again.
+        """Destroys all graphs and input buffers; the next calls run eagerly, and later ones capture
+        again.
 
         Streams: the host waits for the device, since a graph must not be destroyed while it runs.
         """
@@ -549,8 +598,12 @@ def _modes(device: torch.device) -> Hashable:
 
 @contextmanager
 def _stale_streams_overridden() -> Iterator[None]:
-    """Autograd nodes of other streams, kept by the program, must not join the capture with their stream."""
-    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)  # from torch 2.13 on
+    """Autograd nodes of other streams, kept by the program, must not join the capture with their
+    stream.
+    """
+    override = getattr(
+        torch.autograd.graph, "set_override_stale_capture_stream", None
+    )  # from torch 2.13 on
     if override is None:
         yield
         return

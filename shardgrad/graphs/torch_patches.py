@@ -1,7 +1,7 @@
 """Functions of torch that are replaced for the length of a block.
 
-Blocks may overlap, in several threads: a function is replaced when the first begins and restored when the
-last ends. A replacement has to do what the original does for threads outside of any block.
+Blocks may overlap, in several threads: a function is replaced when the first begins and restored
+when the last ends. A replacement has to do what the original does for threads outside of any block.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Patch:
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
-    """Assigns a function; returns what undoes it, unless another library has replaced it in the meantime."""
+    """Assigns a function; returns what undoes it, unless another library has replaced it in the
+    meantime.
+    """
     is_inherited = name not in vars(owner)
     original = getattr(owner, name)
     try:

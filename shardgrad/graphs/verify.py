@@ -1,4 +1,6 @@
-"""Verification of replays: does a replay give what an eager step gives, and the same when it is repeated?"""
+"""Verification of replays: does a replay give what an eager step gives, and the same when it is
+repeated?
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class _InitialState:
         generators: Sequence[torch.Generator],
     ) -> None:
         self._snapshots = [each.snapshot() for each in capturables]
-        self._memory = [(tensor, tensor.clone()) for each in capturables for _, tensor in each.tensors()]
+        self._memory = [
+            (tensor, tensor.clone()) for each in capturables for _, tensor in each.tensors()
+        ]
         self._random = RandomState(device, generators)
 
     def restore(self) -> None:
@@ -77,8 +81,10 @@ def compare_runs(
                 f"{names[0]} and {names[1]} from the same state differ in {name}",
                 expected="the same bits",
                 got=f"{differing} of {tensor.numel()} elements differ in value",
-                fix="does the step use state that graphed_step was not given, do something else while it is "
-                "captured, or use a kernel whose sums have no fixed order? if none, suspect the hardware",
+                fix="does the step use state that graphed_step was not given, do something else "
+                "while it is "
+                "captured, or use a kernel whose sums have no fixed order? if none, suspect the "
+                "hardware",
             )
     return outputs
 
@@ -86,10 +92,14 @@ def compare_runs(
 def _results(outputs: Any, capturables: Sequence[Capturable]) -> list[tuple[str, torch.Tensor]]:
     """Returns (name, tensor) for the outputs of a step, then for the state."""
     leaves, _ = tree_flatten_with_path(outputs)
-    found = [(f"output{keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = [
+        (f"output{keystr(path)}", leaf) for path, leaf in leaves if isinstance(leaf, torch.Tensor)
+    ]
     for number, each in enumerate(capturables):
         for name, tensor in each.tensors():
-            found.append((name if len(capturables) == 1 else f"{name} (capturable {number})", tensor))
+            found.append(
+                (name if len(capturables) == 1 else f"{name} (capturable {number})", tensor)
+            )
     return found
 
 

@@ -1,9 +1,10 @@
-"""Optimizers of other projects on sharded parameters. `import shardgrad` does not import this package.
+"""Optimizers of other projects on sharded parameters. `import shardgrad` does not import this
+package.
 
-`shardgrad.integrations.transformer_engine.fused_adam` and `shardgrad.integrations.apex.fused_adam` wrap the
-optimizers of these projects; `availability` returns which of them are usable, and why the others are not. A
-partner, one of these packages, is imported by the first call that needs it, since its native libraries may be
-large or broken.
+`shardgrad.integrations.transformer_engine.fused_adam` and `shardgrad.integrations.apex.fused_adam`
+wrap the optimizers of these projects; `availability` returns which of them are usable, and why the
+others are not. A partner, one of these packages, is imported by the first call that needs it, since
+its native libraries may be large or broken.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Plain parameters over the local shards, which an external optimizer gets instead of DTensors.
 
 [Note: Aliases]
-A kernel of an external optimizer takes addresses. A DTensor has none, a gradient with a pending scale
-([Note: Pending scale] in `sharding/scaled_gradient.py`) must be scaled before its address is used, and some
-releases of the kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
-parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain view of the
-gradient shard, set before each step. The alias of a parameter without elements on this rank is not passed.
+A kernel of an external optimizer takes addresses. A DTensor has none, a gradient with a pending
+scale ([Note: Pending scale] in `sharding/scaled_gradient.py`) must be scaled before its address is
+used, and some releases of the kernels fail when a rank holds no row of a parameter. So the external
+optimizer never sees our parameters. Each has an *alias*: a plain parameter over the same memory,
+whose gradient is a plain view of the gradient shard, set before each step. The alias of a parameter
+without elements on this rank is not passed.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ class Alias:
         return self.local.numel() == 0
 
     def wrap(self, local: torch.Tensor) -> torch.Tensor:
-        """Returns local optimizer state in the form of the parameter: a DTensor if the parameter is one."""
+        """Returns local optimizer state in the form of the parameter: a DTensor if the parameter is
+        one.
+        """
         return local
 
     def require_same(self) -> None:
@@ -70,7 +73,9 @@ class Alias:
             OptimizerParameterError: the parameter was replaced or moved.
         """
         if is_replaced(self.param):
-            raise _replaced(self.name, "a parameter of the model, not the one from before fully_shard")
+            raise _replaced(
+                self.name, "a parameter of the model, not the one from before fully_shard"
+            )
         if self.param.data_ptr() != self.local.data_ptr():
             raise _replaced(self.name, "the memory it had when the optimizer was built")
 
@@ -155,7 +160,8 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
         name: name for error messages, if no unit knows the qualified name.
 
     Raises:
-        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another engine.
+        OptimizerParameterError: the parameter has no data yet, is not dense, or belongs to another
+            engine.
     """
     managed = managed_by(param)
     why = fix = ""
@@ -168,8 +174,10 @@ def make_alias(param: nn.Parameter, name: str) -> Alias:
         why, fix = "it is not contiguous in memory", "param.data = param.data.contiguous()"
     if why:
         raise OptimizerParameterError(
-            f"an optimizer was given parameter {name if managed is None else managed.name}, and {why}",
-            expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not at all",
+            f"an optimizer was given parameter {name if managed is None else managed.name}, and "
+            f"{why}",
+            expected="contiguous parameters with data, sharded by shardgrad.fully_shard or not at "
+            "all",
             got=why,
             fix=fix,
         )
@@ -184,13 +192,15 @@ def bind_gradients(aliases: Iterable[Alias], attribute: str) -> list[torch.Tenso
         attribute: attribute that the external optimizer reads.
 
     Returns:
-        Device scalars, each above zero if a non-finite value was found among some of these gradients.
+        Device scalars, each above zero if a non-finite value was found among some of these
+        gradients.
 
     Streams: the current stream, which backward has made wait for the gradients.
     Capture: safe; which parameters have a gradient is fixed by the capture.
 
     Raises:
-        OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed by a step.
+        OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed by
+            a step.
     """
     by_group: dict[ParamGroup, list[ShardedAlias]] = {}
     for alias in aliases:
@@ -218,7 +228,8 @@ def _views(
     places = [shard.place_of(member.param) for member in members]
     known = [place for place in places if place is not None]
     live: Mapping[int, bool] = dict(zip(known, shard.settle(known), strict=True))
-    # The kernel gets an address and its read cannot be intercepted, so a pending scale is applied here.
+    # The kernel gets an address and its read cannot be intercepted, so a pending scale is applied
+    # here.
     shard.apply_scale()
     views = [shard.view(place) if place is not None and live[place] else None for place in places]
     return views, shard.nonfinite

@@ -8,13 +8,14 @@ apex has had one version number, 0.1, for years, so nothing here depends on the 
 * Kernels assume that the parameter has the gradient's dtype, without a check. Other dtypes raise.
 * A launch does nothing if its last tensor is empty. Empty aliases are not passed.
 * `master_weights` needs `capturable`, and is ignored for bfloat16. Both raise.
-* Master weights are created by the constructor and not saved, so a resumed run would return to the weights of
+* Master weights are created by the constructor and not saved, so a resumed run would return to the
+weights of
   that moment. Here they are copied from the parameters at the first step, and saved.
-* `add_param_group` does not create master weights, so new parameters would not be trained. It raises.
-* With `capturable`, a group's learning rate must be a tensor. It is converted.
+* `add_param_group` does not create master weights, so new parameters would not be trained. It
+raises. * With `capturable`, a group's learning rate must be a tensor. It is converted.
 
-Source: `apex/optimizers/fused_adam.py`, `csrc/multi_tensor_adam.cu` and `csrc/multi_tensor_apply.cuh` in
-NVIDIA/apex, commit 6424da3b.
+Source: `apex/optimizers/fused_adam.py`, `csrc/multi_tensor_adam.cu` and
+`csrc/multi_tensor_apply.cuh` in NVIDIA/apex, commit 6424da3b.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ __all__ = ["DEVICE_TYPES", "fused_adam", "probe"]
 # ROCm calls its devices cuda too.
 DEVICE_TYPES: Sequence[str] = ("cuda",)
 
-_KERNELS = ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
+_KERNELS = (
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+)
 
 
 def probe() -> Probe:
-    """Imports apex, if it is installed, and checks that it is NVIDIA's and its FusedAdam is usable."""
+    """Imports apex, if it is installed, and checks that it is NVIDIA's and its FusedAdam is
+    usable.
+    """
     found, modules = load(
         "apex' FusedAdam",
         modules=("apex", "apex.optimizers", "amp_C"),
@@ -75,14 +82,15 @@ def fused_adam(
     """Returns apex' FusedAdam over sharded parameters.
 
     Args:
-        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch
+            optimizer.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: number added to the root of the second moment.
         weight_decay: weight decay, decoupled unless `adam_w_mode=False`.
         bias_correction: correct the bias of the moments.
-        capturable: for CUDA graphs: learning rate and step count are device tensors, and a step with
-            non-finite gradients is skipped on the device.
+        capturable: for CUDA graphs: learning rate and step count are device tensors, and a step
+            with non-finite gradients is skipped on the device.
         master_weights: train float32 copies of float16 parameters; needs `capturable`.
         **options: `adam_w_mode`.
 
@@ -92,7 +100,8 @@ def fused_adam(
 
     Raises:
         PartnerUnavailableError: there is no usable apex.
-        OptionError, UnsupportedError: options that it does not support, or that contradict the model.
+        OptionError, UnsupportedError: options that it does not support, or that contradict the
+            model.
         OptimizerParameterError: parameters that it cannot update. See [Note: Limits of apex].
     """
     options = {**options, "capturable": capturable, "master_weights": master_weights}
@@ -107,7 +116,9 @@ def fused_adam(
 
 
 class _Apex(Partner):
-    def __init__(self, found: Probe, options: Mapping[str, Any], device_types: Sequence[str]) -> None:
+    def __init__(
+        self, found: Probe, options: Mapping[str, Any], device_types: Sequence[str]
+    ) -> None:
         super().__init__(found, options, device_types)
         for name in ("amsgrad", "set_grad_none"):
             if options.get(name):
@@ -139,7 +150,9 @@ class _Apex(Partner):
                 )
 
     def keeps_master(self, alias: Alias) -> bool:
-        """See `Partner.keeps_master`. Here float32 parameters are trained through their copy too."""
+        """See `Partner.keeps_master`. Here float32 parameters are trained through their copy
+        too.
+        """
         return self.has_masters
 
     def start(self, optimizer: Optimizer, alias: Alias) -> None:
@@ -156,7 +169,9 @@ class _Apex(Partner):
         """See `Partner.shown`."""
         return self.read(optimizer, alias)
 
-    def write(self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    def write(
+        self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor
+    ) -> None:
         """See `Partner.write`."""
         _find(optimizer, local, name).copy_(value)
 

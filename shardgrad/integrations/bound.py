@@ -22,12 +22,13 @@ __all__ = ["BoundOptimizer"]
 class BoundOptimizer(Optimizer):
     """A torch optimizer over sharded parameters whose steps a partner takes. See [Note: Aliases].
 
-    `param_groups` hold the parameters of the model, so schedulers, `clip_grad_norm_`, loss scalers and
-    checkpoints work as with any optimizer. `state_dict` has a DTensor for each state tensor, with the names
-    that TransformerEngine uses, and step counts in the groups.
+    `param_groups` hold the parameters of the model, so schedulers, `clip_grad_norm_`, loss scalers
+    and checkpoints work as with any optimizer. `state_dict` has a DTensor for each state tensor,
+    with the names that TransformerEngine uses, and step counts in the groups.
 
     Args:
-        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch
+            optimizer.
         defaults: default hyperparameters of the groups.
         partner: the partner that takes the steps.
 
@@ -77,7 +78,9 @@ class BoundOptimizer(Optimizer):
         for group, aliases in zip(self.param_groups, self._aliases, strict=True):
             if self.capturable:
                 # One tensor per group, which schedulers fill, and a copy for the partner.
-                group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=self._device).clone()
+                group["lr"] = torch.as_tensor(
+                    group["lr"], dtype=torch.float32, device=self._device
+                ).clone()
             shown = [alias.local for alias in aliases if not alias.is_empty]
             if not shown:
                 # A group without parameters would count no steps on this rank.
@@ -96,19 +99,25 @@ class BoundOptimizer(Optimizer):
         """Creates a parameter's state, and makes it visible in `state`."""
         if not alias.is_empty:
             self._kind.start(self.partner, alias)
-        shown = self._empty_state(alias) if alias.is_empty else self._kind.shown(self.partner, alias)
+        shown = (
+            self._empty_state(alias) if alias.is_empty else self._kind.shown(self.partner, alias)
+        )
         self.state[alias.param] = {name: alias.wrap(tensor) for name, tensor in shown.items()}
 
     def _empty_state(self, alias: Alias) -> Mapping[str, torch.Tensor]:
         """Returns the state of a parameter without elements on this rank."""
         dtypes = self._kind.state_dtypes(alias)
-        return {name: torch.empty_like(alias.local.detach(), dtype=dtype) for name, dtype in dtypes.items()}
+        return {
+            name: torch.empty_like(alias.local.detach(), dtype=dtype)
+            for name, dtype in dtypes.items()
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group while the optimizer is built; not supported afterwards.
 
         Raises:
-            UnsupportedError: called after construction. A partner's state does not grow with its groups.
+            UnsupportedError: called after construction. A partner's state does not grow with its
+                groups.
         """
         if self._is_built:
             raise unsupported(
@@ -117,18 +126,21 @@ class BoundOptimizer(Optimizer):
             )
         super().add_param_group(param_group)
 
-    # -- a step -----------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient, with the partner's optimizer.
 
-        Streams: runs on the current stream of the parameters' device, which backward has made wait for the
+        Streams: runs on the current stream of the parameters' device, which backward has made wait
+        for the
             gradients.
         Capture: safe with `capturable=True`, after one step outside of the capture.
 
         Raises:
-            OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed.
+            OptimizerParameterError, ForeignParameterError, GradientError: before anything is
+                changed.
             CaptureError: the first step is being captured.
         """
         loss = None
@@ -145,7 +157,9 @@ class BoundOptimizer(Optimizer):
             step: Any = self.partner.step
             step(grad_scaler=scaler)
         for alias in chain.from_iterable(self._aliases):
-            alias.show(None, self._kind.attribute)  # which would keep memory that is freed between steps
+            alias.show(
+                None, self._kind.attribute
+            )  # which would keep memory that is freed between steps
         return loss
 
     def _hand_over_options(self) -> None:
@@ -163,7 +177,8 @@ class BoundOptimizer(Optimizer):
             return
         if self._kind.has_masters and is_capturing(self._device):
             raise CaptureError(
-                f"the first step of {self._kind.name} copies the parameters into its master weights, and a "
+                f"the first step of {self._kind.name} copies the parameters into its master "
+                f"weights, and a "
                 "graph would do so in every replay",
                 expected="one step before the capture",
                 got="a first step while a graph is being captured",
@@ -175,7 +190,9 @@ class BoundOptimizer(Optimizer):
         self._has_fresh_masters = True
 
     def _scaler(self, verdicts: list[torch.Tensor]) -> _Verdict | None:
-        """Returns what a capturable partner asks a loss scaler; None if no gradient was checked or scaled."""
+        """Returns what a capturable partner asks a loss scaler; None if no gradient was checked or
+        scaled.
+        """
         if not self.capturable:
             return None
         # Loss scalers set these two attributes for the duration of a step.
@@ -197,17 +214,26 @@ class BoundOptimizer(Optimizer):
         for alias in chain.from_iterable(self._aliases):
             alias.forget(set_to_none=set_to_none)
 
-    # -- state ------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16 remainders."""
+        """Returns state and groups in TransformerEngine's format: DTensors of float32 or int16
+        remainders.
+        """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        numbers = {id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])}
+        numbers = {
+            id(p): i for i, p in enumerate(p for g in self.param_groups for p in g["params"])
+        }
         state = {}
         with torch.no_grad():
             for alias in chain.from_iterable(self._aliases):
-                found = self._empty_state(alias) if alias.is_empty else self._kind.read(self.partner, alias)
+                found = (
+                    self._empty_state(alias)
+                    if alias.is_empty
+                    else self._kind.read(self.partner, alias)
+                )
                 wrapped = {name: alias.wrap(tensor.detach()) for name, tensor in found.items()}
                 state[numbers[id(alias.param)]] = wrapped
         groups = [
@@ -227,8 +253,8 @@ class BoundOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class, of TransformerEngine's FusedAdam or of torch's AdamW.
 
-        State is copied into the existing buffers, so a captured graph stays valid. If the saved state lacks
-        master weights, they are copied from the parameters at the next step.
+        State is copied into the existing buffers, so a captured graph stays valid. If the saved
+        state lacks master weights, they are copied from the parameters at the next step.
 
         Raises:
             OptimizerStateError: the state does not fit; nothing was changed.
@@ -238,7 +264,8 @@ class BoundOptimizer(Optimizer):
             state_dict = pre_hook(self, state_dict) or state_dict
         dtypes = {a: self._kind.state_dtypes(a) for a in chain.from_iterable(self._aliases)}
         loaded, steps = resolve(self._aliases, dtypes, state_dict)
-        # If one master is missing, all are copied from the parameters: a mixture would be inconsistent.
+        # If one master is missing, all are copied from the parameters: a mixture would be
+        # inconsistent.
         with_master = [x for x in loaded if "master_param" in dtypes[x.alias]]
         self._has_fresh_masters = all("master_param" in x.values for x in with_master)
         for item in loaded:
@@ -273,7 +300,9 @@ class BoundOptimizer(Optimizer):
             theirs["step"] = torch.tensor([count], dtype=torch.int, device=self._device)
 
     def __getstate__(self) -> NoReturn:
-        """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or copied."""
+        """Raises: an optimizer whose aliases are views of the model's buffers cannot be pickled or
+        copied.
+        """
         raise DeepcopyError(
             f"{self._kind.name} over sharded parameters cannot be copied or pickled",
             expected="state_dict()",
@@ -283,7 +312,8 @@ class BoundOptimizer(Optimizer):
 
 
 class _Verdict:
-    """Implements the loss scaler methods that a capturable FusedAdam calls, with results known already.
+    """Implements the loss scaler methods that a capturable FusedAdam calls, with results known
+    already.
 
     The partner would check this rank's gradients only, and ranks would decide differently.
 

@@ -1,4 +1,6 @@
-"""The interface between `BoundOptimizer` and a partner's optimizer, and what partners have in common."""
+"""The interface between `BoundOptimizer` and a partner's optimizer, and what partners have in
+common.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Partner(ABC):
         has_masters: whether it trains master copies of parameters, as in `options`.
     """
 
-    def __init__(self, probe: Probe, options: Mapping[str, Any], device_types: Sequence[str]) -> None:
+    def __init__(
+        self, probe: Probe, options: Mapping[str, Any], device_types: Sequence[str]
+    ) -> None:
         self._probe = probe
         self._factory = probe.require()
         probe.require_options(options)
@@ -44,7 +48,8 @@ class Partner(ABC):
         self.capturable = bool(options.get("capturable", False))
         self.has_masters = bool(options.get("master_weights", False))
 
-    # -- before it exists -------------------------------------------------------------------------------
+    # -- before it exists
+    # -------------------------------------------------------------------------------
 
     @property
     def attribute(self) -> str:
@@ -54,19 +59,23 @@ class Partner(ABC):
     def agree(self, aliases: Sequence[Alias]) -> None:
         """Checks that the optimizer reads gradients from the attribute that the engine sets.
 
-        A partner skips a parameter whose gradient is None, so a mismatch would silently train nothing.
+        A partner skips a parameter whose gradient is None, so a mismatch would silently train
+        nothing.
 
         Raises:
             OptionError: the attributes differ; names a parameter.
         """
         for alias in aliases:
             if alias.is_sharded and alias.attribute != self.attribute:
-                raise self.disagrees(alias, "GradientPolicy(decoupled=False), or shardgrad.optim.AdamW")
+                raise self.disagrees(
+                    alias, "GradientPolicy(decoupled=False), or shardgrad.optim.AdamW"
+                )
 
     def disagrees(self, alias: Alias, fix: str) -> OptionError:
         """Returns the error for a gradient that is in another attribute."""
         return OptionError(
-            f"{self.name} would read param.{self.attribute}, and the engine binds param.{alias.attribute}",
+            f"{self.name} would read param.{self.attribute}, and the engine binds "
+            f"param.{alias.attribute}",
             expected="one attribute for both: param.grad, or param.decoupled_grad",
             got=f"a GradientPolicy with decoupled={alias.attribute == 'decoupled_grad'}",
             where=f"parameter {alias.name}",
@@ -118,14 +127,17 @@ class Partner(ABC):
         """Returns the error for an option that this release does not support."""
         return OptionError(f"{self.name} cannot have {got}", expected=expected, got=got, fix=fix)
 
-    # -- while it exists --------------------------------------------------------------------------------
+    # -- while it exists
+    # --------------------------------------------------------------------------------
 
     def build(self, groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> Optimizer:
         """Builds the optimizer over parameter groups of aliases."""
         return self._factory(groups, **defaults, **self._options)
 
     def state_dtypes(self, alias: Alias) -> Mapping[str, torch.dtype]:
-        """Returns the names of a parameter's state tensors, with the dtypes in which they are saved."""
+        """Returns the names of a parameter's state tensors, with the dtypes in which they are
+        saved.
+        """
         dtypes = dict.fromkeys(MOMENTS, torch.float32)
         if self.keeps_master(alias):
             dtypes["master_param"] = self.master_dtype(alias)
@@ -152,7 +164,9 @@ class Partner(ABC):
         """Returns those tensors of a parameter's state that are stored without a scale."""
 
     @abstractmethod
-    def write(self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    def write(
+        self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor
+    ) -> None:
         """Copies a value into a parameter's state, in place."""
 
     def refresh_master(self, optimizer: Optimizer, alias: Alias) -> None:

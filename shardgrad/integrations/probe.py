@@ -1,8 +1,8 @@
 """Imports a partner's package and checks its version and the options it accepts.
 
-That a package can be found proves little: a native library may be missing or built for another torch, and the
-name may belong to another project (`apex` on PyPI is a web framework of 2013). So the package is imported and
-checked.
+That a package can be found proves little: a native library may be missing or built for another
+torch, and the name may belong to another project (`apex` on PyPI is a web framework of 2013). So
+the package is imported and checked.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from shardgrad.errors import OptionError, PartnerUnavailableError
 
 __all__ = ["Probe", "Release", "load"]
 
-# What broken or foreign packages raise when imported: missing libraries, version checks, Python 2 sources.
+# What broken or foreign packages raise when imported: missing libraries, version checks, Python 2
+# sources.
 _BROKEN = (ImportError, OSError, RuntimeError, AssertionError, AttributeError, SyntaxError)
 
 
@@ -37,7 +38,8 @@ class Release:
     def has(self, major: int, minor: int) -> bool:
         """Returns whether this is release `major.minor` or a later one.
 
-        A development or release-candidate build of `major.minor`, and an unknown version, count as older.
+        A development or release-candidate build of `major.minor`, and an unknown version, count as
+        older.
         """
         found = re.match(r"(\d+)\.(\d+)(.*)", self.text)
         if found is None:
@@ -112,7 +114,8 @@ def load(
 
     Args:
         name: name of the optimizer, for error messages.
-        modules: modules that must be importable; the first one is the package, which has the version.
+        modules: modules that must be importable; the first one is the package, which has the
+            version.
         where: the module that defines `FusedAdam`.
         keywords: arguments that `FusedAdam` must accept.
         install: command that installs the package.

@@ -38,8 +38,8 @@ def resolve(
     Args:
         aliases: the aliases of every parameter group.
         dtypes: dtypes of the state tensors of each parameter, by name.
-        state_dict: result of `state_dict()` of this class, of TransformerEngine's FusedAdam or of torch's
-            AdamW.
+        state_dict: result of `state_dict()` of this class, of TransformerEngine's FusedAdam or of
+            torch's AdamW.
 
     Returns:
         The state of each parameter, and the step count of each group.
@@ -48,7 +48,10 @@ def resolve(
         OptimizerStateError: the saved state does not fit.
     """
     saved_groups = state_dict["param_groups"]
-    ours, theirs = [len(group) for group in aliases], [len(group["params"]) for group in saved_groups]
+    ours, theirs = (
+        [len(group) for group in aliases],
+        [len(group["params"]) for group in saved_groups],
+    )
     if ours != theirs:
         raise misfit("its groups are others", f"groups of {ours} parameters", f"groups of {theirs}")
     keys = chain.from_iterable(group["params"] for group in saved_groups)
@@ -62,7 +65,9 @@ def resolve(
 def _values(
     alias: Alias, dtypes: Mapping[str, torch.dtype], saved: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    unknown = [name for name in saved if name not in dtypes and name not in ("step", "master_param")]
+    unknown = [
+        name for name in saved if name not in dtypes and name not in ("step", "master_param")
+    ]
     if unknown:
         raise misfit(
             f"parameter {alias.name} has unknown state",
@@ -74,16 +79,21 @@ def _values(
         value = saved.get(name)
         if value is None:
             continue
-        # An int16 remainder has the bits of a float; other dtypes are numbers that can be converted.
+        # An int16 remainder has the bits of a float; other dtypes are numbers that can be
+        # converted.
         if (dtype is torch.int16) != (value.dtype is torch.int16):
-            raise misfit(f"{name} of parameter {alias.name} is kept otherwise", str(dtype), str(value.dtype))
+            raise misfit(
+                f"{name} of parameter {alias.name} is kept otherwise", str(dtype), str(value.dtype)
+            )
         into = alias.wrap(alias.local.detach())
         values[name] = local_part(into, value, f"{name} of parameter {alias.name}").to(dtype)
     return values
 
 
 def _steps(group: Mapping[str, Any], state: Mapping[Any, Mapping[str, Any]]) -> int:
-    """Returns a group's step count; torch has it in each parameter's state, of which the highest counts."""
+    """Returns a group's step count; torch has it in each parameter's state, of which the highest
+    counts.
+    """
     if "step" in group:
         return int(group["step"])
     of_params = [state.get(key, {}).get("step", 0) for key in group["params"]]

@@ -1,22 +1,25 @@
 """TransformerEngine's FusedAdam on sharded parameters.
 
 [Note: Limits of TransformerEngine]
-Limits of releases that concern a caller; numbers are those of issues and pull requests of the project.
+Limits of releases that concern a caller; numbers are those of issues and pull requests of the
+project.
 
-* Before 2.6 a kernel takes one dtype for parameter and gradient (#1888). The release is not supported.
-* Before 2.13 `capturable` needs float32 moments (#2632). Others raise.
-* Before 2.14 state of a DTensor parameter is not always a DTensor (#2424, #2795). Aliases are plain.
-* Before 2.18 a launch does nothing if its last tensor is empty (#3207, #3212). Empty aliases are not passed.
-* Before 2.20 `capturable` needs gradients in the parameter's dtype (#3358, #3414). Others raise.
-* Before 2.20 a group without parameters counts no steps (#3318). Such a group gets a placeholder.
+* Before 2.6 a kernel takes one dtype for parameter and gradient (#1888). The release is not
+supported. * Before 2.13 `capturable` needs float32 moments (#2632). Others raise.
+* Before 2.14 state of a DTensor parameter is not always a DTensor (#2424, #2795). Aliases are
+plain. * Before 2.18 a launch does nothing if its last tensor is empty (#3207, #3212). Empty aliases
+are not passed. * Before 2.20 `capturable` needs gradients in the parameter's dtype (#3358, #3414).
+Others raise. * Before 2.20 a group without parameters counts no steps (#3318). Such a group gets a
+placeholder.
 
 In all releases:
 
-* A parameter whose gradient is None is skipped silently, also if the gradient is in the other attribute. That
+* A parameter whose gradient is None is skipped silently, also if the gradient is in the other
+attribute. That
   raises here.
-* `capturable` takes float32 masters only, no remainders, and moments that are both float32 or both bfloat16.
-* Float16 and bfloat16 in one group raise in the middle of a step. Here they raise before it.
-* Float32 parameters get a master copy that nothing updates. It is not saved.
+* `capturable` takes float32 masters only, no remainders, and moments that are both float32 or both
+bfloat16. * Float16 and bfloat16 in one group raise in the middle of a step. Here they raise before
+it. * Float32 parameters get a master copy that nothing updates. It is not saved.
 * With `capturable`, the step count follows the found_inf of the step before.
 
 Source: `transformer_engine/pytorch/optimizers/fused_adam.py` and `common/multi_tensor/adam.cu` in
@@ -44,7 +47,13 @@ __all__ = ["DEVICE_TYPES", "fused_adam", "probe"]
 DEVICE_TYPES: Sequence[str] = ("cuda",)
 
 _OPTIMIZERS = "transformer_engine.pytorch.optimizers"
-_KEYWORDS = ("capturable", "master_weights", "use_decoupled_grad", "exp_avg_dtype", "exp_avg_sq_dtype")
+_KEYWORDS = (
+    "capturable",
+    "master_weights",
+    "use_decoupled_grad",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+)
 _SHOWN = (torch.float32, torch.bfloat16, torch.int16)
 
 
@@ -83,16 +92,18 @@ def fused_adam(
     """Returns TransformerEngine's FusedAdam over sharded parameters.
 
     Args:
-        params_or_model: a model, whose trainable parameters are used; or as for any torch optimizer.
+        params_or_model: a model, whose trainable parameters are used; or as for any torch
+            optimizer.
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: number added to the root of the second moment.
         weight_decay: weight decay, decoupled unless `adam_w_mode=False`.
         bias_correction: correct the bias of the moments.
-        capturable: for CUDA graphs: learning rate and step count are device tensors, and a step with
-            non-finite gradients is skipped on the device.
+        capturable: for CUDA graphs: learning rate and step count are device tensors, and a step
+            with non-finite gradients is skipped on the device.
         master_weights: train float32 copies of 16-bit parameters.
-        use_decoupled_grad: None follows the model's `GradientPolicy`; True and False must agree with it.
+        use_decoupled_grad: None follows the model's `GradientPolicy`; True and False must agree
+            with it.
         **options: other options of the installed release: `adam_w_mode`, `master_weight_dtype`,
             `exp_avg_dtype`, `exp_avg_sq_dtype`, `store_param_remainders`.
 
@@ -102,9 +113,10 @@ def fused_adam(
 
     Raises:
         PartnerUnavailableError: there is no usable TransformerEngine.
-        OptionError, UnsupportedError: options that the release does not support, or that contradict the
-            model.
-        OptimizerParameterError: parameters that it cannot update. See [Note: Limits of TransformerEngine].
+        OptionError, UnsupportedError: options that the release does not support, or that contradict
+            the model.
+        OptimizerParameterError: parameters that it cannot update. See [Note: Limits of
+            TransformerEngine].
     """
     options = {
         **options,
@@ -119,11 +131,15 @@ def fused_adam(
         "weight_decay": weight_decay,
         "bias_correction": bias_correction,
     }
-    return BoundOptimizer(params_or_model, group_defaults, _TransformerEngine(probe(), options, DEVICE_TYPES))
+    return BoundOptimizer(
+        params_or_model, group_defaults, _TransformerEngine(probe(), options, DEVICE_TYPES)
+    )
 
 
 class _TransformerEngine(Partner):
-    def __init__(self, found: Probe, options: Mapping[str, Any], device_types: Sequence[str]) -> None:
+    def __init__(
+        self, found: Probe, options: Mapping[str, Any], device_types: Sequence[str]
+    ) -> None:
         super().__init__(found, options, device_types)
         self._release = found.release
         for name in ("amsgrad", "set_grad_none"):
@@ -138,7 +154,9 @@ class _TransformerEngine(Partner):
         moments = " and ".join(str(dtype) for dtype in self._moments)
         known = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
         if not set(self._moments) <= set(known):
-            raise self.refuses_option(f"moments of {moments}", f"of {known}", "exp_avg_dtype=torch.float32")
+            raise self.refuses_option(
+                f"moments of {moments}", f"of {known}", "exp_avg_dtype=torch.float32"
+            )
         if self.has_masters and self._master_dtype not in (torch.float32, torch.float16):
             raise self.refuses_option(
                 f"master weights of {self._master_dtype}",
@@ -169,19 +187,24 @@ class _TransformerEngine(Partner):
         if self._moments not in pairs:
             raise self.refuses_option(
                 f"capturable=True with moments of {moments}",
-                "both float32" + (", or both bfloat16" if len(pairs) > 1 else "; both bfloat16 from 2.13 on"),
+                "both float32"
+                + (", or both bfloat16" if len(pairs) > 1 else "; both bfloat16 from 2.13 on"),
                 "exp_avg_dtype=torch.float32, exp_avg_sq_dtype=torch.float32",
             )
 
     def agree(self, aliases: Sequence[Alias]) -> None:
         """See `Partner.agree`. An option of None follows the policy."""
         if self._options["use_decoupled_grad"] is None:
-            self._options["use_decoupled_grad"] = any(a.attribute == "decoupled_grad" for a in aliases)
+            self._options["use_decoupled_grad"] = any(
+                a.attribute == "decoupled_grad" for a in aliases
+            )
         for alias in aliases:
             if alias.is_sharded and alias.attribute != self.attribute:
                 is_decoupled = alias.attribute == "decoupled_grad"
                 raise self.disagrees(
-                    alias, f"use_decoupled_grad={is_decoupled}, and the same GradientPolicy for every unit"
+                    alias,
+                    f"use_decoupled_grad={is_decoupled}, and the same GradientPolicy for every "
+                    f"unit",
                 )
 
     def check(self, groups: Sequence[Sequence[Alias]]) -> None:
@@ -189,7 +212,10 @@ class _TransformerEngine(Partner):
         super().check(groups)
         for group in groups:
             # One launch takes all 16-bit parameters of a group, another one the float32 ones.
-            for members in ([a for a in group if _is_half(a)], [a for a in group if not _is_half(a)]):
+            for members in (
+                [a for a in group if _is_half(a)],
+                [a for a in group if not _is_half(a)],
+            ):
                 self._check_launch(members)
 
     def _check_launch(self, members: Sequence[Alias]) -> None:
@@ -209,12 +235,18 @@ class _TransformerEngine(Partner):
                     "a launch takes gradients of one dtype",
                     "one entry of param_groups for each GradientPolicy",
                 )
-            if self.capturable and alias.grad_dtype is not alias.local.dtype and not self._release.has(2, 20):
+            if (
+                self.capturable
+                and alias.grad_dtype is not alias.local.dtype
+                and not self._release.has(2, 20)
+            ):
                 raise self.refuses(
                     alias,
                     f"a parameter of {alias.local.dtype} with a gradient of {alias.grad_dtype}",
-                    "with capturable=True, releases before 2.20 take gradients in the parameter's dtype only",
-                    "GradientPolicy(dtype=None), capturable=False, a later release, or shardgrad.optim.AdamW",
+                    "with capturable=True, releases before 2.20 take gradients in the parameter's "
+                    "dtype only",
+                    "GradientPolicy(dtype=None), capturable=False, a later release, or "
+                    "shardgrad.optim.AdamW",
                 )
 
     def keeps_master(self, alias: Alias) -> bool:
@@ -235,15 +267,21 @@ class _TransformerEngine(Partner):
     def read(self, optimizer: Optimizer, alias: Alias) -> Mapping[str, torch.Tensor]:
         """See `Partner.read`."""
         partner: Any = optimizer
-        return {name: partner.get_unscaled_state(alias.local, name) for name in self.state_dtypes(alias)}
+        return {
+            name: partner.get_unscaled_state(alias.local, name) for name in self.state_dtypes(alias)
+        }
 
     def shown(self, optimizer: Optimizer, alias: Alias) -> Mapping[str, torch.Tensor]:
         """See `Partner.shown`."""
         state = optimizer.state[alias.local]
         chosen = {name: state[name] for name in self.state_dtypes(alias)}
-        return {name: t for name, t in chosen.items() if type(t) is torch.Tensor and t.dtype in _SHOWN}
+        return {
+            name: t for name, t in chosen.items() if type(t) is torch.Tensor and t.dtype in _SHOWN
+        }
 
-    def write(self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor) -> None:
+    def write(
+        self, optimizer: Optimizer, local: nn.Parameter, name: str, value: torch.Tensor
+    ) -> None:
         """See `Partner.write`."""
         # The partner scales its argument in place, so it gets a copy.
         optimizer.set_scaled_state(local, name, value.clone())  # type: ignore[attr-defined]

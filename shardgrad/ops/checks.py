@@ -30,7 +30,8 @@ def check_data(name: str, tensors: Sequence[Tensor], target: Tensor) -> None:
 
 
 def check_memory(name: str, tensor: Tensor, target: Tensor) -> None:
-    """Refuses a tensor of any dtype that is on another device, not contiguous, or without its memory.
+    """Refuses a tensor of any dtype that is on another device, not contiguous, or without its
+    memory.
 
     Raises:
         RuntimeError: the tensor breaks one of the rules.
@@ -44,7 +45,9 @@ def check_memory(name: str, tensor: Tensor, target: Tensor) -> None:
         raise RuntimeError(f"{name} lies in a storage that was freed or shrunk")
 
 
-def check_scalar(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype], target: Tensor) -> None:
+def check_scalar(
+    name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype], target: Tensor
+) -> None:
     """Refuses an optional tensor that is not one number of one of `dtypes`.
 
     Raises:
@@ -60,11 +63,14 @@ def check_scalar(name: str, tensor: Tensor | None, dtypes: Sequence[torch.dtype]
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """Returns what arithmetic on `tensors` runs in: float64 if one of them is, else float32."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    return (
+        torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+    )
 
 
 def divide_(value: Tensor, divisor: float) -> None:
     """Divides in place; a true division, rounded once."""
-    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which rounds twice.
+    # By a tensor on the same device: given a number, CUDA multiplies by the reciprocal, which
+    # rounds twice.
     if divisor != 1:
         value.div_(torch.full((), divisor, dtype=value.dtype, device=value.device))

@@ -1,22 +1,22 @@
 """Float32 in blocks of float8 with a scale, and sums of such blocks: `quantize`, `sum_quantized`.
 
 [Note: Float8 blocks]
-A block is 128 values. Each is sent as a *code*, a float8_e4m3fn, and the block as one more byte, its
-*exponent*: a value is the code times `2**(exponent - 127)`. The exponent is the smallest by which all
-finite values of the block fit below 448, the largest code; as scales are powers of two, a value's 4
-significant bits are those nearest to it, and scaling rounds nothing. A value that is not finite has the code
-of NaN, and has no influence on the scale.
+A block is 128 values. Each is sent as a *code*, a float8_e4m3fn, and the block as one more byte,
+its *exponent*: a value is the code times `2**(exponent - 127)`. The exponent is the smallest by
+which all finite values of the block fit below 448, the largest code; as scales are powers of two, a
+value's 4 significant bits are those nearest to it, and scaling rounds nothing. A value that is not
+finite has the code of NaN, and has no influence on the scale.
 
-What the codes have lost is kept as float8, too, with the same exponent less 4: half a unit of the largest
-code is 16, so 16 times the loss fits. `quantize` adds what is kept of the last message to the next. What is
-not kept either is a sixteenth of a sixteenth: a value arrives, over two messages, to 2**-8 of itself, as it
-would in bfloat16.
+What the codes have lost is kept as float8, too, with the same exponent less 4: half a unit of the
+largest code is 16, so 16 times the loss fits. `quantize` adds what is kept of the last message to
+the next. What is not kept either is a sixteenth of a sixteenth: a value arrives, over two messages,
+to 2**-8 of itself, as it would in bfloat16.
 
-A block of zeros is sent as zeros, and what is kept of it stays: a rank without a gradient for a parameter
-owes what it owed.
+A block of zeros is sent as zeros, and what is kept of it stays: a rank without a gradient for a
+parameter owes what it owed.
 
-Messages: a row is `row_numel` codes, then its exponents, one for each 128 codes, then room, in `row_nbytes`
-altogether. A kept loss is all its codes, then all its exponents. Both are uint8.
+Messages: a row is `row_numel` codes, then its exponents, one for each 128 codes, then room, in
+`row_nbytes` altogether. A kept loss is all its codes, then all its exponents. Both are uint8.
 """
 
 from __future__ import annotations
@@ -49,16 +49,17 @@ def quantize(
     period: int,
     tail_offset: int,
 ) -> None:
-    """Writes `values + kept` into a message's rows, and what the message has lost of it into `kept`.
+    """Writes `values + kept` into a message's rows, and what the message has lost of it into
+    `kept`.
 
-    See [Note: Float8 blocks]. In each `period` of the values, those from `tail_offset` on are flags and
-    counts: they travel with a scale of 1, at most 448, and nothing is kept of them.
+    See [Note: Float8 blocks]. In each `period` of the values, those from `tail_offset` on are flags
+    and counts: they travel with a scale of 1, at most 448, and nothing is kept of them.
 
     Args:
         values: 1-D contiguous float32, a multiple of 128.
         kept: uint8, a byte for each value and one for each block; zeros at first.
-        message: uint8, 1-D contiguous, `row_nbytes` for each `row_numel` values that have begun. What the
-            values do not fill is not written.
+        message: uint8, 1-D contiguous, `row_nbytes` for each `row_numel` values that have begun.
+            What the values do not fill is not written.
         row_numel: values of a row, a multiple of 128.
         row_nbytes: bytes of a row.
         period: values, a multiple of 128.
@@ -68,7 +69,8 @@ def quantize(
         Runs on the current stream of the device of `values`.
 
     Capture:
-        Safe: the compiled kernel allocates nothing; the reference allocates some times the size of `values`.
+        Safe: the compiled kernel allocates nothing; the reference allocates some times the size of
+        `values`.
 
     Raises:
         RuntimeError: the arguments disagree.
@@ -76,7 +78,9 @@ def quantize(
     _quantize(values, kept, message, row_numel, row_nbytes, period, tail_offset)
 
 
-def sum_quantized(messages: Sequence[Tensor], out: Tensor, *, row_numel: int, row_nbytes: int) -> None:
+def sum_quantized(
+    messages: Sequence[Tensor], out: Tensor, *, row_numel: int, row_nbytes: int
+) -> None:
     """Computes `out = messages[0] + messages[1] + ...` in float32, from left to right.
 
     Args:
@@ -89,7 +93,8 @@ def sum_quantized(messages: Sequence[Tensor], out: Tensor, *, row_numel: int, ro
         Runs on the current stream of the device of `out`.
 
     Capture:
-        Safe: the compiled kernel allocates nothing; the reference allocates some times the size of `out`.
+        Safe: the compiled kernel allocates nothing; the reference allocates some times the size of
+        `out`.
 
     Raises:
         RuntimeError: the arguments disagree.
@@ -104,8 +109,13 @@ def _check(message: Tensor, values: Tensor, row_numel: int, row_nbytes: int) -> 
     if row_numel <= 0 or any(n % FLOAT8_BLOCK_NUMEL for n in (values.numel(), row_numel)):
         raise RuntimeError(f"values and rows must be multiples of {FLOAT8_BLOCK_NUMEL}")
     rows = -(-values.numel() // row_numel)
-    if row_nbytes < row_numel + row_numel // FLOAT8_BLOCK_NUMEL or message.numel() < rows * row_nbytes:
-        raise RuntimeError(f"a message of {message.numel()} bytes has no room for {values.numel()} values")
+    if (
+        row_nbytes < row_numel + row_numel // FLOAT8_BLOCK_NUMEL
+        or message.numel() < rows * row_nbytes
+    ):
+        raise RuntimeError(
+            f"a message of {message.numel()} bytes has no room for {values.numel()} values"
+        )
     check_memory("messages", message, values)
     check_memory("values", values, values)
     return rows
@@ -117,7 +127,9 @@ def _power(exponents: Tensor) -> Tensor:
 
 
 def _decode(codes: Tensor, exponents: Tensor) -> Tensor:
-    """Returns blocks of values, [blocks, 128], from codes and the exponents of their scales (int32)."""
+    """Returns blocks of values, [blocks, 128], from codes and the exponents of their scales
+    (int32).
+    """
     codes = codes.view(torch.float8_e4m3fn).view(-1, FLOAT8_BLOCK_NUMEL)
     return codes.float().mul_(_power(exponents))
 
@@ -139,7 +151,11 @@ def _quantize_reference(
     period: int,
     tail_offset: int,
 ) -> None:
-    rows, numel, block = _check(message, values, row_numel, row_nbytes), values.numel(), FLOAT8_BLOCK_NUMEL
+    rows, numel, block = (
+        _check(message, values, row_numel, row_nbytes),
+        values.numel(),
+        FLOAT8_BLOCK_NUMEL,
+    )
     if period <= 0 or period % block or tail_offset % block or not 0 <= tail_offset <= period:
         raise RuntimeError(f"a tail at {tail_offset} of {period} values")
     if kept.dtype != torch.uint8 or kept.numel() != numel + numel // block:
@@ -188,7 +204,8 @@ def _sum_quantized_reference(
 
 
 declare(
-    "quantize(Tensor values, Tensor(a!) kept, Tensor(b!) message, int row_numel, int row_nbytes, int period, "
+    "quantize(Tensor values, Tensor(a!) kept, Tensor(b!) message, int row_numel, int row_nbytes, "
+    "int period, "
     "int tail_offset)",
     _quantize_reference,
 )

@@ -1,8 +1,9 @@
 """The operator library `torch.ops.shardgrad`: declaring ops, and loading their compiled kernels.
 
-Each op exists twice. Its module declares the schema, a fake kernel and a reference in plain torch ops, which
-the dispatcher uses on every device for which `shardgrad/_C.so` (sources in `csrc/`) has brought no kernel.
-The schemas are here and not in C++, because the reference needs them when there is no library.
+Each op exists twice. Its module declares the schema, a fake kernel and a reference in plain torch
+ops, which the dispatcher uses on every device for which `shardgrad/_C.so` (sources in `csrc/`) has
+brought no kernel. The schemas are here and not in C++, because the reference needs them when there
+is no library.
 """
 
 from __future__ import annotations
@@ -16,9 +17,18 @@ from typing import Literal
 
 import torch
 
-__all__ = ["backend", "build_command", "declare", "has_kernels", "load_compiled", "warn_of_references"]
+__all__ = [
+    "backend",
+    "build_command",
+    "declare",
+    "has_kernels",
+    "load_compiled",
+    "warn_of_references",
+]
 
-_LIBRARY = torch.library.Library("shardgrad", "DEF")  # the registrations live as long as this object
+_LIBRARY = torch.library.Library(
+    "shardgrad", "DEF"
+)  # the registrations live as long as this object
 _PATH = Path(__file__).parents[1] / "_C.so"
 _is_compiled = False
 
@@ -60,8 +70,10 @@ def warn_of_references(device_type: str) -> None:
     """
     if device_type == "cuda" and torch.cuda.is_available() and not has_kernels(device_type):
         warnings.warn(
-            "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are used. Some "
-            "wait for the device, so no step with them can be captured. To build the kernels, with nvcc of "
+            "shardgrad: its kernels for CUDA were not built; the slower Python reference ops are "
+            "used. Some "
+            "wait for the device, so no step with them can be captured. To build the kernels, with "
+            "nvcc of "
             f"CUDA {torch.version.cuda} on PATH, type: {build_command()}",
             RuntimeWarning,
             stacklevel=3,
@@ -76,7 +88,8 @@ def load_compiled() -> None:
             torch.ops.load_library(_PATH)
         except OSError as error:
             what = (
-                f"{_PATH} could not be loaded by torch {torch.__version__}, perhaps because it was built for "
+                f"{_PATH} could not be loaded by torch {torch.__version__}, perhaps because it was "
+                f"built for "
                 f"an incompatible one ({error.__cause__ or error})"
             )
         else:

@@ -2,14 +2,18 @@
 
 The terms are those of `sharding/layout.py`. The three ops share one contract:
 
-Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel, span,
-    shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs its numbers
-    on the host, and kernels get them by value, so a captured graph depends on no table in device memory.
+Table: `ShardLayout.table`, an int64 CPU tensor [parameters, 5] with the rows (numel, shard_numel,
+span,
+    shard_offset, unsharded_offset). It stays on the CPU whatever the data is on: launching needs
+    its numbers on the host, and kernels get them by value, so a captured graph depends on no table
+    in device memory.
 
-Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic runs in float32, or in float64
+Dtypes: float32, bfloat16, float16, float64 for every data tensor. Arithmetic runs in float32, or in
+float64
     if an operand is float64, and is rounded once, to nearest even, where it is stored.
 
-Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living parameters,
+Autograd: none, and no version counter moves. Like FSDP2's, these buffers are views under living
+parameters,
     and autograd must not take their refilling for a modification by the user.
 
 Each op exists twice: the reference here, and the compiled kernel in `csrc/` (see `library.py`).
@@ -39,19 +43,23 @@ def pack(
     divisor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
-    """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of all ranks.
+    """Splits unsharded gradients into pieces and writes them, scaled and cast, into the chunks of
+    all ranks.
 
-    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k * shard_numel` on
-    of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as a tail, is never touched.
+    The reservation of parameter `i` in the chunk of rank `k` receives the elements from `k *
+    shard_numel` on of `grads[i] / divisor`, then zeros. What lies outside all reservations, such as
+    a tail, is never touched.
 
     Args:
-        grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with no elements
-            where the table expects some stands for "no gradient this time": its reservations become zeros.
+        grads: one contiguous tensor per row of `table`, any shapes, dtypes may be mixed. One with
+            no elements where the table expects some stands for "no gradient this time": its
+            reservations become zeros.
         slot: 1-D contiguous, `world_size * chunk_numel` elements; written.
         table: see the module's docstring.
         chunk_numel: elements of one rank's chunk.
         divisor: what gradients are divided by; a true division.
-        accumulate: add to what the slot holds; padding and missing gradients then leave it as it is.
+        accumulate: add to what the slot holds; padding and missing gradients then leave it as it
+            is.
 
     Streams:
         Runs on the current stream of the slot's device.
@@ -80,8 +88,8 @@ def unpack(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor) -> None:
 
     Args:
         chunks: the chunk of each rank in order, 1-D contiguous, one dtype, one number of elements.
-        unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per parameter,
-            cast where the dtypes differ. What lies between parameters is never touched.
+        unsharded: 1-D contiguous; element `unsharded_offset` on is written, `numel` elements per
+            parameter, cast where the dtypes differ. What lies between parameters is never touched.
         table: see the module's docstring.
 
     Streams:
@@ -104,14 +112,14 @@ def sum_chunks(
 ) -> None:
     """Computes `out = (out if accumulate else 0) + (chunks[0] + chunks[1] + ...) / divisor`.
 
-    The sum runs from left to right and the division is a true one, so the result for float32 and two chunks
-    is that of `(a + b) / 2` bit for bit.
+    The sum runs from left to right and the division is a true one, so the result for float32 and
+    two chunks is that of `(a + b) / 2` bit for bit.
 
     Args:
         chunks: contiguous tensors, one dtype, one number of elements. At most 1,024 on CUDA.
-        out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks` at exactly
-            the same address, but must not overlap one otherwise. The schema does not show such an alias, so
-            do not pass one inside `torch.compile`.
+        out: contiguous, as many elements, any supported dtype; written. It may be one of `chunks`
+            at exactly the same address, but must not overlap one otherwise. The schema does not
+            show such an alias, so do not pass one inside `torch.compile`.
         divisor: what the sum is divided by.
         accumulate: add to what `out` holds.
 
@@ -119,8 +127,8 @@ def sum_chunks(
         Runs on the current stream of the device of `out`.
 
     Capture:
-        Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum. Nothing is read
-        back. The addresses of `chunks` are recorded.
+        Safe: the compiled kernel allocates nothing; the reference allocates its float32 sum.
+        Nothing is read back. The addresses of `chunks` are recorded.
 
     Raises:
         OptionError: `divisor` is zero, or `chunks` is empty.
@@ -138,7 +146,9 @@ def _zero_divisor() -> OptionError:
 
 
 def _no_chunks() -> OptionError:
-    return OptionError("there is nothing to read from", expected="the chunk of every rank", got="no chunks")
+    return OptionError(
+        "there is nothing to read from", expected="the chunk of every rank", got="no chunks"
+    )
 
 
 class _Row(NamedTuple):
@@ -162,7 +172,9 @@ def _rows(table: Tensor, world_size: int, chunk_numel: int) -> list[_Row]:
         fits = row.shard_numel <= row.span and row.shard_offset + row.span <= chunk_numel
         complete = row.numel <= row.shard_numel * world_size
         if min(row) < 0 or not fits or not complete:
-            raise RuntimeError(f"table does not fit {world_size} chunks of {chunk_numel} elements: {row}")
+            raise RuntimeError(
+                f"table does not fit {world_size} chunks of {chunk_numel} elements: {row}"
+            )
     return rows
 
 
@@ -176,17 +188,26 @@ def _check_equal_chunks(chunks: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def _pack_reference(
-    grads: Sequence[Tensor], slot: Tensor, table: Tensor, chunk_numel: int, divisor: float, accumulate: bool
+    grads: Sequence[Tensor],
+    slot: Tensor,
+    table: Tensor,
+    chunk_numel: int,
+    divisor: float,
+    accumulate: bool,
 ) -> None:
     world_size = slot.numel() // chunk_numel if chunk_numel > 0 else 0
     if world_size * chunk_numel != slot.numel():
-        raise RuntimeError(f"slot has {slot.numel()} elements, not a multiple of chunk_numel {chunk_numel}")
+        raise RuntimeError(
+            f"slot has {slot.numel()} elements, not a multiple of chunk_numel {chunk_numel}"
+        )
     check_data("slot", [slot], slot)
     check_data("grads", grads, slot)
     chunks = slot.data.view(world_size, chunk_numel)
     for i, (row, grad) in enumerate(zip(_rows(table, world_size, chunk_numel), grads, strict=True)):
         if grad.numel() not in (0, row.numel):
-            raise RuntimeError(f"gradient {i} has {grad.numel()} elements, the table says {row.numel}")
+            raise RuntimeError(
+                f"gradient {i} has {grad.numel()} elements, the table says {row.numel}"
+            )
         reserved = chunks.narrow(1, row.shard_offset, row.span)
         if grad.numel() > 0:
             _pack_one(grad.view(-1), reserved, row.shard_numel, divisor, accumulate)
@@ -194,8 +215,12 @@ def _pack_reference(
             reserved.zero_()
 
 
-def _pack_one(flat: Tensor, reserved: Tensor, shard_numel: int, divisor: float, accumulate: bool) -> None:
-    """Writes a 1-D gradient into its reservations, [world_size, span]: full ones, a short one, empty ones."""
+def _pack_one(
+    flat: Tensor, reserved: Tensor, shard_numel: int, divisor: float, accumulate: bool
+) -> None:
+    """Writes a 1-D gradient into its reservations, [world_size, span]: full ones, a short one,
+    empty ones.
+    """
     full, rest = divmod(flat.numel(), shard_numel)
     if divisor != 1:
         flat = flat.to(compute_dtype(flat, reserved), copy=True)
@@ -223,7 +248,8 @@ def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor
     for i, row in enumerate(_rows(table, len(chunks), chunks[0].numel())):
         if row.unsharded_offset + row.numel > unsharded.numel():
             raise RuntimeError(
-                f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded buffer"
+                f"parameter {i} ends behind the {unsharded.numel()} elements of the unsharded "
+                f"buffer"
             )
         if row.numel > 0:
             parts = unsharded.data.narrow(0, row.unsharded_offset, row.numel).split(row.shard_numel)
@@ -237,7 +263,9 @@ def _unpack_reference(chunks: Sequence[Tensor], unsharded: Tensor, table: Tensor
 
 
 @torch.no_grad()
-def _sum_chunks_reference(chunks: Sequence[Tensor], out: Tensor, divisor: float, accumulate: bool) -> None:
+def _sum_chunks_reference(
+    chunks: Sequence[Tensor], out: Tensor, divisor: float, accumulate: bool
+) -> None:
     _check_equal_chunks(chunks)
     if out.numel() != chunks[0].numel():
         raise RuntimeError(f"out has {out.numel()} elements, the chunks have {chunks[0].numel()}")
@@ -254,11 +282,15 @@ def _sum_chunks_reference(chunks: Sequence[Tensor], out: Tensor, divisor: float,
 
 
 declare(
-    "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool accumulate)",
+    "pack(Tensor[] grads, Tensor(a!) slot, Tensor table, int chunk_numel, float divisor, bool "
+    "accumulate)",
     _pack_reference,
 )
 declare("unpack(Tensor[] chunks, Tensor(a!) unsharded, Tensor table)", _unpack_reference)
-declare("sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)", _sum_chunks_reference)
+declare(
+    "sum_chunks(Tensor[] chunks, Tensor(a!) out, float divisor, bool accumulate)",
+    _sum_chunks_reference,
+)
 
 # Resolved once: looking an overload up costs more than a small op.
 _pack = torch.ops.shardgrad.pack.default

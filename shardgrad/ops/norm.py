@@ -14,8 +14,8 @@ from shardgrad.ops.segments import check_segment, live_rows
 __all__ = ["NORM_SCRATCH_NUMEL", "norm_"]
 
 NORM_SCRATCH_NUMEL = 2 * 1024 + 1
-"""Elements of the scratch of `norm_`: an accumulated value for each of 1,024 workers, then a count of
-non-finite elements for each, then a ticket, which is zero between calls."""
+"""Elements of the scratch of `norm_`: an accumulated value for each of 1,024 workers, then a count
+of non-finite elements for each, then a ticket, which is zero between calls."""
 
 
 def norm_(
@@ -29,19 +29,22 @@ def norm_(
     norm_type: float = 2.0,
     scale: Tensor | None = None,
 ) -> None:
-    """Accumulates what a norm is made of over the live rows of a segment: `sum(|scale * g| ** norm_type)`.
+    """Accumulates what a norm is made of over the live rows of a segment: `sum(|scale * g| **
+    norm_type)`.
 
-    The root is left to the caller, who has other segments and other ranks to add first. For an infinite
-    `norm_type` it is the largest |scale * g| (the smallest for minus infinity), and for 0 the number of
-    elements that are not 0. A NaN anywhere makes the result NaN, except in that number.
+    The root is left to the caller, who has other segments and other ranks to add first. For an
+    infinite `norm_type` it is the largest |scale * g| (the smallest for minus infinity), and for 0
+    the number of elements that are not 0. A NaN anywhere makes the result NaN, except in that
+    number.
 
-    The sum runs in float64, so float32 gradients cannot overflow it. It is the same bit for bit from run to
-    run and for any number of threads: 1,024 workers have their tiles by number, and their sums are added in
-    order.
+    The sum runs in float64, so float32 gradients cannot overflow it. It is the same bit for bit
+    from run to run and for any number of threads: 1,024 workers have their tiles by number, and
+    their sums are added in order.
 
     Args:
         out: float64, 2 elements: the accumulated value, and how many elements are infinite or NaN.
-            Overwritten. Without live elements: 0, or infinity if `norm_type` is minus infinity; and 0.
+            Overwritten. Without live elements: 0, or infinity if `norm_type` is minus infinity; and
+            0.
         scratch: float64, `NORM_SCRATCH_NUMEL` elements that are zero before its first use; its own
             afterwards. Calls whose order is not fixed, on several streams, need one each.
         flat: the gradients, 1-D, any of the four dtypes; read at `grad_offset`.
@@ -49,14 +52,15 @@ def norm_(
         rows: the segment's table, on the device.
         tiles: of the table.
         norm_type: any number.
-        scale: float32 or float64, 1 element, not negative; what gradients are to be multiplied by. Applied
-            once, to the accumulated value.
+        scale: float32 or float64, 1 element, not negative; what gradients are to be multiplied by.
+            Applied once, to the accumulated value.
 
     Streams:
         Runs on the current stream of the device of `out`.
 
     Capture:
-        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does both.)
+        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does
+        both.)
 
     Raises:
         RuntimeError: the arguments disagree.
@@ -80,7 +84,11 @@ def _norm_reference(
     check_scalar("scale", scale, (torch.float32, torch.float64), out)
     check_segment(touched, rows, tiles, out, {"grad_offset": flat.numel()})
     factor = 1.0 if scale is None else float(scale)
-    live = [flat.narrow(0, row.grad_offset, row.numel) for row in live_rows(touched, rows) if row.numel > 0]
+    live = [
+        flat.narrow(0, row.grad_offset, row.numel)
+        for row in live_rows(touched, rows)
+        if row.numel > 0
+    ]
     bad = sum(int((~piece.isfinite()).sum()) for piece in live)
     sizes = [piece.to(torch.float64).abs() for piece in live]
     # A minimum or maximum of torch's is NaN if anything is, and so is the sum.
@@ -111,7 +119,8 @@ def _check_norm(out: Tensor, scratch: Tensor, norm_type: float) -> None:
 
 
 declare(
-    "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int tiles, "
+    "norm_(Tensor(a!) out, Tensor(b!) scratch, Tensor flat, Tensor touched, Tensor rows, int "
+    "tiles, "
     "float norm_type, Tensor? scale)",
     _norm_reference,
 )

@@ -1,7 +1,7 @@
 """Segments: the parameters of one launch, and the table of their places in memory.
 
-A *segment* is the parameters of one group that one optimizer group treats alike. Its parameters, gradients
-and optimizer states lie in flat 1-D tensors; its table has one row for each parameter:
+A *segment* is the parameters of one group that one optimizer group treats alike. Its parameters,
+gradients and optimizer states lie in flat 1-D tensors; its table has one row for each parameter:
 
 | column | meaning |
 |---|---|
@@ -13,10 +13,10 @@ and optimizer states lie in flat 1-D tensors; its table has one row for each par
 | flag_index | which element of `touched` says whether the parameter got a gradient |
 | first_tile | number of tiles before this row; a row is cut into tiles of `TILE_NUMEL` elements |
 
-Unlike the table of the movement ops it lies on the device of the data: it changes only when the model does,
-and 10,000 parameters are one launch. A kernel therefore cannot check it without a wait, so the code that
-builds a table calls `check_rows`, once. Kernels for the CPU check it again in every call, where that is
-cheap.
+Unlike the table of the movement ops it lies on the device of the data: it changes only when the
+model does, and 10,000 parameters are one launch. A kernel therefore cannot check it without a wait,
+so the code that builds a table calls `check_rows`, once. Kernels for the CPU check it again in
+every call, where that is cheap.
 
 A row is *live* if `touched[flag_index] > 0`. A row that is not live is neither read nor written.
 """
@@ -54,7 +54,8 @@ def segment_rows(pieces: Sequence[tuple[int, int, int, int, int, int]]) -> tuple
     """Builds the table of a segment.
 
     Args:
-        pieces: one (param_offset, grad_offset, state_offset, numel, step_index, flag_index) per parameter.
+        pieces: one (param_offset, grad_offset, state_offset, numel, step_index, flag_index) per
+            parameter.
 
     Returns:
         The table, int64 [parameters, 7] on the CPU; and the number of tiles, which the ops ask for.
@@ -76,21 +77,29 @@ def check_rows(
     steps_numel: int | None = None,
     touched_numel: int | None = None,
 ) -> None:
-    """Checks that a table stays inside the tensors it is made for, and that its rows do not overlap.
+    """Checks that a table stays inside the tensors it is made for, and that its rows do not
+    overlap.
 
     Args:
         rows: the table, on the CPU.
         tiles: what `segment_rows` returned with it.
-        param_numel: elements of the parameters' flat tensor; None if no op will see one with these rows.
+        param_numel: elements of the parameters' flat tensor; None if no op will see one with these
+            rows.
         grad_numel: the same of the gradients.
         state_numel: the same of every state.
         steps_numel: the same of `steps`.
         touched_numel: the same of `touched`.
 
     Raises:
-        OptionError: the table is not one, or reaches outside, or two rows share an element that is written.
+        OptionError: the table is not one, or reaches outside, or two rows share an element that is
+            written.
     """
-    if rows.device.type != "cpu" or rows.dtype != torch.int64 or rows.dim() != 2 or rows.shape[1] != 7:
+    if (
+        rows.device.type != "cpu"
+        or rows.dtype != torch.int64
+        or rows.dim() != 2
+        or rows.shape[1] != 7
+    ):
         raise OptionError(
             "this is not the table of a segment",
             expected="int64 [parameters, 7] on the CPU, as segment_rows builds it",
@@ -102,7 +111,8 @@ def check_rows(
     if not torch.equal(first_tile, counts.cumsum(0) - counts) or tiles != int(counts.sum()):
         raise OptionError(
             "the tiles of a segment's table do not add up",
-            expected=f"first_tile to count the tiles of {TILE_NUMEL} before each row, and {tiles} in all",
+            expected=f"first_tile to count the tiles of {TILE_NUMEL} before each row, and {tiles} "
+            f"in all",
             got=f"{int(counts.sum())} tiles",
             fix="build the table with segment_rows",
         )
@@ -114,8 +124,12 @@ def check_rows(
     _check_column(rows, 5, one, touched_numel, is_written=False)
 
 
-def _check_column(rows: Tensor, column: int, counts: Tensor, limit: int | None, *, is_written: bool) -> None:
-    """Checks the ranges [rows[:, column], + counts) against [0, limit), and for overlaps if `is_written`."""
+def _check_column(
+    rows: Tensor, column: int, counts: Tensor, limit: int | None, *, is_written: bool
+) -> None:
+    """Checks the ranges [rows[:, column], + counts) against [0, limit), and for overlaps if
+    `is_written`.
+    """
     if limit is None or rows.shape[0] == 0:
         return
     begin, name = rows[:, column], Row._fields[column]
@@ -167,7 +181,9 @@ def check_segment(
     for i, values in enumerate(rows.tolist()):
         row = Row(*values)
         reach = dict.fromkeys(("param_offset", "grad_offset", "state_offset"), row.numel)
-        fits = all(0 <= getattr(row, name) <= limit - reach.get(name, 1) for name, limit in limits.items())
+        fits = all(
+            0 <= getattr(row, name) <= limit - reach.get(name, 1) for name, limit in limits.items()
+        )
         if row.numel < 0 or not fits or row.first_tile != total:
             raise RuntimeError(f"row {i} does not fit the tensors of its segment: {row}")
         total += -(-row.numel // TILE_NUMEL)

@@ -2,12 +2,14 @@
 
 The terms are those of `segments.py` and of [Note: Exact weights] in `weights.py`. Both ops share:
 
-Dtypes: parameters, gradients and states are float32, bfloat16, float16 or float64, independently. Arithmetic
+Dtypes: parameters, gradients and states are float32, bfloat16, float16 or float64, independently.
+Arithmetic
     runs in float32, or in float64 if the parameter is float64; what depends on the step only (bias
-    corrections, `1 - lr * weight_decay`) runs in float64. Each stored number is rounded once. The gradient is
-    read as it is, and never written: no copy in another dtype is made.
+    corrections, `1 - lr * weight_decay`) runs in float64. Each stored number is rounded once. The
+    gradient is read as it is, and never written: no copy in another dtype is made.
 
-Numbers that change from step to step (`hyper`, `steps`, `scale`, `found_inf`, `touched`) are read from device
+Numbers that change from step to step (`hyper`, `steps`, `scale`, `found_inf`, `touched`) are read
+from device
     memory by the kernel, so a captured graph that holds an update follows a learning-rate schedule.
 
 Autograd: none, and no version counter moves, as in `movement.py`.
@@ -58,18 +60,18 @@ def adam_(
         exp_avg: first moments, 1-D; updated.
         exp_avg_sq: second moments, 1-D; updated.
         steps: float32, 1-D; a live row's becomes `t = steps[step_index] + 1`.
-        ticket: int32, 1 element that is zero before its first use; its own afterwards. Calls whose order is
-            not fixed, on several streams, need one each.
+        ticket: int32, 1 element that is zero before its first use; its own afterwards. Calls whose
+            order is not fixed, on several streams, need one each.
         touched: 1-D, any of the four dtypes; says which rows are live.
         rows: the segment's table, on the device.
         tiles: of the table.
         hyper: float64, [lr, beta1, beta2, eps, weight_decay].
-        master: float32, as long as the states, for bfloat16 and float16 parameters; or int16, for bfloat16
-            parameters; or None. Updated. See [Note: Exact weights].
+        master: float32, as long as the states, for bfloat16 and float16 parameters; or int16, for
+            bfloat16 parameters; or None. Updated. See [Note: Exact weights].
         scale: float32 or float64, 1 element: what gradients are multiplied by. None is 1.
         found_inf: float32, 1 element: if it is not 0, nothing at all is changed. None is 0.
-        decoupled: shrink the parameter by `lr * weight_decay`; else add `weight_decay * param` to the
-            gradient.
+        decoupled: shrink the parameter by `lr * weight_decay`; else add `weight_decay * param` to
+            the gradient.
         maximize: go the other way.
         stochastic_rounding: for a bfloat16 parameter without a master; else it changes nothing.
         seed: of stochastic rounding.
@@ -78,13 +80,14 @@ def adam_(
         Runs on the current stream of the device of `param`.
 
     Capture:
-        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does both.) The
-        addresses are recorded, the numbers behind them are not.
+        Safe: the compiled kernel allocates nothing, and nothing is read back. (The reference does
+        both.) The addresses are recorded, the numbers behind them are not.
 
     Raises:
         RuntimeError: the arguments disagree.
 
-    Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled weight decay regularization", 2019.
+    Source: Kingma and Ba, "Adam", 2015; Loshchilov and Hutter, "Decoupled weight decay
+    regularization", 2019.
     """
     _adam(
         param, grad, exp_avg, exp_avg_sq, master, steps, ticket, touched, rows, tiles, hyper, scale,
@@ -163,7 +166,12 @@ class _Update(NamedTuple):
 
 
 def _check_update(
-    update: _Update, ticket: Tensor, tiles: int, hyper: Tensor, hyper_numel: int, found_inf: Tensor | None
+    update: _Update,
+    ticket: Tensor,
+    tiles: int,
+    hyper: Tensor,
+    hyper_numel: int,
+    found_inf: Tensor | None,
 ) -> None:
     param, states, master = update.param, update.states, update.master
     check_data("param", [param], param)
@@ -185,7 +193,8 @@ def _check_update(
         halves = {torch.float32: (torch.bfloat16, torch.float16), torch.int16: (torch.bfloat16,)}
         if param.dtype not in halves.get(master.dtype, ()):
             raise RuntimeError(
-                "master must be float32 for a bfloat16 or float16 param, or int16 for a bfloat16 one"
+                "master must be float32 for a bfloat16 or float16 param, or int16 for a bfloat16 "
+                "one"
             )
         check_memory("master", master, param)
         states = (*states, master)
@@ -207,10 +216,11 @@ def _check_update(
 def _take_steps(
     update: _Update, *, maximize: bool
 ) -> Iterator[tuple[float, Tensor, Tensor, tuple[Tensor, ...]]]:
-    """Yields t, the exact weight, the gradient and the states of each live row, in the dtype of arithmetic.
+    """Yields t, the exact weight, the gradient and the states of each live row, in the dtype of
+    arithmetic.
 
-    What the caller leaves in the weight and the states is stored, and the step advanced, when it comes back
-    for the next row.
+    What the caller leaves in the weight and the states is stored, and the step advanced, when it
+    comes back for the next row.
     """
     compute = compute_dtype(update.param)
     times = update.steps.tolist()
@@ -246,11 +256,13 @@ def _is_off(found_inf: Tensor | None) -> bool:
 
 
 def _seed(param: Tensor, master: Tensor | None, stochastic_rounding: bool, seed: int) -> int | None:
-    return seed if stochastic_rounding and master is None and param.dtype == torch.bfloat16 else None
+    return (
+        seed if stochastic_rounding and master is None and param.dtype == torch.bfloat16 else None
+    )
 
 
-# Each product and sum is a separate op, so that it is rounded like those of the compiled kernels; torch's
-# `alpha` and `addcdiv` may be contracted.
+# Each product and sum is a separate op, so that it is rounded like those of the compiled kernels;
+# torch's `alpha` and `addcdiv` may be contracted.
 
 
 @torch.no_grad()
@@ -273,7 +285,8 @@ def _adam_reference(
             g.add_(weight * weight_decay)
         m.add_((g - m) * (1 - beta1))
         v.mul_(beta2).add_(g * (1 - beta2) * g)
-        # Through float64: the CPU's sqrt in torch may be a vector library's, which can be an ulp off.
+        # Through float64: the CPU's sqrt in torch may be a vector library's, which can be an ulp
+        # off.
         denominator = v.double().sqrt().to(v.dtype)
         divide_(denominator, math.sqrt(bias2))
         weight.sub_(m * (lr / bias1) / denominator.add_(eps))
@@ -312,7 +325,8 @@ _TAIL = (
     "{flags}bool decoupled, bool maximize, bool stochastic_rounding, int seed)"
 )
 declare(
-    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? master, "
+    "adam_(Tensor(a!) param, Tensor grad, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!)? "
+    "master, "
     "Tensor(e!) steps, Tensor(f!) ticket, " + _TAIL.format(flags=""),
     _adam_reference,
 )

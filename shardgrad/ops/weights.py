@@ -3,15 +3,17 @@
 [Note: Exact weights]
 A parameter of a half-width dtype loses most of an update to rounding. Three ways to keep it:
 
-- a float32 *master* holds the exact value, and the parameter is that value rounded to nearest even. The
-  last write counts: where the parameter's bits are not those of the rounded master, the program has written
-  it (a checkpoint was loaded), and the update starts from the parameter;
-- an int16 *remainder*, for bfloat16 only, holds the lower half of the float32 value's bits, as a signed
-  number, and the parameter is the upper half, rounded half up. Together they are the exact value in 4 bytes.
-  A parameter that the program writes keeps its old remainder, at most half of its last place;
-- *stochastic rounding*, for bfloat16 only, stores nothing: the parameter is rounded up or down with a
-  probability that makes it right on average. The coin is a hash of seed, step and the element's index, so
-  the same run gives the same bits on every device. Infinities and NaNs stay what they are.
+- a float32 *master* holds the exact value, and the parameter is that value rounded to nearest even.
+  The last write counts: where the parameter's bits are not those of the rounded master, the program
+  has written it (a checkpoint was loaded), and the update starts from the parameter;
+- an int16 *remainder*, for bfloat16 only, holds the lower half of the float32 value's bits, as a
+  signed number, and the parameter is the upper half, rounded half up. Together they are the exact
+  value in 4 bytes. A parameter that the program writes keeps its old remainder, at most half of its
+  last place;
+- *stochastic rounding*, for bfloat16 only, stores nothing: the parameter is rounded up or down with
+  a probability that makes it right on average. The coin is a hash of seed, step and the element's
+  index, so the same run gives the same bits on every device. Infinities and NaNs stay what they
+  are.
 
 csrc/update_math.h computes the same, bit for bit.
 """
@@ -44,7 +46,9 @@ def load_weight(param: Tensor, master: Tensor | None, compute: torch.dtype) -> T
     return torch.where(foreign, param.float(), master)
 
 
-def store_weight(value: Tensor, param: Tensor, master: Tensor | None, key: int | None, first: int) -> None:
+def store_weight(
+    value: Tensor, param: Tensor, master: Tensor | None, key: int | None, first: int
+) -> None:
     """Stores the exact value of a parameter.
 
     Args:
@@ -75,8 +79,8 @@ def dither_key(seed: int, step: int) -> int:
 
 
 def _mix64(x: int) -> int:
-    # The output function of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number generators",
-    # 2014, with Stafford's constants.
+    # The output function of SplitMix64: Steele, Lea, Flood, "Fast splittable pseudorandom number
+    # generators", 2014, with Stafford's constants.
     x %= 2**64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
@@ -84,8 +88,8 @@ def _mix64(x: int) -> int:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    # A bijection of 32 bits with low bias, found by search: Wellons, "Prospecting for hash functions", 2018.
-    # A product wraps at 64 bits, and its lower 32 are those that the kernels get.
+    # A bijection of 32 bits with low bias, found by search: Wellons, "Prospecting for hash
+    # functions", 2018. A product wraps at 64 bits, and its lower 32 are those that the kernels get.
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)

@@ -96,7 +96,9 @@ class Adam(FlatOptimizer):
         super().__init__(params, defaults, check_finite=check_finite)
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of torch's."""
+        """Refuses `amsgrad`, wherever it comes from: an argument, a group, or a state of
+        torch's.
+        """
         if new.get("amsgrad"):
             raise unsupported("amsgrad=True", instead="amsgrad=False, or torch.optim.AdamW")
 

@@ -23,12 +23,12 @@ def clip_grad_norm_(
 ) -> torch.Tensor:
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
-    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is not
-    written: the optimizers of `shardgrad.optim` multiply by it in their kernels, and any other reader of
-    `param.grad` gets the clipped values (`sharding/scaled_gradient.py`). If only part of a unit's gradients
-    is clipped, those are multiplied at once. If a gradient is not finite, the optimizers of
-    `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an optimizer over a
-    model without units needs `check_finite=True`.)
+    The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`. It is
+    not written: the optimizers of `shardgrad.optim` multiply by it in their kernels, and any other
+    reader of `param.grad` gets the clipped values (`sharding/scaled_gradient.py`). If only part of
+    a unit's gradients is clipped, those are multiplied at once. If a gradient is not finite, the
+    optimizers of `shardgrad.optim` skip their next step. (The verdict is kept with the gradient
+    shards: an optimizer over a model without units needs `check_finite=True`.)
 
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
@@ -37,12 +37,12 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is not finite. The host waits for the device.
 
     Returns:
-        The norm before clipping, a device scalar, the same on every rank. It is float64 if a gradient is,
-        else float32.
+        The norm before clipping, a device scalar, the same on every rank. It is float64 if a
+        gradient is, else float32.
 
     Streams:
-        One pass over each gradient shard and one all-reduce of two numbers for each group of ranks, on the
-        current stream. A collective: every rank must call it.
+        One pass over each gradient shard and one all-reduce of two numbers for each group of ranks,
+        on the current stream. A collective: every rank must call it.
 
     Capture:
         Safe after a first call, without `error_if_nonfinite`.
@@ -68,7 +68,8 @@ def clip_grad_norm_(
     norm, nonfinite = norm_of(gradients, float(norm_type), device)
     if error_if_nonfinite and nonfinite.item():
         raise GradientError(
-            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it "
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            f"so it "
             "cannot be clipped.",
             expected="finite gradients",
             got=f"a norm of {norm.item()}",

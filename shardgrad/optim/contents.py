@@ -1,8 +1,9 @@
 """What a program may edit by hand: the groups and the state of an optimizer.
 
-torch's optimizers look both up at every step, so programs edit them: `optimizer.state.clear()` resets the
-moments, `del optimizer.param_groups[1]` stops training a part, `group["params"] = ...` replaces it. A flat
-optimizer updates buffers that it laid out earlier, so it compares before each step and follows.
+torch's optimizers look both up at every step, so programs edit them: `optimizer.state.clear()`
+resets the moments, `del optimizer.param_groups[1]` stops training a part, `group["params"] = ...`
+replaces it. A flat optimizer updates buffers that it laid out earlier, so it compares before each
+step and follows.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ class Contents:
         state: `optimizer.state`.
     """
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]]) -> None:
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, dict[str, Any]]
+    ) -> None:
         self._groups = list(groups)
         self._params = [list(group["params"]) for group in groups]
         self._state = state
@@ -33,7 +36,8 @@ class Contents:
     def same_groups(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Returns whether these are the same groups with the same parameters."""
         return _same(groups, self._groups) and all(
-            _same(group["params"], params) for group, params in zip(groups, self._params, strict=True)
+            _same(group["params"], params)
+            for group, params in zip(groups, self._params, strict=True)
         )
 
     def same_state(self, state: Mapping[Any, dict[str, Any]]) -> bool:

@@ -50,18 +50,21 @@ class Update:
 class FlatOptimizer(Optimizer):
     """A `torch.optim.Optimizer` whose step is one launch per segment. See [Note: Segments].
 
-    Groups, `state_dict`, schedulers, hooks and closures work as in torch; state is a DTensor for each
-    parameter, cut out of flat buffers. Everything a step depends on is in device memory: hyperparameters
-    ([Note: Hyperparameters]), step counts, loss scale, clip coefficient, and whether to skip the step.
+    Groups, `state_dict`, schedulers, hooks and closures work as in torch; state is a DTensor for
+    each parameter, cut out of flat buffers. Everything a step depends on is in device memory:
+    hyperparameters ([Note: Hyperparameters]), step counts, loss scale, clip coefficient, and
+    whether to skip the step.
 
     Args:
-        params: as for any torch optimizer: parameters, (name, parameter) pairs, or dictionaries with groups.
+        params: as for any torch optimizer: parameters, (name, parameter) pairs, or dictionaries
+            with groups.
         defaults: of the hyperparameters.
         check_finite: look at the gradients for infinities and NaNs before every step, if neither
             `clip_grad_norm_` nor a `GradScaler` has, and skip the step if there are any.
 
     Attributes:
-        skipped_steps: float32 device scalar, steps that were skipped because gradients were not finite.
+        skipped_steps: float32 device scalar, steps that were skipped because gradients were not
+            finite.
 
     Raises:
         OptionError: a hyperparameter is outside its range.
@@ -71,28 +74,33 @@ class FlatOptimizer(Optimizer):
     # What a subclass has: mirrored keys in kernel order, and keys that are arguments of a launch.
     hypers: ClassVar[Sequence[Hyper]]
     fixed: ClassVar[Sequence[str]] = ("maximize",)
-    # Keys that torch's optimizer of this name has in a group and this one has no use for. They are there so
-    # that a checkpoint of the one, which names every key, loads into the other.
+    # Keys that torch's optimizer of this name has in a group and this one has no use for. They are
+    # there so that a checkpoint of the one, which names every key, loads into the other.
     torch_keys: ClassVar[Mapping[str, Any]] = {}
 
-    # Scalers then leave `grad_scale` and `found_inf` as attributes for the length of a step, instead of
-    # reading them on the host.
+    # Scalers then leave `grad_scale` and `found_inf` as attributes for the length of a step,
+    # instead of reading them on the host.
     _step_supports_amp_scaling = True
 
-    def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, check_finite: bool = False
+    ) -> None:
         self._segments: list[tuple[Segment, int]] = []
         self._segments_made = 0
-        # Each parameter's entry of `state` as it was made: a program may empty or replace the public one.
+        # Each parameter's entry of `state` as it was made: a program may empty or replace the
+        # public one.
         self._entries: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         self._skipped: torch.Tensor | None = None
         self._check_finite = check_finite
         self._contents = Contents([], {})
         super().__init__(params, defaults)
 
-    # -- groups -----------------------------------------------------------------------------------------
+    # -- groups
+    # -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group of parameters with its hyperparameters; see `torch.optim.Optimizer.add_param_group`.
+        """Adds a group of parameters with its hyperparameters; see
+        `torch.optim.Optimizer.add_param_group`.
 
         Raises:
             OptionError, OptimizerParameterError: nothing was added.
@@ -112,7 +120,10 @@ class FlatOptimizer(Optimizer):
     def _mirrored(self, group: Mapping[str, Any]) -> OptimGroup:
         """Returns a group whose hyperparameters have mirrors on the device."""
         return OptimGroup(
-            {**self.torch_keys, **self.defaults, **group}, self.hypers, self.fixed, self.validate_group
+            {**self.torch_keys, **self.defaults, **group},
+            self.hypers,
+            self.fixed,
+            self.validate_group,
         )
 
     def _new_segments(self, group: OptimGroup, index: int) -> list[Segment]:
@@ -120,8 +131,12 @@ class FlatOptimizer(Optimizer):
         segments = self._segments_of(group, index)
         for segment in segments:
             self.state_dtypes(segment, group)
-        if "capturable" in self.torch_keys and any(segment.device.type != "cpu" for segment in segments):
-            group["capturable"] = True  # to torch: step counts are on the device. It refuses that on the CPU
+        if "capturable" in self.torch_keys and any(
+            segment.device.type != "cpu" for segment in segments
+        ):
+            group["capturable"] = (
+                True  # to torch: step counts are on the device. It refuses that on the CPU
+            )
         for segment in segments:
             segment.number = self._segments_made
             self._segments_made += 1
@@ -130,7 +145,9 @@ class FlatOptimizer(Optimizer):
     def _segments_of(self, group: OptimGroup, index: int) -> list[Segment]:
         """Sorts a group's parameters into segments, in the order in which they were given."""
         names = group.get("param_names", ())
-        if len(names) != len(group["params"]):  # none, or the program has replaced the parameters only
+        if len(names) != len(
+            group["params"]
+        ):  # none, or the program has replaced the parameters only
             names = [f"{i} of group {index}" for i in range(len(group["params"]))]
         sharded: dict[ParamGroup, list[FSDPParam]] = {}
         plain: list[Segment] = []
@@ -142,7 +159,10 @@ class FlatOptimizer(Optimizer):
             else:
                 sharded.setdefault(group_of(managed), []).append(managed)
         self._refuse_two_engines(group, sharded)
-        return [*(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()), *plain]
+        return [
+            *(ShardedSegment(g, _in_order(g, members)) for g, members in sharded.items()),
+            *plain,
+        ]
 
     def _validate_param(self, param: torch.Tensor, name: str, managed: FSDPParam | None) -> None:
         if not param.is_floating_point():
@@ -180,19 +200,22 @@ class FlatOptimizer(Optimizer):
             fix=fix,
         )
 
-    # -- what a program edits by hand --------------------------------------------------------------------
+    # -- what a program edits by hand
+    # --------------------------------------------------------------------
 
     def _follow_program(self) -> None:
-        """Does what torch's optimizers do when a program has edited groups or state; see `contents.py`.
+        """Does what torch's optimizers do when a program has edited groups or state; see
+        `contents.py`.
 
-        A state entry that was removed starts over from zero, and one that was replaced is copied in. Groups
-        may be removed, replaced, or have other parameters.
+        A state entry that was removed starts over from zero, and one that was replaced is copied
+        in. Groups may be removed, replaced, or have other parameters.
 
         Streams: copies go to the current stream.
         Capture: nothing may have been edited.
 
         Raises:
-            CaptureError, OptimizerParameterError, OptimizerStateError, OptionError: nothing was changed.
+            CaptureError, OptimizerParameterError, OptimizerStateError, OptionError: nothing was
+            changed.
         """
         same_groups = self._contents.same_groups(self.param_groups)
         if same_groups and self._contents.same_state(self.state):
@@ -208,11 +231,14 @@ class FlatOptimizer(Optimizer):
                 "the optimizer's groups or state were edited while a graph is being captured",
                 expected="the groups and the state of before the capture",
                 got="an entry that was removed or replaced, which every replay would repeat",
-                fix="edit optimizer.param_groups and optimizer.state between calls of the graphed step",
+                fix="edit optimizer.param_groups and optimizer.state between calls of the graphed "
+                "step",
             )
 
     def _follow_groups(self) -> None:
-        """Makes segments for the groups there are now; those whose parameters stay together are kept."""
+        """Makes segments for the groups there are now; those whose parameters stay together are
+        kept.
+        """
         groups = [g if isinstance(g, OptimGroup) else self._mirrored(g) for g in self.param_groups]
         params = [param for group in groups for param in group["params"]]
         if len(set(map(id, params))) < len(params):
@@ -234,7 +260,10 @@ class FlatOptimizer(Optimizer):
     def _follow_state(self) -> None:
         """Takes over what a program has put into `state`, and zeroes what it has removed."""
         allocated = [
-            param for segment, _ in self._segments if segment.is_allocated for param in segment.params
+            param
+            for segment, _ in self._segments
+            if segment.is_allocated
+            for param in segment.params
         ]
         edited = {}
         for number, param in enumerate(allocated):
@@ -248,14 +277,16 @@ class FlatOptimizer(Optimizer):
             self.state[param] = dict(self._entries[param])
         self._contents = Contents(self.param_groups, self.state)
 
-    # -- state ------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
         """Returns the state buffers a segment needs, by name."""
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-        """Refuses options that do not go together, by an OptionError; overridden where there are any.
+        """Refuses options that do not go together, by an OptionError; overridden where there are
+        any.
 
         Args:
             old: what the group was built with.
@@ -271,20 +302,23 @@ class FlatOptimizer(Optimizer):
                 **{name: segment.face(i, views[i]) for name, views in pieces.items()},
             }
             self._entries[param] = entry
-            # What is there already belongs to a parameter that comes from another group; it is copied in.
+            # What is there already belongs to a parameter that comes from another group; it is
+            # copied in.
             self.state.setdefault(param, dict(entry))
-        if self._skipped is None:  # not under a capture, whose every replay would make it zero again
+        if (
+            self._skipped is None
+        ):  # not under a capture, whose every replay would make it zero again
             self._skipped = torch.zeros((), dtype=torch.float32, device=segment.device)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `state_dict()` returned, here or in torch's optimizer of the same name.
 
-        State is copied into the buffers that exist, so a captured graph stays valid. A piece may be a DTensor
-        with any placements, or an unsharded tensor.
+        State is copied into the buffers that exist, so a captured graph stays valid. A piece may be
+        a DTensor with any placements, or an unsharded tensor.
 
         Raises:
-            OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has hyperparameters that
-                cannot be; nothing was changed.
+            OptimizerStateError, OptionError, UnsupportedError: it does not fit, or has
+                hyperparameters that cannot be; nothing was changed.
             ForeignParameterError: another rank has saved it.
         """
         state_dict = state_dict.copy()
@@ -293,7 +327,9 @@ class FlatOptimizer(Optimizer):
             if replaced is not None:
                 state_dict = replaced
         for index, pieces in state_dict.get("state", {}).items():
-            require_own_shards((f"{key} of parameter {index}", value) for key, value in pieces.items())
+            require_own_shards(
+                (f"{key} of parameter {index}", value) for key, value in pieces.items()
+            )
         self._follow_program()
         for segment, index in self._segments:
             if not segment.is_allocated:
@@ -313,22 +349,27 @@ class FlatOptimizer(Optimizer):
             fix="build a second optimizer and load optimizer.state_dict() into it",
         )
 
-    # -- a step -----------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------
 
     def update(self, update: Update) -> None:
-        """Launches the kernel for one segment; an optimizer that overrides `update_all` needs none."""
+        """Launches the kernel for one segment; an optimizer that overrides `update_all` needs
+        none.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates every parameter that has a gradient.
 
-        Streams: runs on the current stream of the parameters' device, which backward has made wait for the
+        Streams: runs on the current stream of the parameters' device, which backward has made wait
+        for the
             gradients; the host waits for nothing.
         Capture: safe once state exists.
 
         Raises:
-            OptimizerParameterError, ForeignParameterError, GradientError: before anything is changed.
+            OptimizerParameterError, ForeignParameterError, GradientError: before anything is
+                changed.
         """
         loss = None
         if closure is not None:
@@ -370,7 +411,9 @@ class FlatOptimizer(Optimizer):
             self.update(update)
 
     def _skip(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> torch.Tensor | None:
-        """Returns a device scalar, above zero if the gradients are not finite; None if none were checked."""
+        """Returns a device scalar, above zero if the gradients are not finite; None if none were
+        checked.
+        """
         # torch's scaler leaves the number 0 if it met no gradient.
         of_scaler = getattr(self, "found_inf", None)
         verdicts_there = (of_scaler, *(launch.nonfinite for _, _, launch in launches))
@@ -382,7 +425,9 @@ class FlatOptimizer(Optimizer):
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
     def _scale(self, launch: Launch) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by: their pending scale, over torch's loss scale."""
+        """Returns what gradients are multiplied by: their pending scale, over torch's loss
+        scale.
+        """
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         if grad_scale is None:
             return launch.pending_scale
@@ -406,10 +451,13 @@ class FlatOptimizer(Optimizer):
         for segment, _ in self._segments:
             segment.forget_gradients(set_to_none=set_to_none)
 
-    # -- for graphs -------------------------------------------------------------------------------------
+    # -- for graphs
+    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
-        """Returns the host state that decides a step: constants of launches, and which segments there are."""
+        """Returns the host state that decides a step: constants of launches, and which segments
+        there are.
+        """
         self._follow_program()
         segments = tuple((index, segment.guards()) for segment, index in self._segments)
         groups = tuple(self._group(i).constants() for i in range(len(self.param_groups)))
@@ -425,7 +473,9 @@ class FlatOptimizer(Optimizer):
                     yield f"{name} of segment {segment.number}", flat
 
     def tables(self) -> list[torch.Tensor]:
-        """Returns the tables of launches, on the device; other places of gradients bring other tables."""
+        """Returns the tables of launches, on the device; other places of gradients bring other
+        tables.
+        """
         return [table for segment, _ in self._segments if (table := segment.rows) is not None]
 
     def snapshot(self) -> Callable[[], None]:
@@ -443,7 +493,8 @@ class FlatOptimizer(Optimizer):
         for i in range(len(self.param_groups)):
             self._group(i).captured = False
 
-    # -- inside -----------------------------------------------------------------------------------------
+    # -- inside
+    # -----------------------------------------------------------------------------------------
 
     def _group(self, index: int) -> OptimGroup:
         group: OptimGroup = self.param_groups[index]  # type: ignore[assignment]

@@ -27,11 +27,12 @@ class _ScalerState(NamedTuple):
 
 
 class GradScaler:
-    """Multiplies a loss so that float16 gradients do not underflow, and divides gradients by the factor.
+    """Multiplies a loss so that float16 gradients do not underflow, and divides gradients by the
+    factor.
 
-    Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and clipping,
-    `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on the device, and
-    gradients are not written: the inverse of the scale is their pending scale
+    Used like `torch.amp.GradScaler`: `scale(loss).backward()`, perhaps `unscale_(optimizer)` and
+    clipping, `step(optimizer)`, `update()`. The scale, its growth and the decision to skip stay on
+    the device, and gradients are not written: the inverse of the scale is their pending scale
     (`sharding/scaled_gradient.py`).
 
     Args:
@@ -54,11 +55,15 @@ class GradScaler:
         enabled: bool = True,
     ) -> None:
         if not (
-            growth_factor > 1.0 and 0.0 < backoff_factor < 1.0 and init_scale > 0 and growth_interval > 0
+            growth_factor > 1.0
+            and 0.0 < backoff_factor < 1.0
+            and init_scale > 0
+            and growth_interval > 0
         ):
             raise OptionError(
                 "the loss scaler's settings are outside their ranges",
-                expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, growth_interval > 0",
+                expected="init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1, "
+                "growth_interval > 0",
                 got=f"{init_scale!r}, {growth_factor!r}, {backoff_factor!r}, {growth_interval!r}",
                 fix="shardgrad.GradScaler()",
             )
@@ -68,7 +73,9 @@ class GradScaler:
         self._enabled = enabled
         self._initial = (init_scale, 0)
         self._state: _ScalerState | None = None
-        self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = weakref.WeakKeyDictionary()
+        self._found: weakref.WeakKeyDictionary[Optimizer, torch.Tensor | None] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def scale(self, outputs: Any) -> Any:
         """Returns `outputs`, a tensor or a tree of tensors, multiplied by the scale.
@@ -85,7 +92,8 @@ class GradScaler:
 
     @torch.no_grad()
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Takes the scale out of the gradients of an optimizer's parameters; once between two updates.
+        """Takes the scale out of the gradients of an optimizer's parameters; once between two
+        updates.
 
         Streams: gradients in shards are not written; others are multiplied on the current stream.
         Capture: safe.
@@ -109,9 +117,11 @@ class GradScaler:
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Takes a step, or skips it on every rank if a gradient of any rank is not finite.
 
-        Optimizers of `shardgrad.optim` skip on the device. For others the host waits for the verdict.
+        Optimizers of `shardgrad.optim` skip on the device. For others the host waits for the
+        verdict.
 
-        Streams: unless clipping has looked at the gradients already, one pass over them and one all-reduce of
+        Streams: unless clipping has looked at the gradients already, one pass over them and one
+        all-reduce of
             two numbers, on the current stream. A collective.
         Capture: safe with an optimizer of `shardgrad.optim`.
 
@@ -203,16 +213,21 @@ class GradScaler:
             )
         return self._state.scale.to(device)
 
-    # -- for graphs -------------------------------------------------------------------------------------
+    # -- for graphs
+    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
-        """Returns the host state that decides a step: settings, and optimizers unscaled since `update`."""
+        """Returns the host state that decides a step: settings, and optimizers unscaled since
+        `update`.
+        """
         settings = self._enabled, self._growth_factor, self._backoff_factor, self._growth_interval
         return settings, self._state is None, tuple(map(id, self._found))
 
     @property
     def verdicts(self) -> list[torch.Tensor | None]:
-        """For each optimizer since the last `update`: None after `unscale_`, after `step` its verdict."""
+        """For each optimizer since the last `update`: None after `unscale_`, after `step` its
+        verdict.
+        """
         return list(self._found.values())
 
     @verdicts.setter
@@ -235,7 +250,8 @@ class GradScaler:
             yield "loss scale", self._state.scale
             yield "good steps of the loss scale", self._state.good_steps
 
-    # -- reading and saving -----------------------------------------------------------------------------
+    # -- reading and saving
+    # -----------------------------------------------------------------------------
 
     def get_scale(self) -> float:
         """Returns the scale; the host waits for the device."""
@@ -271,7 +287,8 @@ class GradScaler:
             return
         if not state_dict:
             raise OptionError(
-                "The source state dict is empty, possibly because it was saved from a disabled GradScaler.",
+                "The source state dict is empty, possibly because it was saved from a disabled "
+                "GradScaler.",
                 expected="the state of an enabled scaler",
                 got="{}",
                 fix="GradScaler(enabled=False)",

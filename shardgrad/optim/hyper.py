@@ -1,10 +1,10 @@
 """Hyperparameters that kernels read from device memory.
 
 [Note: Hyperparameters]
-An optimizer's group is a dictionary, and programs and schedulers assign to it: `group["lr"] = 1e-4`. A kernel
-that took such a number as an argument would have it frozen into a captured graph. Each group therefore has a
-mirror in device memory, written at the moment of assignment, and kernels read the mirror: the next launch,
-or the next replay, sees the new value.
+An optimizer's group is a dictionary, and programs and schedulers assign to it: `group["lr"] =
+1e-4`. A kernel that took such a number as an argument would have it frozen into a captured graph.
+Each group therefore has a mirror in device memory, written at the moment of assignment, and kernels
+read the mirror: the next launch, or the next replay, sees the new value.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def fractions(value: Any) -> Sequence[float]:
 
 @dataclass(frozen=True)
 class Hyper:
-    """One hyperparameter: its name in the group, its first slot in device memory, and what it may be.
+    """One hyperparameter: its name in the group, its first slot in device memory, and what it may
+    be.
 
     Attributes:
         name: the group's key.
-        read: turns a host value into the mirror's numbers, or raises ValueError naming what was expected.
-        may_be_tensor: a one-element tensor is copied at every step instead, so that it can change by itself.
+        read: turns a host value into the mirror's numbers, or raises ValueError naming what was
+            expected.
+        may_be_tensor: a one-element tensor is copied at every step instead, so that it can change
+            by itself.
     """
 
     name: str
@@ -82,14 +85,15 @@ class Hyper:
 
 
 class OptimGroup(dict[str, Any]):
-    """One entry of `optimizer.param_groups`: a dictionary whose hyperparameters are mirrored on the device.
+    """One entry of `optimizer.param_groups`: a dictionary whose hyperparameters are mirrored on the
+    device.
 
     Args:
         values: the plain dictionary that torch made.
         hypers: the keys that are mirrored.
         fixed: keys that a launch has as arguments, so that a captured graph keeps the old value.
-        validate: given the values the group was built with and those it would have, refuses what does not go
-            together, by an OptionError.
+        validate: given the values the group was built with and those it would have, refuses what
+            does not go together, by an OptionError.
     """
 
     def __init__(
@@ -121,17 +125,23 @@ class OptimGroup(dict[str, Any]):
     def on(self, device: torch.device) -> torch.Tensor:
         """Returns the mirror on a device: float64, one number per slot.
 
-        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call; the host
+        Streams: a hyperparameter that is a tensor is copied on the current stream, at each call;
+        the host
             waits for nothing.
         Capture: safe after the first call.
 
         Raises:
-            CaptureError: a hyperparameter is a tensor on the host, which a graph would read only once.
+            CaptureError: a hyperparameter is a tensor on the host, which a graph would read only
+                once.
         """
         mirror = self._mirrors.get(device)
         if mirror is None:
-            numbers = [number for hyper in self._hypers.values() for number in self._numbers_or_zero(hyper)]
-            mirror = self._mirrors[device] = torch.tensor(numbers, dtype=torch.float64, device=device)
+            numbers = [
+                number for hyper in self._hypers.values() for number in self._numbers_or_zero(hyper)
+            ]
+            mirror = self._mirrors[device] = torch.tensor(
+                numbers, dtype=torch.float64, device=device
+            )
         capturing = is_capturing(device)
         self.captured |= capturing
         for hyper in self._hypers.values():
@@ -146,7 +156,9 @@ class OptimGroup(dict[str, Any]):
                     )
                 place = mirror[self._slots[hyper.name]]
                 if value.device.type == "cpu":
-                    place.fill_(value.item())  # goes along with the launch; a copy would be waited for
+                    place.fill_(
+                        value.item()
+                    )  # goes along with the launch; a copy would be waited for
                 else:
                     place.copy_(value.detach().reshape(()))
         return mirror
@@ -156,8 +168,8 @@ class OptimGroup(dict[str, Any]):
 
         Raises:
             OptionError: the value is outside its range; nothing was changed.
-            CaptureError: during a capture, which would record this one value for every replay, or after it
-                for a key that the graph has as a constant.
+            CaptureError: during a capture, which would record this one value for every replay, or
+                after it for a key that the graph has as a constant.
         """
         hyper = self._hypers.get(key)
         numbers = hyper.numbers(value) if hyper is not None else None
@@ -172,9 +184,13 @@ class OptimGroup(dict[str, Any]):
         super().__setitem__(key, value)
 
     def constants(self) -> Hashable:
-        """Returns what a launch has as arguments, and which hyperparameters are tensors, by address."""
+        """Returns what a launch has as arguments, and which hyperparameters are tensors, by
+        address.
+        """
         tensors = tuple(
-            (name, value.data_ptr()) for name in self._hypers if isinstance(value := self[name], torch.Tensor)
+            (name, value.data_ptr())
+            for name in self._hypers
+            if isinstance(value := self[name], torch.Tensor)
         )
         return tuple(self.get(key) for key in sorted(self._fixed)), tensors
 
@@ -211,7 +227,8 @@ class OptimGroup(dict[str, Any]):
             f"the optimizer's {key} is a constant of a captured graph",
             expected=f"{key}={self.get(key)!r}, as it was when the graph was captured",
             got=repr(value),
-            fix="reset the graph, then assign; lr, betas, eps, momentum and weight_decay can change any time",
+            fix="reset the graph, then assign; lr, betas, eps, momentum and weight_decay can "
+            "change any time",
         )
 
     def _refuse_capturing(self, key: str) -> NoReturn:

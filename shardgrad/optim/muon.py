@@ -1,9 +1,10 @@
 """`Muon` over sharded matrices: every matrix is orthogonalised by one rank.
 
-A step goes over the buckets of [Note: Owned matrices] in `ownership.py`. For each: momentum of this rank's
-pieces; an exchange after which owners have unsharded matrices; Newton-Schulz, batched by shape; an exchange
-back; weight decay and the update of the pieces. What changes from step to step is read from device memory; a
-parameter without a gradient, or a step to be skipped, is a mask and not a branch.
+A step goes over the buckets of [Note: Owned matrices] in `ownership.py`. For each: momentum of this
+rank's pieces; an exchange after which owners have unsharded matrices; Newton-Schulz, batched by
+shape; an exchange back; weight decay and the update of the pieces. What changes from step to step
+is read from device memory; a parameter without a gradient, or a step to be skipped, is a mask and
+not a branch.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ _ITERATION_DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 class Muon(FlatOptimizer):
     """Muon over sharded matrices; arguments as in `torch.optim.Muon`, and how exactly to compute.
 
-    Only for parameters with two dimensions, in practice the weights of hidden layers; embeddings, the output
-    head, norms and biases go to `AdamW`. Under HSDP every replica does the same work inside its shard group,
-    and nothing travels between replicas. A captured step needs one before it, with gradients of the same
-    parameters, that builds what the graph will address.
+    Only for parameters with two dimensions, in practice the weights of hidden layers; embeddings,
+    the output head, norms and biases go to `AdamW`. Under HSDP every replica does the same work
+    inside its shard group, and nothing travels between replicas. A captured step needs one before
+    it, with gradients of the same parameters, that builds what the graph will address.
 
     Args:
         params: see `FlatOptimizer`; each with two dimensions.
@@ -53,8 +54,8 @@ class Muon(FlatOptimizer):
         ns_coefficients: of the polynomial; see `newton_schulz`.
         eps: the least norm a matrix is divided by.
         ns_steps: how often the polynomial is applied, below 100.
-        adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also for None;
-            or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
+        adjust_lr_fn: how lr depends on the shape: "original", `max(1, rows / columns) ** 0.5`, also
+            for None; or "match_rms_adamw", `0.2 * max(rows, columns) ** 0.5`.
         ns_dtype: in which matrices travel and are orthogonalised: bfloat16, float32 or float64.
         momentum_dtype: None for the dtype of the gradients.
         master: "float32" for a float32 copy of 16-bit weights. See [Note: Exact weights].
@@ -63,7 +64,8 @@ class Muon(FlatOptimizer):
     Raises:
         OptionError, OptimizerParameterError, UnsupportedError.
 
-    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the second
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the
+    second
         adjustment: Liu et al., "Muon is scalable for LLM training", 2025.
     """
 
@@ -144,8 +146,10 @@ class Muon(FlatOptimizer):
             group_of(managed).mesh.shard_group, group_of(managed).shard_memory.device
         ):
             raise unsupported(
-                f"Muon under CPUOffloadPolicy without a backend for {group_of(managed).shard_memory.device}",
-                instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to host',
+                f"Muon under CPUOffloadPolicy without a backend for "
+                f"{group_of(managed).shard_memory.device}",
+                instead='init_process_group("cpu:gloo,cuda:nccl"): matrices travel from host to '
+                "host",
             )
 
     def validate_group(self, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
@@ -157,7 +161,9 @@ class Muon(FlatOptimizer):
             new,
         )
         steps, coefficients = new["ns_steps"], new["ns_coefficients"]
-        _require(isinstance(steps, int) and 0 <= steps < 100, "ns_steps", "a whole number below 100", new)
+        _require(
+            isinstance(steps, int) and 0 <= steps < 100, "ns_steps", "a whole number below 100", new
+        )
         is_triple = isinstance(coefficients, tuple | list) and len(coefficients) == 3
         _require(
             is_triple and all(isinstance(value, int | float) for value in coefficients),
@@ -171,17 +177,20 @@ class Muon(FlatOptimizer):
         dtypes = dict(self._precision.dtypes(segment.dtype, ("momentum_buffer",)))
         if self._precision.moment_dtype is None:
             managed = managed_by(segment.params[0])
-            dtypes["momentum_buffer"] = segment.dtype if managed is None else group_of(managed).gradient_dtype
+            dtypes["momentum_buffer"] = (
+                segment.dtype if managed is None else group_of(managed).gradient_dtype
+            )
         return dtypes
 
-    # -- a step -----------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Updates the buckets one after the other. Which ones there are is the same on all ranks.
 
-        A segment is here if a parameter of it has a gradient. Gradients are bound from flags that the
-        reduction has summed over ranks ([Note: Live flags] in `engine/grad_shard.py`), so every rank has the
-        same segments, and joins the same exchanges.
+        A segment is here if a parameter of it has a gradient. Gradients are bound from flags that
+        the reduction has summed over ranks ([Note: Live flags] in `engine/grad_shard.py`), so every
+        rank has the same segments, and joins the same exchanges.
         """
         left = list(updates)
         for bucket in self._buckets(updates):
@@ -203,10 +212,14 @@ class Muon(FlatOptimizer):
             )
         members = [Member(update) for update in updates]
         plans: list[BucketPlan] = []
-        for _, same in groupby(members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)):
+        for _, same in groupby(
+            members, key=lambda m: (id(m.options), id(m.process_group), m.segment.device)
+        ):
             together = list(same)
             ranges = buckets([member.shapes for member in together], together[0].world_size)
-            plans += [BucketPlan([together[i] for i in indices], self._ns_dtype) for indices in ranges]
+            plans += [
+                BucketPlan([together[i] for i in indices], self._ns_dtype) for indices in ranges
+            ]
         grew = self._staging.reserve([need for plan in plans for need in plan.needs()])
         self._drop_plans(updates, everything=grew or len(self._plans) >= _MOST_PLANS)
         self._plans[key] = [Bucket(plan, self._staging) for plan in plans]
@@ -220,9 +233,13 @@ class Muon(FlatOptimizer):
 
         def is_current(plan: list[Bucket]) -> bool:
             members = [member for bucket in plan for member in bucket.members]
-            return all(now.get(id(member.segment), member.rows) is member.rows for member in members)
+            return all(
+                now.get(id(member.segment), member.rows) is member.rows for member in members
+            )
 
-        self._plans = {key: plan for key, plan in self._plans.items() if not everything and is_current(plan)}
+        self._plans = {
+            key: plan for key, plan in self._plans.items() if not everything and is_current(plan)
+        }
 
 
 def _require(condition: bool, key: str, expected: str, group: Mapping[str, Any]) -> None:

@@ -1,11 +1,11 @@
 """One bucket of a step of Muon: segments whose matrices are exchanged together.
 
 [Note: Blocks]
-A segment's state is one flat buffer, in which each parameter's piece begins on a multiple of some number of
-elements. Viewed as rows of that many elements, *blocks*, every row belongs to one parameter, so a number for
-each parameter (whether it has a gradient, its learning rate) becomes a number for each row, and one launch
-updates all parameters. Gradients and weights lie among those of other optimizers' parameters; they are copied
-into buffers of the same form.
+A segment's state is one flat buffer, in which each parameter's piece begins on a multiple of some
+number of elements. Viewed as rows of that many elements, *blocks*, every row belongs to one
+parameter, so a number for each parameter (whether it has a gradient, its learning rate) becomes a
+number for each row, and one launch updates all parameters. Gradients and weights lie among those of
+other optimizers' parameters; they are copied into buffers of the same form.
 """
 
 from __future__ import annotations
@@ -105,8 +105,12 @@ class Member:
         self.process_group = None if first is None else group_of(first).mesh.shard_group
         self.world_size = 1 if first is None else group_of(first).mesh.shard_size
         self.rank = 0 if first is None else group_of(first).mesh.shard_rank
-        self._shard: GradShard | None = None if first is None else grads_of(group_of(first)).require_shard()
-        places = [0 if self._shard is None else self._shard.place_of(param) for param in segment.params]
+        self._shard: GradShard | None = (
+            None if first is None else grads_of(group_of(first)).require_shard()
+        )
+        places = [
+            0 if self._shard is None else self._shard.place_of(param) for param in segment.params
+        ]
         # Frozen parameters have no gradient.
         self._trained = [i for i, place in enumerate(places) if place is not None]
         self.shapes = [_shape_in_memory(segment.params[i]) for i in self._trained]
@@ -122,17 +126,22 @@ class Member:
         ends = [*self._offsets[1:], segment.numel]
         spans = [end - begin for begin, end in zip(self._offsets, ends, strict=True)]
         self._block = math.gcd(*spans) or 1
-        param_of_block = [torch.full((span // self._block,), i, device="cpu") for i, span in enumerate(spans)]
+        param_of_block = [
+            torch.full((span // self._block,), i, device="cpu") for i, span in enumerate(spans)
+        ]
         device, params = segment.device, segment.params
         self._param_of_block = torch.cat(param_of_block).to(device)
 
         # Constants of each parameter, in device memory.
         self._flag_index = torch.tensor([place or 0 for place in places], device="cpu").to(device)
-        self._is_trained = torch.tensor([place is not None for place in places], device="cpu").to(device)
+        self._is_trained = torch.tensor([place is not None for place in places], device="cpu").to(
+            device
+        )
         ratios = [_lr_factor(self.options["adjust_lr_fn"], *param.shape) for param in params]
         self._ratios = torch.tensor(ratios, dtype=torch.float64, device="cpu").to(device)
 
-    # -- memory -----------------------------------------------------------------------------------------
+    # -- memory
+    # -----------------------------------------------------------------------------------------
 
     def needs(self) -> list[tuple[_BufferKey, int]]:
         """Returns the staging of one segment, which all segments share."""
@@ -167,7 +176,9 @@ class Member:
     def _per_block(self, per_param: torch.Tensor) -> torch.Tensor:
         return per_param.index_select(0, self._param_of_block).unsqueeze(1)
 
-    def _views(self, launch: Launch, held: Sequence[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def _views(
+        self, launch: Launch, held: Sequence[int]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns this rank's pieces of the parameters and of their gradients, in memory order."""
         if self._shard is None:
             # Not cached: the gradient is the program's, and may be gone after `zero_grad`.
@@ -184,10 +195,13 @@ class Member:
             self._cached_params = launch.param, params
         # Not cached: they would keep memory that is freed between steps.
         begins = [self._shard.piece(self._places[i]).shard_offset for i in held]
-        grads = [launch.grad.narrow(0, at, self._numels[i]) for i, at in zip(held, begins, strict=True)]
+        grads = [
+            launch.grad.narrow(0, at, self._numels[i]) for i, at in zip(held, begins, strict=True)
+        ]
         return self._cached_params[1], grads
 
-    # -- arithmetic -------------------------------------------------------------------------------------
+    # -- arithmetic
+    # -------------------------------------------------------------------------------------
 
     def step_momentum(self, update: Update, buffers: _MemberBuffers) -> torch.Tensor:
         """Advances the momentum, and writes the direction into the send buffer.
@@ -214,8 +228,12 @@ class Member:
         _copy(buffers.send, buffers.directions)
         return live_blocks
 
-    def step_weights(self, update: Update, buffers: _MemberBuffers, live_blocks: torch.Tensor) -> None:
-        """Applies weight decay and the orthogonalised direction, which has come back in the send buffer."""
+    def step_weights(
+        self, update: Update, buffers: _MemberBuffers, live_blocks: torch.Tensor
+    ) -> None:
+        """Applies weight decay and the orthogonalised direction, which has come back in the send
+        buffer.
+        """
         hyper, state = update.hyper, self.segment.state
         params, _ = self._views(update.launch, buffers.held)
         _copy(buffers.directions, buffers.send)
@@ -287,7 +305,9 @@ class Bucket:
         self._send_buffer = staging.take(plan.key("send"), sum(exchange.sent))
         self._receive_buffer = staging.take(plan.key("receive"), sum(exchange.received))
         matrices = staging.take(plan.key("matrices"), exchange.matrices_numel)
-        send = [self._send_buffer.narrow(0, part.offset, part.numel) for part in exchange.send_slices]
+        send = [
+            self._send_buffer.narrow(0, part.offset, part.numel) for part in exchange.send_slices
+        ]
         self._buffers: list[_MemberBuffers] = []
         for member in self.members:
             self._buffers.append(member.buffers(staging, send[: len(member.shapes)]))
@@ -307,8 +327,8 @@ class Bucket:
         Capture: safe once the process group has been used; nothing is read back.
 
         Raises:
-            CollectiveError: an exchange failed; the momentum has changed, the parameters of this bucket have
-                not.
+            CollectiveError: an exchange failed; the momentum has changed, the parameters of this
+                bucket have not.
         """
         live_blocks = [
             member.step_momentum(update, buffers)
@@ -348,8 +368,10 @@ class Bucket:
         except RuntimeError as error:
             members = dist.get_process_group_ranks(group)
             raise CollectiveError(
-                "the exchange of matrices failed: another rank is late, gone, or running something else",
-                expected=f"every rank of {members} to call optimizer.step() with the same gradients bound",
+                "the exchange of matrices failed: another rank is late, gone, or running something "
+                "else",
+                expected=f"every rank of {members} to call optimizer.step() with the same "
+                f"gradients bound",
                 got=str(error).splitlines()[0],
                 where=f"rank {dist.get_rank()}, the bucket of {self.members[0].segment.names[0]}",
                 fix="call step(), and set gradients to None, on all ranks or on none",
@@ -359,7 +381,8 @@ class Bucket:
 def _shape_in_memory(param: torch.Tensor) -> tuple[int, int]:
     """Returns the shape of a matrix, or of its transpose if columns are contiguous.
 
-    Newton-Schulz of the transpose is the transpose of Newton-Schulz, so nothing has to be transposed.
+    Newton-Schulz of the transpose is the transpose of Newton-Schulz, so nothing has to be
+    transposed.
     """
     rows, columns = param.shape
     return (rows, columns) if param.is_contiguous() else (columns, rows)

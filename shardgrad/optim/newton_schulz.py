@@ -1,9 +1,11 @@
-"""The Newton-Schulz iteration: from a matrix to the nearest one whose singular values are all equal.
+"""The Newton-Schulz iteration: from a matrix to the nearest one whose singular values are all
+equal.
 
-With `X = U S V^T`, the odd polynomial `a X + b (X X^T) X + c (X X^T)^2 X` acts on each singular value as
-`a s + b s^3 + c s^5` and leaves U and V alone. Repeated, it drives every singular value towards 1, using
-nothing but matrix products. The usual coefficients trade the last digits for speed: they do not converge, but
-bring singular values of 0.002 and more into 0.68 to 1.21 within five steps, and bfloat16 suffices.
+With `X = U S V^T`, the odd polynomial `a X + b (X X^T) X + c (X X^T)^2 X` acts on each singular
+value as `a s + b s^3 + c s^5` and leaves U and V alone. Repeated, it drives every singular value
+towards 1, using nothing but matrix products. The usual coefficients trade the last digits for
+speed: they do not converge, but bring singular values of 0.002 and more into 0.68 to 1.21 within
+five steps, and bfloat16 suffices.
 
 Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
 """
@@ -28,8 +30,8 @@ def newton_schulz(
     """Orthogonalises matrices of one shape.
 
     Args:
-        matrices: [count, rows, columns], in the dtype of the iteration, and unchanged; bfloat16 has the
-            range of float32, which float16 lacks.
+        matrices: [count, rows, columns], in the dtype of the iteration, and unchanged; bfloat16 has
+            the range of float32, which float16 lacks.
         coefficients: a, b and c.
         steps: how often the polynomial is applied.
         eps: the least norm a matrix is divided by; a number, or a scalar on the device.
@@ -47,10 +49,13 @@ def newton_schulz(
     # Powers of the smaller Gram matrix are the cheaper ones.
     is_tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if is_tall else matrices
-    # The Frobenius norm bounds the spectral one, and the polynomial wants singular values of at most 1. It is
-    # rounded to the dtype of the iteration, as torch.optim.Muon does, so that results are equal.
+    # The Frobenius norm bounds the spectral one, and the polynomial wants singular values of at
+    # most 1. It is rounded to the dtype of the iteration, as torch.optim.Muon does, so that results
+    # are equal.
     norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    least = torch.as_tensor(eps, device=x.device).to(x.dtype) if isinstance(eps, torch.Tensor) else eps
+    least = (
+        torch.as_tensor(eps, device=x.device).to(x.dtype) if isinstance(eps, torch.Tensor) else eps
+    )
     x = x / norm.clamp(min=least)
     for _ in range(steps):
         gram = torch.bmm(x, x.mT)

@@ -1,8 +1,8 @@
 """Norms over gradients, without a host read: one pass over each shard, then one small all-reduce.
 
-Shards of one group of ranks are added up before they are sent, so a model on one mesh needs a single message
-of two numbers; replicas (HSDP) hold the same gradients and are not counted twice. Sums are float64 and their
-order is fixed, so a norm is the same bits from run to run.
+Shards of one group of ranks are added up before they are sent, so a model on one mesh needs a
+single message of two numbers; replicas (HSDP) hold the same gradients and are not counted twice.
+Sums are float64 and their order is fixed, so a norm is the same bits from run to run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ __all__ = ["find_nonfinite", "norm_of"]
 
 _WHAT = "all-reduce of the gradients' norm"
 
-# A norm's value and its count of non-finite elements, and the groups of ranks it must be summed over.
+# A norm's value and its count of non-finite elements, and the groups of ranks it must be summed
+# over.
 _Part = tuple[torch.Tensor, tuple[dist.ProcessGroup, ...]]
 
 
@@ -44,9 +45,9 @@ def norm_of(
         device: of the result, if there are no gradients.
 
     Returns:
-        (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient is, else
-        float32. `nonfinite` is float32, above zero if any element, or the norm, is an infinity or a NaN. The
-        shards remember `nonfinite`.
+        (norm, nonfinite), device scalars, the same on every rank. `norm` is float64 if a gradient
+        is, else float32. `nonfinite` is float32, above zero if any element, or the norm, is an
+        infinity or a NaN. The shards remember `nonfinite`.
 
     Streams: the current stream; collectives are joined by it.
     Capture: safe once the process group has been used.
@@ -76,7 +77,8 @@ def norm_of(
 
 
 def find_nonfinite(params: Iterable[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Returns a float32 device scalar, above zero on every rank if any gradient of any is not finite.
+    """Returns a float32 device scalar, above zero on every rank if any gradient of any is not
+    finite.
 
     Streams and capture: as `norm_of`.
     """
@@ -90,7 +92,9 @@ def _parts(gradients: Gradients, norm_type: float) -> list[_Part]:
     for selection in gradients.selections:
         shard = selection.shard
         for groups, rows, tiles in _tables_of(shard, selection.places):
-            value = _local_norm(shard.flat, shard.flags, rows, tiles, norm_type, shard.pending_scale, scratch)
+            value = _local_norm(
+                shard.flat, shard.flags, rows, tiles, norm_type, shard.pending_scale, scratch
+            )
             parts.append((value, groups))
     for grad in gradients.plain:
         groups = ()
@@ -117,9 +121,11 @@ _tables: WeakKeyDictionary[GradShard, dict[tuple[int, ...], list[_Table]]] = Wea
 
 
 def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
-    """Returns the tables with which a norm reads these gradients, by the ranks that they are cut over.
+    """Returns the tables with which a norm reads these gradients, by the ranks that they are cut
+    over.
 
-    All are cut over the mesh's shard group; those of tensor-parallel parameters over others as well.
+    All are cut over the mesh's shard group; those of tensor-parallel parameters over others as
+    well.
 
     Capture: safe after the first call for these places.
     """
@@ -129,7 +135,9 @@ def _tables_of(shard: GradShard, places: tuple[int, ...]) -> list[_Table]:
         for place in places:
             groups = _own_groups(shard.mesh, groups_cut_over(shard.objects.plain[place]))
             by_groups.setdefault(groups, []).append(place)
-        known[places] = [(groups, *_table(shard, together)) for groups, together in by_groups.items()]
+        known[places] = [
+            (groups, *_table(shard, together)) for groups, together in by_groups.items()
+        ]
     return known[places]
 
 
@@ -138,18 +146,22 @@ def _own_groups(
 ) -> tuple[dist.ProcessGroup, ...]:
     """Returns the mesh's own groups of the same ranks, where it has them.
 
-    Torch keeps what an operation makes of a DTensor, and equal meshes are one to it: a gradient may name a
-    mesh of before, whose groups are others. Parts of the same ranks would then travel in two messages.
+    Torch keeps what an operation makes of a DTensor, and equal meshes are one to it: a gradient may
+    name a mesh of before, whose groups are others. Parts of the same ranks would then travel in two
+    messages.
     """
     levels = () if mesh.levels is None else (mesh.levels.inner, mesh.levels.outer)
-    own = {tuple(dist.get_process_group_ranks(group)): group for group in (mesh.shard_group, *levels)}
+    own = {
+        tuple(dist.get_process_group_ranks(group)): group for group in (mesh.shard_group, *levels)
+    }
     return tuple(own.get(tuple(dist.get_process_group_ranks(group)), group) for group in groups)
 
 
 def _table(shard: GradShard, places: Sequence[int]) -> tuple[torch.Tensor, int]:
     """Returns one table, on the device; see `ops.segment_rows`."""
     pieces = [
-        (0, shard.piece(place).shard_offset, 0, shard.view(place).numel(), 0, place) for place in places
+        (0, shard.piece(place).shard_offset, 0, shard.view(place).numel(), 0, place)
+        for place in places
     ]
     rows, tiles = ops.segment_rows(pieces)
     ops.check_rows(rows, tiles, grad_numel=shard.values.numel(), touched_numel=shard.flags.numel())
@@ -237,11 +249,13 @@ def _all_reduce(value: torch.Tensor, group: dist.ProcessGroup, norm_type: float)
         with recorder.group_log(group).waiting(_WHAT, value):
             dist.all_reduce(value, group=group)
         return
-    # One message: an extreme and a count. A minimum is a maximum of the negative values. A backend's maximum
-    # of NaN is not defined, so NaN is sent as an infinity, and the count has it.
+    # One message: an extreme and a count. A minimum is a maximum of the negative values. A
+    # backend's maximum of NaN is not defined, so NaN is sent as an infinity, and the count has it.
     sign = math.copysign(1.0, norm_type)
     total, count = value.unbind()
-    message = torch.stack([(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count])
+    message = torch.stack(
+        [(total * sign).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf), count]
+    )
     with recorder.group_log(group).waiting(_WHAT, message):
         dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
     total, count = message.unbind()

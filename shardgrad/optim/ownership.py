@@ -1,13 +1,15 @@
-"""Which rank orthogonalises which matrix, and the layout of the buffers they are exchanged in; integers only.
+"""Which rank orthogonalises which matrix, and the layout of the buffers they are exchanged in;
+integers only.
 
 [Note: Owned matrices]
-Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. The owner
-receives the pieces of all ranks, orthogonalises the matrix and sends the results back: two exchanges, each an
-all-to-all. A rank never holds a matrix that it does not own.
+Newton-Schulz needs an unsharded matrix. So every matrix has one *owner* in its shard group. The
+owner receives the pieces of all ranks, orthogonalises the matrix and sends the results back: two
+exchanges, each an all-to-all. A rank never holds a matrix that it does not own.
 
-Matrices are exchanged in *buckets*: consecutive segments that together have enough work for every rank. A
-unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the model would need
-staging for the model; a bucket ends as soon as no single matrix is more than a rank's fair share.
+Matrices are exchanged in *buckets*: consecutive segments that together have enough work for every
+rank. A unit with seven matrices on 64 ranks would leave 57 of them idle, and one bucket for the
+model would need staging for the model; a bucket ends as soon as no single matrix is more than a
+rank's fair share.
 
       send buffer, rank 0:     | pieces of matrices of rank 0 | pad | pieces of matrices of rank 1 | pad | ...
       receive buffer, rank 0:  | pieces from rank 0 | pad | pieces from rank 1 | pad | ...
@@ -25,16 +27,16 @@ __all__ = ["Batch", "BufferSlice", "Exchange", "ReceivedPiece", "buckets", "owne
 
 Shape = tuple[int, int]
 
-# Every batch, and what is sent between two ranks, starts on a multiple of so many elements: 128 bytes in
-# bfloat16, for the reason given in layout.py.
+# Every batch, and what is sent between two ranks, starts on a multiple of so many elements: 128
+# bytes in bfloat16, for the reason given in layout.py.
 _ALIGNMENT_NUMEL = 64
 
 
 def work(shape: Sequence[int]) -> int:
     """Returns the multiplications of one Newton-Schulz step for a matrix, at least 1.
 
-    With s the shorter side and l the longer: `s^2 l` for the Gram matrix, `s^3` for its square, `s^2 l` for
-    the product with the matrix.
+    With s the shorter side and l the longer: `s^2 l` for the Gram matrix, `s^3` for its square,
+    `s^2 l` for the product with the matrix.
     """
     short, long = sorted(shape)
     return max(1, short * short * (2 * long + short))
@@ -43,8 +45,8 @@ def work(shape: Sequence[int]) -> int:
 def owners(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
     """Chooses an owner for each matrix, so that ranks have about equal work.
 
-    The heaviest matrix that is left goes to the rank with the least work; ties go to the lower index, so all
-    ranks choose alike. No rank gets more than the mean and one matrix.
+    The heaviest matrix that is left goes to the rank with the least work; ties go to the lower
+    index, so all ranks choose alike. No rank gets more than the mean and one matrix.
 
     Args:
         shapes: of the matrices.
@@ -72,8 +74,8 @@ def buckets(segments: Sequence[Sequence[Sequence[int]]], world_size: int) -> lis
         world_size: ranks of the shard group.
 
     Returns:
-        Ranges of indices that cover all segments. Every bucket but the last has at least `world_size` times
-        the work of its heaviest matrix, and would not without its last segment.
+        Ranges of indices that cover all segments. Every bucket but the last has at least
+        `world_size` times the work of its heaviest matrix, and would not without its last segment.
     """
     cut = []
     begin = total = heaviest = 0
@@ -138,7 +140,8 @@ class Batch:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's part in sending pieces to owners; the results are sent back with both sides swapped.
+    """One rank's part in sending pieces to owners; the results are sent back with both sides
+    swapped.
 
     Attributes:
         owners: a rank per matrix.
@@ -185,7 +188,9 @@ class Exchange:
                 if part.numel:
                     begin = pieces[matrix].rows(source)[0] * pieces[matrix].shape[1]
                     offset = sum(received_numels) + part.offset
-                    received.append(ReceivedPiece(matrix, source, offset, places[matrix] + begin, part.numel))
+                    received.append(
+                        ReceivedPiece(matrix, source, offset, places[matrix] + begin, part.numel)
+                    )
             received_numels.append(numel)
         return cls(
             tuple(chosen),
@@ -201,7 +206,9 @@ class Exchange:
 def _message(
     pieces: Sequence[Piece], chosen: Sequence[int], owner: int, *, source: int
 ) -> tuple[list[tuple[int, BufferSlice]], int]:
-    """Lays out what one rank sends another: (matrix, slice) in order, and the number of elements."""
+    """Lays out what one rank sends another: (matrix, slice) in order, and the number of
+    elements.
+    """
     message, offset = [], 0
     for matrix, piece in enumerate(pieces):
         if chosen[matrix] == owner:
@@ -213,7 +220,9 @@ def _message(
 def _batches(
     pieces: Sequence[Piece], chosen: Sequence[int], rank: int
 ) -> tuple[tuple[Batch, ...], dict[int, int], int]:
-    """Lays out the matrices of a rank: batches by shape, where each matrix begins, and the buffer's size."""
+    """Lays out the matrices of a rank: batches by shape, where each matrix begins, and the buffer's
+    size.
+    """
     by_shape: dict[Shape, list[int]] = {}
     for matrix, piece in enumerate(pieces):
         if chosen[matrix] == rank:

@@ -1,11 +1,12 @@
 """The dtypes of an optimizer's state.
 
 [Note: Exact weights]
-A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding. Three ways out, all written
-in the same pass as the weight itself:
+A bf16 weight has 8 bits of mantissa, and a small update disappears in rounding. Three ways out, all
+written in the same pass as the weight itself:
 
-* `master="float32"`: a float32 copy is what is trained, the weight is its rounding (6 bytes a parameter);
-* `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes, bit for bit the same
+* `master="float32"`: a float32 copy is what is trained, the weight is its rounding (6 bytes a
+parameter); * `master="remainder"`: the 16 bits that the weight lacks of the float32 value (4 bytes,
+bit for bit the same
   training, except that ties round up);
 * `stochastic_rounding=True`: no more memory, and right on average.
 """
@@ -32,7 +33,8 @@ class Precision:
     """Options of every optimizer here. See [Note: Exact weights].
 
     Attributes:
-        moment_dtype: of moments and momentum; None for float32, or float64 under float64 parameters.
+        moment_dtype: of moments and momentum; None for float32, or float64 under float64
+            parameters.
         master: what is kept next to 16-bit weights.
         stochastic_rounding: round bf16 weights up or down at random, without bias.
         seed: of that.
@@ -66,7 +68,9 @@ class Precision:
                 fix="leave one out",
             )
 
-    def dtypes(self, param_dtype: torch.dtype, moments: tuple[str, ...]) -> Mapping[str, torch.dtype]:
+    def dtypes(
+        self, param_dtype: torch.dtype, moments: tuple[str, ...]
+    ) -> Mapping[str, torch.dtype]:
         """Returns the state buffers for parameters of a dtype, by name."""
         wide = torch.float64 if param_dtype is torch.float64 else torch.float32
         dtypes = dict.fromkeys(moments, self.moment_dtype or wide)

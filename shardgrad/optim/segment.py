@@ -1,11 +1,11 @@
 """Segments: the parameters that one launch of an optimizer's kernel updates.
 
 [Note: Segments]
-The parameters of one parameter group of the engine that one entry of `param_groups` updates are a *segment*:
-they lie in one flat shard, their gradients in another, their moments in flat buffers that belong to the
-segment, and a table in device memory says which ranges belong together. A launch takes the flat buffers and
-the table, whatever the number of parameters. Nothing is looked up through `param.grad`: the engine knows
-where gradients are.
+The parameters of one parameter group of the engine that one entry of `param_groups` updates are a
+*segment*: they lie in one flat shard, their gradients in another, their moments in flat buffers
+that belong to the segment, and a table in device memory says which ranges belong together. A launch
+takes the flat buffers and the table, whatever the number of parameters. Nothing is looked up
+through `param.grad`: the engine knows where gradients are.
 
 A parameter that no unit shards is a segment alone.
 """
@@ -51,7 +51,9 @@ class _StorageCheck:
 
     @property
     def is_unchanged(self) -> bool:
-        """False if a local tensor or a storage was replaced, which torch allows: `param.data = x`."""
+        """False if a local tensor or a storage was replaced, which torch allows: `param.data =
+        x`.
+        """
         return (
             all(map(is_, map(_local_of, self._params), self._locals))
             and list(map(_storage_of, self._params)) == self._storages
@@ -65,11 +67,13 @@ class Launch:
     Attributes:
         param: 1-D, this rank's part of the parameters.
         grad: 1-D, read in its own dtype.
-        touched: flags, one for each row's `flag_index`; the parameter is updated if its flag is above zero.
+        touched: flags, one for each row's `flag_index`; the parameter is updated if its flag is
+            above zero.
         rows: int64 table on the device; see `ops.segment_rows`.
         tiles: as `ops.segment_rows` counted them.
         pending_scale: device scalar that gradients are still to be multiplied by, or None.
-        nonfinite: device scalar, above zero if gradients were found not finite; None if none were checked.
+        nonfinite: device scalar, above zero if gradients were found not finite; None if none were
+            checked.
     """
 
     param: torch.Tensor
@@ -174,7 +178,9 @@ class Segment(ABC):
         return None if self._state is None else self._state.steps.device
 
     def guards(self) -> Hashable:
-        """Returns what decides a launch, apart from addresses that never change. Called at every replay."""
+        """Returns what decides a launch, apart from addresses that never change. Called at every
+        replay.
+        """
         return self.is_allocated
 
     @abstractmethod
@@ -199,14 +205,18 @@ class Segment(ABC):
 
     @abstractmethod
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
-        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the parameter."""
+        """Returns a parameter's piece of state as a program sees it: a DTensor sharded like the
+        parameter.
+        """
 
     @abstractmethod
     def forget_gradients(self, *, set_to_none: bool) -> None:
         """Does `zero_grad` for the segment's parameters."""
 
     def seed(self, base: int) -> int:
-        """Returns the seed of stochastic rounding: another for every segment and shard, one for replicas."""
+        """Returns the seed of stochastic rounding: another for every segment and shard, one for
+        replicas.
+        """
         return base + (self.number << 40) + (self.rank << 16)
 
     def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
@@ -216,7 +226,8 @@ class Segment(ABC):
             steps=torch.zeros(len(self.params), dtype=torch.float32, device=device),
             ticket=torch.zeros(1, dtype=torch.int32, device=device),
             flat={
-                name: torch.zeros(self.numel, dtype=dtype, device=device) for name, dtype in dtypes.items()
+                name: torch.zeros(self.numel, dtype=dtype, device=device)
+                for name, dtype in dtypes.items()
             },
         )
 
@@ -253,7 +264,9 @@ class ShardedSegment(Segment):
         for managed in members:
             self._offsets.append(offset)
             offset += group.layout.pieces[self._place[id(managed)]].span
-        super().__init__([managed.sharded for managed in members], offset, rank=group.mesh.shard_rank)
+        super().__init__(
+            [managed.sharded for managed in members], offset, rank=group.mesh.shard_rank
+        )
         self._group = group
         self._members = list(members)
         self._generation = group.generation
@@ -319,7 +332,8 @@ class ShardedSegment(Segment):
                     raise OptimizerParameterError(
                         f"parameter {managed.name} was replaced after the optimizer was built",
                         expected="the parameter the optimizer was given",
-                        got="another one in its place: load_state_dict(assign=True), or model.to(dtype)",
+                        got="another one in its place: load_state_dict(assign=True), or "
+                        "model.to(dtype)",
                         where=f"unit {self._group.name or 'root'!r}",
                         fix="build the optimizer after the last change of this kind",
                     )
@@ -329,12 +343,14 @@ class ShardedSegment(Segment):
             return
         if any(group_of(managed) is not self._group for managed in self._members):
             raise OptimizerParameterError(
-                f"{', '.join(self.names)} shared a flat shard with parameters that have left it since the "
+                f"{', '.join(self.names)} shared a flat shard with parameters that have left it "
+                f"since the "
                 "optimizer was built",
                 expected="the shard that the optimizer was built over",
                 got="one that got fsdp_pre_all_gather, or that fully_shard gave to an outer unit",
                 where=f"unit {group_of(self._members[0]).name}",
-                fix="build the optimizer after that, with torch.optim for what has fsdp_pre_all_gather",
+                fix="build the optimizer after that, with torch.optim for what has "
+                "fsdp_pre_all_gather",
             )
         raise OptimizerParameterError(
             f"the data of a parameter among {', '.join(self.names)} was replaced",
@@ -374,7 +390,9 @@ class ShardedSegment(Segment):
         views = []
         for managed, offset in zip(self._members, self._offsets, strict=True):
             piece = self._group.layout.pieces[self._place[id(managed)]]
-            views.append(flat.narrow(0, offset, piece.local_numel(rank)).view(piece.local_shape(rank)))
+            views.append(
+                flat.narrow(0, offset, piece.local_numel(rank)).view(piece.local_shape(rank))
+            )
         return views
 
     def face(self, index: int, local: torch.Tensor) -> torch.Tensor:
@@ -390,7 +408,9 @@ class ShardedSegment(Segment):
             return
         shard = gradients_of(self._group, self.params)
         if shard is not None:
-            shard.zero([place for param in self.params if (place := shard.place_of(param)) is not None])
+            shard.zero(
+                [place for param in self.params if (place := shard.place_of(param)) is not None]
+            )
 
 
 class PlainSegment(Segment):
@@ -461,7 +481,9 @@ class PlainSegment(Segment):
             flag = torch.ones(1, dtype=torch.float32, device=local.device)
             self._rows_and_flag = self._host_rows.to(local.device), flag
         rows, flag = self._rows_and_flag
-        return Launch(_in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None, None)
+        return Launch(
+            _in_memory_order(local), _in_memory_order(grad), flag, rows, self._tiles, None, None
+        )
 
     def _require_in_use(self) -> None:
         """Refuses a parameter that is no longer part of the model: it would not be trained."""
@@ -520,9 +542,15 @@ class PlainSegment(Segment):
 
 
 def _form_of(local: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-    """Returns shape, strides and dtype; a dimension of one element has any stride, so it counts as none."""
+    """Returns shape, strides and dtype; a dimension of one element has any stride, so it counts as
+    none.
+    """
     strides = zip(local.shape, local.stride(), strict=True)
-    return tuple(local.shape), tuple(stride if size > 1 else 0 for size, stride in strides), local.dtype
+    return (
+        tuple(local.shape),
+        tuple(stride if size > 1 else 0 for size, stride in strides),
+        local.dtype,
+    )
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -86,7 +86,8 @@ def plain_gradient(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def select(params: Iterable[torch.Tensor]) -> Gradients:
-    """Finds the gradients of parameters, and makes the device's flags agree with what is bound to them.
+    """Finds the gradients of parameters, and makes the device's flags agree with what is bound to
+    them.
 
     Raises:
         ForeignParameterError: a gradient is not sharded like its parameter.
@@ -94,7 +95,9 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
     by_group: dict[ParamGroup, dict[FSDPParam, None]] = {}
     plain = []
     for param in dict.fromkeys(params):
-        managed = fsdp_param_of(param)  # after an evaluation, modules may still show unsharded parameters
+        managed = fsdp_param_of(
+            param
+        )  # after an evaluation, modules may still show unsharded parameters
         if managed is not None:
             by_group.setdefault(group_of(managed), {})[managed] = None
         elif (grad := plain_gradient(param)) is not None:
@@ -107,5 +110,7 @@ def select(params: Iterable[torch.Tensor]) -> Gradients:
         live = shard.settle(range(shard.count))
         places = [shard.place_of(managed.sharded) for managed in members]
         chosen = tuple(place for place in places if place is not None)
-        selections.append(Selection(shard, chosen, sum(live) == sum(live[place] for place in chosen)))
+        selections.append(
+            Selection(shard, chosen, sum(live) == sum(live[place] for place in chosen))
+        )
     return Gradients(selections, plain)

@@ -18,13 +18,14 @@ __all__ = ["SGD"]
 
 
 class SGD(FlatOptimizer):
-    """Stochastic gradient descent over flat segments; arguments as in `torch.optim.SGD`, and a few more.
+    """Stochastic gradient descent over flat segments; arguments as in `torch.optim.SGD`, and a few
+    more.
 
     Args:
         params: see `FlatOptimizer`.
         lr: learning rate, a number or a one-element tensor.
-        momentum: share of the last direction that is kept. It can change later, but not start from 0: without
-            momentum there is no buffer for it.
+        momentum: share of the last direction that is kept. It can change later, but not start from
+            0: without momentum there is no buffer for it.
         dampening: share of the gradient that is not added to the momentum.
         weight_decay: L2 penalty, added to the gradient.
         nesterov: look ahead along the momentum.
@@ -32,7 +33,8 @@ class SGD(FlatOptimizer):
         foreach: ignored, as is `fused`: every step is fused and capturable.
         differentiable: must be False.
         fused: see `foreach`.
-        decoupled_weight_decay: take `lr * weight_decay` of the weight off it instead of the L2 penalty.
+        decoupled_weight_decay: take `lr * weight_decay` of the weight off it instead of the L2
+            penalty.
         moment_dtype: of the momentum; None for float32, or float64 under float64 parameters.
         master: "float32" or "remainder" next to 16-bit weights. See [Note: Exact weights].
         stochastic_rounding: of bf16 weights without a master.
@@ -50,7 +52,11 @@ class SGD(FlatOptimizer):
         Hyper("weight_decay", at_least_zero),
     )
     fixed: ClassVar[Sequence[str]] = ("maximize", "nesterov", "decoupled_weight_decay")
-    torch_keys: ClassVar[Mapping[str, Any]] = {"foreach": None, "differentiable": False, "fused": None}
+    torch_keys: ClassVar[Mapping[str, Any]] = {
+        "foreach": None,
+        "differentiable": False,
+        "fused": None,
+    }
 
     def __init__(
         self,

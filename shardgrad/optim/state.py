@@ -33,9 +33,9 @@ def load_state(
         state_dict: what is loaded.
         ignored: keys of groups that are checked, and not taken over.
 
-    A parameter that the state does not mention starts from zero state. State of torch's optimizers that has
-    no place here (`max_exp_avg_sq`) is refused; state that is missing because this optimizer keeps more (a
-    master copy) is made from the parameter at the next step.
+    A parameter that the state does not mention starts from zero state. State of torch's optimizers
+    that has no place here (`max_exp_avg_sq`) is refused; state that is missing because this
+    optimizer keeps more (a master copy) is made from the parameter at the next step.
 
     Raises:
         OptimizerStateError: groups, parameters, names or shapes do not fit; nothing was changed.
@@ -63,7 +63,9 @@ def copies_into(
     number: int, ours: Mapping[str, torch.Tensor], saved: Mapping[str, Any]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields what has to be copied for one parameter, after looking at all of it."""
-    unknown = [key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)]
+    unknown = [
+        key for key, value in saved.items() if key not in ours and isinstance(value, torch.Tensor)
+    ]
     if unknown:
         raise misfit(
             f"parameter {number} has state this optimizer does not keep",
@@ -83,7 +85,8 @@ def copies_into(
 def _count(number: int, step: Any, momentum: Any) -> torch.Tensor:
     """Returns how many steps a parameter has taken, float32.
 
-    torch's SGD counts none, and a checkpoint without counts leaves 0; a momentum means there has been one.
+    torch's SGD counts none, and a checkpoint without counts leaves 0; a momentum means there has
+    been one.
     """
     if step is None:
         step = float(momentum is not None)
@@ -101,8 +104,8 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
 
     Args:
         into: the target: a DTensor, or an unsharded tensor.
-        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if it has to
-            move.
+        value: a DTensor with any placements on any mesh, or an unsharded tensor. A collective if it
+            has to move.
         what: its name, for the message.
 
     Raises:
@@ -115,7 +118,10 @@ def local_part(into: torch.Tensor, value: Any, what: str) -> torch.Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
     if not isinstance(value, DTensor):
         value = DTensor.from_local(
-            value.to(into.device), into.device_mesh, [Replicate()] * into.device_mesh.ndim, run_check=False
+            value.to(into.device),
+            into.device_mesh,
+            [Replicate()] * into.device_mesh.ndim,
+            run_check=False,
         )
     elif value.device_mesh != into.device_mesh:
         value = distribute_tensor(value.full_tensor(), into.device_mesh, into.placements)
@@ -133,5 +139,6 @@ def misfit(what: str, expected: str, got: str) -> OptimizerStateError:
         f"the optimizer state was not loaded: {what}",
         expected=expected,
         got=got,
-        fix="load it into an optimizer built the same way, over a model with the same parameters in order",
+        fix="load it into an optimizer built the same way, over a model with the same parameters "
+        "in order",
     )

@@ -1,13 +1,13 @@
 """Replacing torch's FSDP2 by this engine in unmodified programs.
 
-A program refers to `fully_shard` as an attribute of one of torch's packages, or by a `from` import in its
-globals. So the function is looked up by identity in the globals of every module, and replaced by a function
-made for this patch: when the patch ends, that function is looked up in the same way, also in modules imported
-in the meantime, and torch's function is put back.
+A program refers to `fully_shard` as an attribute of one of torch's packages, or by a `from` import
+in its globals. So the function is looked up by identity in the globals of every module, and
+replaced by a function made for this patch: when the patch ends, that function is looked up in the
+same way, also in modules imported in the meantime, and torch's function is put back.
 
-Classes stay as they are. A module that this engine shards is an instance of torch's `FSDPModule` (see
-`shardgrad.module`), and policies, `UnshardHandle` and `DTensor` are torch's own, so `isinstance` holds from
-wherever a program imported them.
+Classes stay as they are. A module that this engine shards is an instance of torch's `FSDPModule`
+(see `shardgrad.module`), and policies, `UnshardHandle` and `DTensor` are torch's own, so
+`isinstance` holds from wherever a program imported them.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ _REPLACED: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
 def patch() -> Iterator[None]:
     """Makes programs in this process shard with shardgrad instead of FSDP2 inside the block.
 
-    `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced in every module that has
-    them: torch's packages, and frameworks imported before or during the patch. Models keep the engine they
-    were sharded with.
+    `fully_shard`, `register_fsdp_forward_method` and `share_comm_ctx` are replaced in every module
+    that has them: torch's packages, and frameworks imported before or during the patch. Models keep
+    the engine they were sharded with.
 
-    A reference that is not a global of a module (in a closure, a default argument, an attribute of an object)
-    is not replaced if it was made before; if it was made during the patch, it calls torch's function
-    afterwards.
+    A reference that is not a global of a module (in a closure, a default argument, an attribute of
+    an object) is not replaced if it was made before; if it was made during the patch, it calls
+    torch's function afterwards.
 
-    Patches may be nested. They are not safe while another thread imports modules. Each process has to be
-    patched: `torchrun -m shardgrad.patch script.py` patches every rank.
+    Patches may be nested. They are not safe while another thread imports modules. Each process has
+    to be patched: `torchrun -m shardgrad.patch script.py` patches every rank.
 
     Streams: none.
     Capture: safe; it touches no device.
@@ -80,7 +80,9 @@ class _Replacement:
 
 
 def _exchange(pairs: Sequence[tuple[object, object]]) -> None:
-    """Rebinds globals that are the first of a pair to the second, in every imported module but our own."""
+    """Rebinds globals that are the first of a pair to the second, in every imported module but our
+    own.
+    """
     new = {id(before): after for before, after in pairs}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType) or name.partition(".")[0] == "shardgrad":

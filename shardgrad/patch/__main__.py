@@ -1,4 +1,6 @@
-"""Running a program that was written for FSDP2, unchanged: `python -m shardgrad.patch script.py`."""
+"""Running a program that was written for FSDP2, unchanged: `python -m shardgrad.patch
+script.py`.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,16 @@ _TRANSPARENT = {
 
 
 @click.command(context_settings=_TRANSPARENT)
-@click.option("-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`.")
+@click.option(
+    "-m", "as_module", is_flag=True, help="SCRIPT is the name of a module, as in `python -m`."
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def main(as_module: bool, script: str, arguments: tuple[str, ...]) -> None:
     """Run SCRIPT with its ARGUMENTS as `python` would, with shardgrad instead of FSDP2.
 
-    On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes that SCRIPT starts are
-    not patched; use `with shardgrad.patch():` in what they run.
+    On several ranks: torchrun --nproc-per-node 2 -m shardgrad.patch SCRIPT. Processes that SCRIPT
+    starts are not patched; use `with shardgrad.patch():` in what they run.
     """
     sys.argv = [script, *arguments]
     with patch():

@@ -1,4 +1,6 @@
-"""Suggests changes. Each one is planned; one that does not fit, or gains nothing, is not suggested."""
+"""Suggests changes. Each one is planned; one that does not fit, or gains nothing, is not
+suggested.
+"""
 
 from __future__ import annotations
 
@@ -51,14 +53,17 @@ class _Change:
 
 
 def advise(plan: Plan, calibration: Calibration, *, most: int = 3) -> list[Advice]:
-    """Returns the most effective changes, all of which fit: if the plan does not, the fastest of them.
+    """Returns the most effective changes, all of which fit: if the plan does not, the fastest of
+    them.
 
     Args:
         plan: the plan.
         calibration: calibration of the plan.
         most: largest number of changes to return.
     """
-    if calibration.compute_s is not None:  # of this model and batch; the factor is what other batches share
+    if (
+        calibration.compute_s is not None
+    ):  # of this model and batch; the factor is what other batches share
         calibration = Calibration(scale=plan.compute_scale)
     found = []
     for change in _changes(plan):
@@ -89,7 +94,11 @@ def is_hopeless(request: Request, machine: Machine, parameters: int | None = Non
         numel = sum(param.numel() for param in build_plan_model(request).module.parameters())
     weight_nbytes = 2 if request.precision == "bf16" else 4
     states = 2 if request.optimizer == "adamw" else 1
-    of_shards = weight_nbytes * (1 + states) / (request.ranks if request.stage == "hfsdp" else request.shards)
+    of_shards = (
+        weight_nbytes
+        * (1 + states)
+        / (request.ranks if request.stage == "hfsdp" else request.shards)
+    )
     computed_nbytes = 4 if request.precision == "fp32" else 2
     of_whole = computed_nbytes if request.stage in ("1", "2") else 0
     return numel * (of_shards + of_whole) > machine.device.memory_nbytes
@@ -125,9 +134,15 @@ def _changes(plan: Plan) -> Iterator[_Change]:
         )
     yield from _sharding_changes(plan, but)
     if request.precision == "fp32":
-        yield but("--precision bf16-mixed", "tensor cores, and half the traffic", precision="bf16-mixed")
+        yield but(
+            "--precision bf16-mixed", "tensor cores, and half the traffic", precision="bf16-mixed"
+        )
     elif request.reduce_dtype != "bf16" and request.wire_dtype is None:
-        yield but("--reduce-dtype bf16", "half the bytes of every reduction; sums round", reduce_dtype="bf16")
+        yield but(
+            "--reduce-dtype bf16",
+            "half the bytes of every reduction; sums round",
+            reduce_dtype="bf16",
+        )
     if machine.launch_s and plan.host_s > 0.9 * plan.step_s:
         graphed = dataclasses.replace(machine, launch_s=0.0)
         yield _Change("--graph", "the step is limited by the host", {}, graphed)
@@ -140,11 +155,17 @@ def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Chan
     if request.stage != "3":
         yield but("--stage 3", "parameters are unsharded only while they are needed", stage="3")
     if request.no_sync:
-        yield but("without --no-sync", "gradients are sharded after each micro-batch", no_sync=False)
+        yield but(
+            "without --no-sync", "gradients are sharded after each micro-batch", no_sync=False
+        )
     elif plan.fits and request.accumulate > 1 and request.stage == "2":
-        yield but("--stage 1", "gradients are reduced once a step, and unsharded until then", stage="1")
+        yield but(
+            "--stage 1", "gradients are reduced once a step, and unsharded until then", stage="1"
+        )
     elif plan.fits and request.accumulate > 1 and request.stage != "1":
-        yield but("--no-sync", "gradients are reduced once a step, and unsharded until then", no_sync=True)
+        yield but(
+            "--no-sync", "gradients are reduced once a step, and unsharded until then", no_sync=True
+        )
     if request.shards > per_node and request.ranks % per_node == 0:
         replicas = request.ranks // per_node
         yield but(
@@ -155,6 +176,13 @@ def _sharding_changes(plan: Plan, but: Callable[..., _Change]) -> Iterator[_Chan
     if request.replicas > 1 and request.stage == "3":
         yield but("--stage hfsdp", "replicas share optimizer states too", stage="hfsdp")
     if request.replicas > 1:
-        yield but(f"--mesh {request.ranks}", "shard over all ranks, replicate nothing", mesh=None, stage="3")
+        yield but(
+            f"--mesh {request.ranks}",
+            "shard over all ranks, replicate nothing",
+            mesh=None,
+            stage="3",
+        )
     if not plan.fits and request.replicas == 1:
-        yield but(f"--ranks {request.ranks * 2}", "smaller shards", ranks=request.ranks * 2, mesh=None)
+        yield but(
+            f"--ranks {request.ranks * 2}", "smaller shards", ranks=request.ranks * 2, mesh=None
+        )

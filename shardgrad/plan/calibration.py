@@ -17,7 +17,8 @@ class Calibration:
     Attributes:
         mfu: MFU of forward and backward without communication, with PaLM's count of FLOPs.
         compute_s: seconds of forward and backward without communication.
-        scale: factor on the roofline's durations of kernels in forward and backward (`measuring.py`).
+        scale: factor on the roofline's durations of kernels in forward and backward
+            (`measuring.py`).
     """
 
     mfu: float | None = None

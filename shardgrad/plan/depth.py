@@ -1,10 +1,11 @@
 """A deep model from two shallow ones: the same block is rehearsed once.
 
-Blocks that are alike add the same memory, the same traffic and, in the steady state, the same time. So a
-line through two rehearsals with a few of them predicts a model with many, in a fraction of the time.
+Blocks that are alike add the same memory, the same traffic and, in the steady state, the same time.
+So a line through two rehearsals with a few of them predicts a model with many, in a fraction of the
+time.
 
-Both numbers have the parity of the deep model's: units alternate between two slots, and which slot the
-largest units use depends on the number of blocks between them.
+Both numbers have the parity of the deep model's: units alternate between two slots, and which slot
+the largest units use depends on the number of blocks between them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _FEWEST, _APART = 4, 2
 
 
 def rehearse_shallow(request: Request) -> list[Rehearsal]:
-    """Rehearses with four and six of the blocks that are alike, or five and seven, or all if there are fewer.
+    """Rehearses with four and six of the blocks that are alike, or five and seven, or all if there
+    are fewer.
 
     Raises:
         UsageError, TrainingError: as `rehearse`.

@@ -1,4 +1,6 @@
-"""A planned step as `shardgrad.explain` reads it: what each operation waits for, and how long it takes."""
+"""A planned step as `shardgrad.explain` reads it: what each operation waits for, and how long it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def export(plan: Plan, path: Path) -> None:
     Raises:
         UsageError: the plan is for a CPU, or the file cannot be written.
     """
-    step = step_of(rehearse(plan.request), CostModel(plan.machine, plan.request.shards, plan.compute_scale))
+    step = step_of(
+        rehearse(plan.request), CostModel(plan.machine, plan.request.shards, plan.compute_scale)
+    )
     write_trace(step, replay(step.ops), path)
 
 
@@ -60,13 +64,17 @@ def step_of(rehearsal: Rehearsal, cost: CostModel) -> Step:
                     pending[event.stream] = set(waits)
                     continue
                 kind: Kind = "copy" if event.is_engine else "compute"
-                ops.append(Op(event.name, event.stream, kind, cost.kernel_s(event), launch_s, waits))
+                ops.append(
+                    Op(event.name, event.stream, kind, cost.kernel_s(event), launch_s, waits)
+                )
             else:
                 kind = _KINDS[event.kind]
                 dtype = reduced if kind in ("reduce-scatter", "all-reduce") else ""
                 seconds = cost.transfer_s(event)
                 link = cost.links_of(event)
-                ops.append(Op(event.name, event.stream, kind, seconds, launch_s, waits, (), link, dtype))
+                ops.append(
+                    Op(event.name, event.stream, kind, seconds, launch_s, waits, (), link, dtype)
+                )
             latest[event.stream] = len(ops) - 1
         elif event.stream is not None and event.mark in marks:
             own = {n for n in marks[event.mark] if ops[n].lane != event.stream}

@@ -1,9 +1,10 @@
-"""What `torch.compile` of each block does to recorded kernels: neighbours that can be one become one.
+"""What `torch.compile` of each block does to recorded kernels: neighbours that can be one become
+one.
 
-Inductor fuses elementwise operations and reductions, and leaves products and attention to libraries. A
-fused kernel reads what was written before it, and writes what is needed after it; what is born and dies
-inside stays in registers. Inductor also recomputes cheap activations in backward, which is not modeled:
-memory stays that of an eager step, which is the larger one.
+Inductor fuses elementwise operations and reductions, and leaves products and attention to
+libraries. A fused kernel reads what was written before it, and writes what is needed after it; what
+is born and dies inside stays in registers. Inductor also recomputes cheap activations in backward,
+which is not modeled: memory stays that of an eager step, which is the larger one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _LIBRARY = ("_scaled_dot_product", "sort", "topk", "index_add", "convolution")
 
 
 def fused(events: Sequence[Event], changes: Iterable[Change]) -> list[Event]:
-    """Returns the events with runs of the model's fusable kernels merged into the first one of each run.
+    """Returns the events with runs of the model's fusable kernels merged into the first one of each
+    run.
 
     The others of a run stay in place, since waits refer to positions, and do nothing.
 
@@ -34,7 +36,9 @@ def fused(events: Sequence[Event], changes: Iterable[Change]) -> list[Event]:
             died.setdefault(change.storage, []).append(change.event)
     result = list(events)
     for run in _runs(events):
-        kernels = [kernel for kernel in (events[number] for number in run) if isinstance(kernel, Kernel)]
+        kernels = [
+            kernel for kernel in (events[number] for number in run) if isinstance(kernel, Kernel)
+        ]
         last = run[-1]
         written = {storage: nbytes for kernel in kernels for storage, nbytes in kernel.written}
         outside: dict[int, int] = {}

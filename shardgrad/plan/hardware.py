@@ -1,7 +1,8 @@
 """Specifications of devices, links and networks, with the source of each number.
 
-Peaks are the manufacturers', dense, without sparsity. `Device.matmul_share` and `Device.bandwidth_share` are
-the fractions that a well-tuned transformer reaches; `--mfu` replaces them by a measurement.
+Peaks are the manufacturers', dense, without sparsity. `Device.matmul_share` and
+`Device.bandwidth_share` are the fractions that a well-tuned transformer reaches; `--mfu` replaces
+them by a measurement.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from shardgrad.plan.request import MOST_RANKS, require_range
 from shardgrad.train.failure import UsageError
 from shardgrad.train.presets import suggestion
 
-__all__ = ["DEVICES", "LINKS", "NETWORKS", "Device", "Link", "Machine", "machine_of", "require_same_kind"]
+__all__ = [
+    "DEVICES",
+    "LINKS",
+    "NETWORKS",
+    "Device",
+    "Link",
+    "Machine",
+    "machine_of",
+    "require_same_kind",
+]
 
 GB, GIB = 1e9, 2**30
 
@@ -29,13 +39,15 @@ class Device:
     Attributes:
         name: name on the command line.
         memory_nbytes: memory of the device in bytes.
-        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries' workspaces.
+        taken_nbytes: memory taken by the driver's context, NCCL's buffers and libraries'
+            workspaces.
         flops: dense peak FLOP/s by dtype ("fp32", "bf16", ...).
         bandwidth: memory bandwidth in bytes per second.
         matmul_share: fraction of the peak that large matrix products reach.
         bandwidth_share: fraction of the bandwidth that elementwise kernels reach.
-        slowdowns: factors on the durations of forward and backward without a measurement, for the fastest,
-            the likely and the slowest program: quantiles of published runs (docs/explanation/scaling.md).
+        slowdowns: factors on the durations of forward and backward without a measurement, for the
+            fastest, the likely and the slowest program: quantiles of published runs
+            (docs/explanation/scaling.md).
         is_synchronous: True if work is done when a call returns (a CPU): only transfers overlap.
         link: name of the fastest link inside a node.
         source: source of the numbers.
@@ -55,7 +67,9 @@ class Device:
 
     @property
     def margin_nbytes(self) -> int:
-        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take later."""
+        """Memory to leave free: fragmentation of the allocator, and what NCCL and libraries take
+        later.
+        """
         return 0 if self.is_synchronous else int(_MARGIN * self.memory_nbytes)
 
 
@@ -94,26 +108,49 @@ _HOST_HOPS = _us(40.0, 40.0, 40.0), _us(40.0, 40.0, 40.0)
 LINKS: Mapping[str, Link] = {
     link.name: link
     for link in (
-        Link("nvlink3", 240 * GB, *_NVLINK_HOPS, f"12 links x 20 GB/s: nccl src/graph/topo.h; {_NCCL}"),
         Link(
-            "nvlink4", 370 * GB, *_NVLINK_HOPS, f"18 links x 20.6 GB/s, as measured: nccl-tests#212; {_NCCL}"
+            "nvlink3",
+            240 * GB,
+            *_NVLINK_HOPS,
+            f"12 links x 20 GB/s: nccl src/graph/topo.h; {_NCCL}",
         ),
-        Link("nvlink5", 722 * GB, *_NVLINK_HOPS, f"18 links x 40.1 GB/s: nccl src/graph/topo.h; {_NCCL}"),
         Link(
-            "pcie4", 24 * GB, *_PCI_HOPS, f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}"
+            "nvlink4",
+            370 * GB,
+            *_NVLINK_HOPS,
+            f"18 links x 20.6 GB/s, as measured: nccl-tests#212; {_NCCL}",
+        ),
+        Link(
+            "nvlink5",
+            722 * GB,
+            *_NVLINK_HOPS,
+            f"18 links x 40.1 GB/s: nccl src/graph/topo.h; {_NCCL}",
+        ),
+        Link(
+            "pcie4",
+            24 * GB,
+            *_PCI_HOPS,
+            f"x16, 24 GB/s: nccl src/graph/topo.h counts 12 for gen 3; {_NCCL}",
         ),
         Link("pcie5", 48 * GB, *_PCI_HOPS, f"x16, twice gen 4; {_NCCL}"),
-        Link("loopback", 2 * GB, *_HOST_HOPS, "gloo over loopback, an order of magnitude; measure your own"),
+        Link(
+            "loopback",
+            2 * GB,
+            *_HOST_HOPS,
+            "gloo over loopback, an order of magnitude; measure your own",
+        ),
     )
 }
 
-# Of 8 cards of 400 Gbit/s, 400 GB/s, collectives over 2 to 4 nodes reach 320 to 330 (nccl#1221): 0.8. NCCL
-# itself counts 12 GB/s for 100 Gbit/s (src/graph/topo.h), 0.96, before contention.
+# Of 8 cards of 400 Gbit/s, 400 GB/s, collectives over 2 to 4 nodes reach 320 to 330 (nccl#1221):
+# 0.8. NCCL itself counts 12 GB/s for 100 Gbit/s (src/graph/topo.h), 0.96, before contention.
 _LINE_SHARE = 0.8
 
 
 def _card(name: str, gbit: float, kind: str) -> Link:
-    return Link(name, gbit / 8 * GB * _LINE_SHARE, *_NET_HOPS, f"{kind}, 0.8 of the line rate; {_NCCL}")
+    return Link(
+        name, gbit / 8 * GB * _LINE_SHARE, *_NET_HOPS, f"{kind}, 0.8 of the line rate; {_NCCL}"
+    )
 
 
 NETWORKS: Mapping[str, Link] = {
@@ -125,14 +162,19 @@ NETWORKS: Mapping[str, Link] = {
         _card("eth400", 400, "Ethernet with RoCE"),
         _card("eth100", 100, "Ethernet with RoCE"),
         _card("eth25", 25, "Ethernet"),
-        Link("loopback", 2 * GB, *_HOST_HOPS, "gloo over loopback, an order of magnitude; measure your own"),
+        Link(
+            "loopback",
+            2 * GB,
+            *_HOST_HOPS,
+            "gloo over loopback, an order of magnitude; measure your own",
+        ),
     )
 }
 
 _TENSOR_CORES = 0.70  # of the peak: what cuBLAS reaches on transformer shapes at full power
 _ELEMENTWISE = 0.80
-# Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand for what
-# came after them, of which too little is published.
+# Fastest, median and slowest of published runs: `python docs/scaling.py --slowdowns`. H100 stand
+# for what came after them, of which too little is published.
 _AMPERE, _HOPPER = (0.86, 0.99, 1.25), (0.97, 1.22, 1.60)
 _MARGIN = 0.05
 
@@ -244,17 +286,19 @@ class Machine:
     start_s: tuple[float, float, float] = _us(6.6, 14.0, 8.4)
 
     def network_bandwidth(self, ranks_per_node: int) -> float:
-        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks per node.
+        """Returns the bandwidth into a node, in bytes per second, for a collective with these ranks
+        per node.
 
-        A collective that all devices of a node join uses all network cards, and its data enters each node
-        once. A collective with fewer ranks in a node runs at the same time as those of the other devices,
-        which use the other cards.
+        A collective that all devices of a node join uses all network cards, and its data enters
+        each node once. A collective with fewer ranks in a node runs at the same time as those of
+        the other devices, which use the other cards.
         """
         of_node = self.cards_per_node * self.network.bandwidth
         return of_node * ranks_per_node / self.devices_per_node
 
 
-# An operation launched by eager PyTorch costs the host 5 to 10 microseconds in Python, dispatcher and driver.
+# An operation launched by eager PyTorch costs the host 5 to 10 microseconds in Python, dispatcher
+# and driver.
 EAGER_LAUNCH_S = 7e-6
 
 
@@ -280,7 +324,8 @@ def machine_of(
         is_graphed: the host launches one graph instead of every operation.
 
     Raises:
-        UsageError: there is no such device, link or network, or a number is not positive and finite.
+        UsageError: there is no such device, link or network, or a number is not positive and
+            finite.
     """
     require_range("--node", devices_per_node, MOST_RANKS)
     require_range("--cards", cards_per_node, MOST_RANKS)
@@ -311,10 +356,13 @@ def require_same_kind(machine: Machine, here: str | None) -> None:
         UsageError: they are.
     """
     wanted = machine.device
-    if wanted.is_synchronous or (here is not None and wanted.name.split("-")[0].upper() in here.upper()):
+    if wanted.is_synchronous or (
+        here is not None and wanted.name.split("-")[0].upper() in here.upper()
+    ):
         return
     raise UsageError(
-        f"--measure runs on this machine, which has {here or 'no accelerator'}, and the plan is for "
+        f"--measure runs on this machine, which has {here or 'no accelerator'}, and the plan is "
+        f"for "
         f"{wanted.name}: run it on a machine that has one, plan for --device cpu, or give --mfu or "
         "--compute-s."
     )

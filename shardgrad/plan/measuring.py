@@ -1,4 +1,6 @@
-"""`shardgrad plan --measure`: forward and backward of a few blocks on this machine, against the roofline."""
+"""`shardgrad plan --measure`: forward and backward of a few blocks on this machine, against the
+roofline.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Measured:
 
 
 def measure(request: Request, machine: Machine) -> Measured:
-    """Runs a few steps of a part of the model, unsharded, and compares them with the plan of the same part.
+    """Runs a few steps of a part of the model, unsharded, and compares them with the plan of the
+    same part.
 
     Args:
         request: the request of the plan.
@@ -70,10 +73,14 @@ def measure(request: Request, machine: Machine) -> Measured:
     lower, _, upper = statistics.quantiles(times, n=4)
     scale = median / roofline_s
     sentence = (
-        f"Measured on this machine's {device.type}: {len(plan_model.alike())} of {all_blocks} blocks, "
-        f"{part.batch_size} x {part.seq_len} of {request.batch_size} x {request.seq_len} tokens, forward "
-        f"and backward in {median * 1e3:,.1f} ms (quartiles {lower * 1e3:,.1f} to {upper * 1e3:,.1f}, "
-        f"{len(times)} steps). The roofline says {roofline_s * 1e3:,.1f} ms, so the plan's compute takes "
+        f"Measured on this machine's {device.type}: {len(plan_model.alike())} of {all_blocks} "
+        f"blocks, "
+        f"{part.batch_size} x {part.seq_len} of {request.batch_size} x {request.seq_len} tokens, "
+        f"forward "
+        f"and backward in {median * 1e3:,.1f} ms (quartiles {lower * 1e3:,.1f} to "
+        f"{upper * 1e3:,.1f}, "
+        f"{len(times)} steps). The roofline says {roofline_s * 1e3:,.1f} ms, so the plan's compute "
+        f"takes "
         f"{scale:.2f} times the roofline's."
     )
     return Measured(scale, sentence)
@@ -92,7 +99,14 @@ def _device_here(machine: Machine) -> torch.device:
 def _part_of(request: Request, machine: Machine) -> tuple[Request, float]:
     """Returns a part of the step that takes about a second, and the roofline's seconds for it."""
     part = request.but(
-        ranks=1, mesh=None, stage="3", reshard_to=None, units=(), accumulate=1, no_sync=False, blocks=_BLOCKS
+        ranks=1,
+        mesh=None,
+        stage="3",
+        reshard_to=None,
+        units=(),
+        accumulate=1,
+        no_sync=False,
+        blocks=_BLOCKS,
     )
     cost = CostModel(machine, 1)
     seconds = compute_s(rehearse(part).events, cost)
@@ -100,7 +114,9 @@ def _part_of(request: Request, machine: Machine) -> tuple[Request, float]:
         if part.batch_size > 1:
             part = part.but(batch_size=max(1, int(part.batch_size * _SECONDS / seconds)))
         else:
-            part = part.but(seq_len=max(_SHORTEST, min(part.seq_len // 2, int(part.seq_len / seconds))))
+            part = part.but(
+                seq_len=max(_SHORTEST, min(part.seq_len // 2, int(part.seq_len / seconds)))
+            )
         seconds = compute_s(rehearse(part).events, cost)
     return part, seconds
 
@@ -116,8 +132,10 @@ def _check_memory(plan_model: PlanModel, device: torch.device) -> None:
         free = torch.get_device_module(device).mem_get_info(device)[0]
     if needed > free:
         raise UsageError(
-            f"--measure needs about {needed / 2**30:.1f} GiB for {_BLOCKS} blocks with embedding and head, "
-            f"and {free / 2**30:.1f} GiB are free: measure a narrower model, or give --mfu or --compute-s."
+            f"--measure needs about {needed / 2**30:.1f} GiB for {_BLOCKS} blocks with embedding "
+            f"and head, "
+            f"and {free / 2**30:.1f} GiB are free: measure a narrower model, or give --mfu or "
+            f"--compute-s."
         )
 
 
@@ -154,6 +172,10 @@ def _cast(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Casts floating-point inputs, as `cast_forward_inputs` does in the planned step."""
 
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return (
+            value.to(dtype)
+            if isinstance(value, torch.Tensor) and value.is_floating_point()
+            else value
+        )
 
     return tree_map(cast, (args, kwargs))

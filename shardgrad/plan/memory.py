@@ -42,8 +42,8 @@ class MemoryCurve:
     Attributes:
         moments: one moment for each event that changed the memory, in order.
         peak: moment of the largest total.
-        reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the streams, since
-            it does not reuse memory of one stream on another.
+        reserved_nbytes: memory that a caching allocator reserves: the sum of the peaks of the
+            streams, since it does not reuse memory of one stream on another.
     """
 
     moments: tuple[Moment, ...]
@@ -68,8 +68,12 @@ def memory_of(rehearsal: Rehearsal) -> MemoryCurve:
             if change.nbytes < 0:
                 del passing[change.storage]
         now[owner] = now.get(owner, 0) + change.nbytes
-        start_nbytes_by_stream[change.stream] = start_nbytes_by_stream.get(change.stream, 0) + change.nbytes
-        peaks[change.stream] = max(peaks.get(change.stream, 0), start_nbytes_by_stream[change.stream])
+        start_nbytes_by_stream[change.stream] = (
+            start_nbytes_by_stream.get(change.stream, 0) + change.nbytes
+        )
+        peaks[change.stream] = max(
+            peaks.get(change.stream, 0), start_nbytes_by_stream[change.stream]
+        )
         moment = Moment(change.event, dict(now))
         if moments[-1].event == change.event:
             moments[-1] = moment

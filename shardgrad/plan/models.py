@@ -34,8 +34,8 @@ class PlanModel:
     Attributes:
         name: name in the plan.
         module: the model, on the meta device.
-        blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if there is
-            none.
+        blocks: qualified name of the module list of blocks, each of which becomes a unit; "" if
+            there is none.
         loss: function of batch size and sequence length that runs forward and returns a scalar.
     """
 
@@ -50,7 +50,12 @@ class PlanModel:
 
     def parts_of_blocks(self) -> list[str]:
         """Returns the names of the classes of the blocks' submodules, sorted."""
-        parts = [part for _, block in self.named_blocks() for part in block.modules() if part is not block]
+        parts = [
+            part
+            for _, block in self.named_blocks()
+            for part in block.modules()
+            if part is not block
+        ]
         return sorted({type(part).__name__ for part in parts})
 
     def alike(self) -> range:
@@ -68,7 +73,9 @@ class PlanModel:
         return longest
 
     def keep_alike(self, count: int) -> None:
-        """Removes blocks from the longest run of blocks that are alike, so that `count` are left of it."""
+        """Removes blocks from the longest run of blocks that are alike, so that `count` are left of
+        it.
+        """
         run = self.alike()
         if len(run) > count:
             blocks = cast(nn.ModuleList, self.module.get_submodule(self.blocks))
@@ -76,7 +83,9 @@ class PlanModel:
 
 
 def _signature(block: nn.Module) -> Hashable:
-    """Returns what a block's operations can depend on: classes, sizes, and numbers, but for its position."""
+    """Returns what a block's operations can depend on: classes, sizes, and numbers, but for its
+    position.
+    """
     described: list[Hashable] = []
     for name, part in block.named_modules():
         plain = sorted(
@@ -100,7 +109,9 @@ def build_plan_model(request: Request) -> PlanModel:
         return _user_model(request.model)
     if request.hf is not None:
         model = _built(request.hf, lambda: _hugging_face(str(request.hf), request.override))
-        return PlanModel(request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model))
+        return PlanModel(
+            request.hf, model, f"model.{longest_module_list(model.model)}", _loss_of(model)
+        )
     name = request.preset
     if name not in PLAN_PRESETS:
         raise UsageError(f"There is no preset {name!r}: {suggestion(name, list(PLAN_PRESETS))}")
@@ -131,10 +142,16 @@ def _built(name: str, build: Callable[[], Any]) -> Any:
 
 
 class _NoValues(TorchFunctionMode):
-    """Skips functions of `torch.nn.init` on meta tensors, where they have no effect but take time."""
+    """Skips functions of `torch.nn.init` on meta tensors, where they have no effect but take
+    time.
+    """
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
@@ -145,9 +162,11 @@ class _NoValues(TorchFunctionMode):
 
 
 def _user_model(reference: str) -> PlanModel:
-    """Calls `module:function`, which returns a model with `loss(tokens, targets)`, or (model, loss).
+    """Calls `module:function`, which returns a model with `loss(tokens, targets)`, or (model,
+    loss).
 
-    In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a scalar.
+    In the second form `loss(model, batch_size, seq_len)` creates inputs, runs forward and returns a
+    scalar.
     """
     function = function_named(reference, flag="--model")
     built = _built(reference, function)
@@ -156,18 +175,23 @@ def _user_model(reference: str) -> PlanModel:
         raise UsageError(f"{reference} returned {type(module).__name__}: return a torch.nn.Module.")
     if any(param.device.type != "meta" for param in module.parameters()):
         raise UsageError(
-            f"{reference} creates parameters on a fixed device: leave out device= in the model, so that it "
+            f"{reference} creates parameters on a fixed device: leave out device= in the model, so "
+            f"that it "
             "can be built on the meta device."
         )
     if loss is None and not callable(getattr(module, "loss", None)):
         raise UsageError(
-            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} return the "
+            f"{type(module).__name__} has no loss(tokens, targets): add one, or let {reference} "
+            f"return the "
             "model and a function of (model, batch_size, seq_len) that returns the loss."
         )
     has_blocks = any(isinstance(part, nn.ModuleList) for part in module.modules())
     blocks = longest_module_list(module) if has_blocks else ""
     return PlanModel(
-        reference, module, blocks, _loss_of(module) if loss is None else lambda b, s: loss(module, b, s)
+        reference,
+        module,
+        blocks,
+        _loss_of(module) if loss is None else lambda b, s: loss(module, b, s),
     )
 
 

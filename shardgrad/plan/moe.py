@@ -1,7 +1,9 @@
-"""A mixture-of-experts transformer for plans, in which every expert computes a fixed number of tokens.
+"""A mixture-of-experts transformer for plans, in which every expert computes a fixed number of
+tokens.
 
-Experts are batched matrices, in groups of equal size that can be units. Each expert gets `capacity` tokens,
-as in the Switch Transformer (arXiv 2101.03961, section 2.2), so that no shape depends on values.
+Experts are batched matrices, in groups of equal size that can be units. Each expert gets `capacity`
+tokens, as in the Switch Transformer (arXiv 2101.03961, section 2.2), so that no shape depends on
+values.
 """
 
 from __future__ import annotations
@@ -50,11 +52,17 @@ class MoeConfig:
 
 
 MOE_PRESETS = {
-    # DeepSeek-V3's widths, depth and experts (arXiv 2412.19437, section 4.2), with grouped-query attention in
-    # place of its latent attention.
+    # DeepSeek-V3's widths, depth and experts (arXiv 2412.19437, section 4.2), with grouped-query
+    # attention in place of its latent attention.
     "moe-670b": MoeConfig(
         TransformerConfig(
-            width=7168, layers=61, heads=56, kv_heads=8, hidden=18_432, vocab_size=129_280, tied=False
+            width=7168,
+            layers=61,
+            heads=56,
+            kv_heads=8,
+            hidden=18_432,
+            vocab_size=129_280,
+            tied=False,
         ),
         dense_layers=3,
         experts=256,
@@ -68,8 +76,8 @@ MOE_PRESETS = {
 class ExpertGroup(nn.Module):
     """Some of a block's experts, SwiGLU each, with their matrices concatenated along rows.
 
-    Parameters are sharded by rows, and there may be more ranks than experts: of a parameter `[experts, width,
-    hidden]` most ranks would hold only padding.
+    Parameters are sharded by rows, and there may be more ranks than experts: of a parameter
+    `[experts, width, hidden]` most ranks would hold only padding.
     """
 
     def __init__(self, config: MoeConfig) -> None:
@@ -82,7 +90,9 @@ class ExpertGroup(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps `[experts, capacity, width]` to the same shape."""
-        gate, up, down = (rows.unflatten(0, (self.count, -1)) for rows in (self.gate, self.up, self.down))
+        gate, up, down = (
+            rows.unflatten(0, (self.count, -1)) for rows in (self.gate, self.up, self.down)
+        )
         inner = functional.silu(torch.bmm(tokens, gate)) * torch.bmm(tokens, up)
         return torch.bmm(inner, down)
 
@@ -103,17 +113,23 @@ class Experts(nn.Module):
         scores = functional.softmax(self.router(tokens).float(), dim=-1)
         weights, chosen = scores.topk(config.top_k, dim=-1)
         capacity = math.ceil(config.capacity_factor * len(tokens) * config.top_k / config.experts)
-        # The first `experts * capacity` tokens in the order of experts; others pass by the residual stream
-        # only.
+        # The first `experts * capacity` tokens in the order of experts; others pass by the residual
+        # stream only.
         order = chosen.flatten().argsort(stable=True)
-        place = order[: config.experts * capacity] if len(order) >= config.experts * capacity else order
+        place = (
+            order[: config.experts * capacity] if len(order) >= config.experts * capacity else order
+        )
         source = place // config.top_k
         room = tokens.new_zeros(config.experts * capacity, tokens.shape[1])
-        room = room.index_add(0, torch.arange(len(place), device=room.device), tokens.index_select(0, source))
+        room = room.index_add(
+            0, torch.arange(len(place), device=room.device), tokens.index_select(0, source)
+        )
         parts = room.view(config.experts, capacity, -1).chunk(config.groups)
         done = torch.cat([group(part) for group, part in zip(self.groups, parts, strict=True)])
         share = weights.flatten().index_select(0, place).to(tokens.dtype).unsqueeze(1)
-        mixed: Tensor = self.shared(tokens).index_add(0, source, done.flatten(0, 1)[: len(place)] * share)
+        mixed: Tensor = self.shared(tokens).index_add(
+            0, source, done.flatten(0, 1)[: len(place)] * share
+        )
         return mixed.view_as(inputs)
 
 
@@ -144,7 +160,8 @@ class MoeTransformer(nn.Module):
         dense = config.dense
         self.embedding = Embedding(dense)
         self.layers = nn.ModuleList(
-            MoeBlock(config, is_dense=number < config.dense_layers) for number in range(dense.layers)
+            MoeBlock(config, is_dense=number < config.dense_layers)
+            for number in range(dense.layers)
         )
         self.norm = nn.RMSNorm(dense.width, eps=dense.norm_eps)
         self.head = Projection(dense.width, dense.vocab_size, std=dense.init_std)

@@ -45,7 +45,8 @@ _MARGIN_S = 1e-9
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Rehearses the plan's step with all blocks, and draws memory and timeline in the format of the suffix.
+    """Rehearses the plan's step with all blocks, and draws memory and timeline in the format of the
+    suffix.
 
     Raises:
         PartnerUnavailableError: matplotlib is not installed.
@@ -76,7 +77,9 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_memory(plan: Plan, curve: MemoryCurve, timeline: Timeline, axes: Any) -> None:
-    """Draws the memory of each owner over time; it changes when the device starts the following operation."""
+    """Draws the memory of each owner over time; it changes when the device starts the following
+    operation.
+    """
     moments = curve.moments
     spans = sorted(timeline.spans, key=lambda span: span.event)
     events, begins = [span.event for span in spans], [span.begin_s * 1e3 for span in spans]
@@ -99,11 +102,15 @@ def _draw_memory(plan: Plan, curve: MemoryCurve, timeline: Timeline, axes: Any) 
     if room < 2 * plan.peak_nbytes / 2**30:
         axes.axhline(room, color="#d1242f", linestyle="--", linewidth=1)
     axes.set(ylabel="GiB of a rank", xlim=(0, end), ylim=(0, None))
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", reverse=True, frameon=False)
+    axes.legend(
+        loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", reverse=True, frameon=False
+    )
 
 
 def _draw_lanes(rehearsal: Rehearsal, timeline: Timeline, axes: Any) -> None:
-    """Draws one lane for compute and one for each link; adjacent operations of one kind are one bar."""
+    """Draws one lane for compute and one for each link; adjacent operations of one kind are one
+    bar.
+    """
     events = rehearsal.events
     bars: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for span in timeline.spans:

@@ -43,7 +43,8 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """The prediction for a step on a machine. Sizes are those of rank 0, in bytes; times in seconds.
+    """The prediction for a step on a machine. Sizes are those of rank 0, in bytes; times in
+    seconds.
 
     Attributes:
         request: the request.
@@ -60,8 +61,8 @@ class Plan:
         traffic: traffic of a rank.
         model_flops: FLOPs of the model, as PaLM counts them.
         step_s: the step.
-        step_range_s: the step if compute is as fast, and as slow, as in runs that were published; both are
-            `step_s` if it was measured.
+        step_range_s: the step if compute is as fast, and as slow, as in runs that were published;
+            both are `step_s` if it was measured.
         compute_s: the compute stream is busy.
         exposed_s: the compute stream is idle.
         transfers_s: sum of all collectives.
@@ -91,7 +92,9 @@ class Plan:
     compute_scale: float
 
     def needed_on(self, device: Device) -> int:
-        """Returns the memory that a device must have: with its context and libraries, and a margin."""
+        """Returns the memory that a device must have: with its context and libraries, and a
+        margin.
+        """
         reserved = self.peak_nbytes if self.request.on_host else self.reserved_nbytes
         return reserved + device.taken_nbytes + device.margin_nbytes
 
@@ -158,7 +161,10 @@ def plan_of(
         depths = [one.kept for one in rehearsals]
         return {
             owner: round(
-                line([(d, each.get(owner, 0)) for d, each in zip(depths, found, strict=True)], first.blocks)
+                line(
+                    [(d, each.get(owner, 0)) for d, each in zip(depths, found, strict=True)],
+                    first.blocks,
+                )
             )
             for owner in owners
         }
@@ -237,7 +243,9 @@ def _peak_flops(request: Request, machine: Machine) -> float:
 
 
 def _traffic(
-    rehearsals: Sequence[Rehearsal], cost: CostModel, total: Callable[[Callable[[Rehearsal], float]], float]
+    rehearsals: Sequence[Rehearsal],
+    cost: CostModel,
+    total: Callable[[Callable[[Rehearsal], float]], float],
 ) -> tuple[Traffic, ...]:
     def kinds(one: Rehearsal) -> dict[tuple[str, str, str], list[Transfer]]:
         found: dict[tuple[str, str, str], list[Transfer]] = {}
@@ -252,7 +260,9 @@ def _traffic(
         Traffic(
             *key,
             round(total(lambda one, key=key: len(of[one.kept].get(key, ())))),  # type: ignore[misc]
-            round(total(lambda one, key=key: sum(t.sent_nbytes for t in of[one.kept].get(key, ())))),  # type: ignore[misc]
+            round(
+                total(lambda one, key=key: sum(t.sent_nbytes for t in of[one.kept].get(key, ())))
+            ),  # type: ignore[misc]
             total(lambda one, key=key: sum(map(cost.transfer_s, of[one.kept].get(key, ())))),  # type: ignore[misc]
         )
         for key in sorted({key for found in of.values() for key in found})

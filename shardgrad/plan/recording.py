@@ -1,4 +1,5 @@
-"""Records what the engine launches, in the host's order, and the memory that it allocates and frees.
+"""Records what the engine launches, in the host's order, and the memory that it allocates and
+frees.
 
 A `Recorder` collects four kinds of events while a step runs on fake tensors:
 
@@ -9,8 +10,8 @@ A `Recorder` collects four kinds of events while a step runs on fake tensors:
 | `Marked`   | an event was recorded on a stream                                                      |
 | `Waited`   | a stream waits for an event, or the host for a transfer                                |
 
-and every allocation and release, with its position among the events. Allocators hand out memory in the host's
-order too, so the largest sum is the peak.
+and every allocation and release, with its position among the events. Allocators hand out memory in
+the host's order too, so the largest sum is the peak.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ import torch
 
 from shardgrad.engine.streams import Stream, StreamEvent
 
-__all__ = ["Change", "Event", "Kernel", "Marked", "Recorder", "RecordingStreams", "Transfer", "Waited"]
+__all__ = [
+    "Change",
+    "Event",
+    "Kernel",
+    "Marked",
+    "Recorder",
+    "RecordingStreams",
+    "Transfer",
+    "Waited",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,8 @@ class Transfer:
         kind: "all-gather", "reduce-scatter", "all-reduce" or "exchange".
         axis: axis of the mesh: "shard", "replicate", "both" or "neighbours".
         ranks: number of ranks.
-        nbytes: size of the unsharded message: the result of an all-gather, or the input of a reduction.
+        nbytes: size of the unsharded message: the result of an all-gather, or the input of a
+            reduction.
         sent_nbytes: number of bytes that this rank sends.
         is_awaited: True if the host waits for it at once.
     """
@@ -94,7 +105,9 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """A stream waits for the event number `mark`; if `stream` is None, the host for transfer `mark`."""
+    """A stream waits for the event number `mark`; if `stream` is None, the host for transfer
+    `mark`.
+    """
 
     mark: int
     stream: str | None
@@ -149,7 +162,8 @@ class Recorder:
     _stream_of: dict[int, str] = field(default_factory=dict)
     _marks: int = 0
 
-    # -- events -----------------------------------------------------------------------------------------
+    # -- events
+    # -----------------------------------------------------------------------------------------
 
     def new_mark(self) -> int:
         """Returns the number of the next event to record on a stream."""
@@ -179,7 +193,8 @@ class Recorder:
         self.events.clear()
         self.changes.clear()
 
-    # -- memory -----------------------------------------------------------------------------------------
+    # -- memory
+    # -----------------------------------------------------------------------------------------
 
     def nbytes_by_stream(self) -> dict[str, int]:
         """Returns the number of allocated bytes by the stream of their allocation."""
@@ -215,7 +230,9 @@ class Recorder:
         if rounded:
             self.live[key] = rounded
         if rounded != before:
-            change = Change(len(self.events), key, rounded - before, self._stream_of[key], self.phase)
+            change = Change(
+                len(self.events), key, rounded - before, self._stream_of[key], self.phase
+            )
             self.changes.append(change)
 
 
@@ -235,7 +252,9 @@ class _RecordingEvent:
         self._recorder.events.append(Marked(self._now, str(stream)))
 
     def wait(self, stream: Stream) -> None:
-        if self._now is not None and stream != self._stream:  # work of one stream is in order already
+        if (
+            self._now is not None and stream != self._stream
+        ):  # work of one stream is in order already
             self._recorder.events.append(Waited(self._now, str(stream)))
 
     def wait_on_host(self) -> None:
@@ -243,7 +262,8 @@ class _RecordingEvent:
 
 
 class RecordingStreams:
-    """Four streams that run nothing; waits between them are recorded. Implements the engine's `Streams`.
+    """Four streams that run nothing; waits between them are recorded. Implements the engine's
+    `Streams`.
 
     Args:
         recorder: recorder of the step.

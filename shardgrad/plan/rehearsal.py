@@ -82,7 +82,8 @@ def rehearse(request: Request) -> Rehearsal:
         UsageError: the model cannot be built or sharded.
         TrainingError: the step depends on values, which fake tensors do not have.
     """
-    # Collected in the middle of a step, tensors would be freed at a moment that depends on what ran before.
+    # Collected in the middle of a step, tensors would be freed at a moment that depends on what ran
+    # before.
     with collector_paused():
         return _rehearse(request)
 
@@ -101,7 +102,8 @@ def _rehearse(request: Request) -> Rehearsal:
                 return _Rehearsing(request, plan_model, whole, mesh, recorder).result()
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise TrainingError(
-                f"{plan_model.name} decides by values which operations to run ({error.func}), and a plan has "
+                f"{plan_model.name} decides by values which operations to run ({error.func}), and "
+                f"a plan has "
                 "no values: plan a variant with fixed shapes."
             ) from error
         except ShardgradError as error:
@@ -136,7 +138,9 @@ class _Rehearsing:
         self._context = lazy_init(unit, self._runtime)
         params = [param for param in self._model.parameters() if param.requires_grad]
         self._optimizer: FlatOptimizer = (
-            AdamW(params, lr=1e-3) if request.optimizer == "adamw" else SGD(params, lr=1e-3, momentum=0.9)
+            AdamW(params, lr=1e-3)
+            if request.optimizer == "adamw"
+            else SGD(params, lr=1e-3, momentum=0.9)
         )
 
     def result(self) -> Rehearsal:

@@ -1,8 +1,8 @@
 """A cache of operators' results and work, by the shapes of their operands.
 
-Every block of a model runs the same operators, and computing their results' shapes would take most of the
-time of a rehearsal. The result of an operator on fake tensors depends on shapes, strides, dtypes and numbers,
-not on values in memory, so it is computed once for each combination.
+Every block of a model runs the same operators, and computing their results' shapes would take most
+of the time of a rehearsal. The result of an operator on fake tensors depends on shapes, strides,
+dtypes and numbers, not on values in memory, so it is computed once for each combination.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class _Operand:
 
 
 def key_of(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable | None:
-    """Returns what the result of a call depends on; None if that is more than shapes and numbers."""
+    """Returns what the result of a call depends on; None if that is more than shapes and
+    numbers.
+    """
     if torch.Tag.inplace_view in func.tags:
         return None
     key: list[Hashable] = [func, torch.get_default_dtype()]
@@ -142,8 +144,14 @@ def _pattern_of(result: Any, operands: Sequence[torch.Tensor]) -> Any:
         if result is operand:
             return _Operand(index)
     # A new storage has exactly the size of the tensor.
-    if isinstance(result, FakeTensor) and result.constant is None and result.layout is torch.strided:
-        span = sum((size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True))
+    if (
+        isinstance(result, FakeTensor)
+        and result.constant is None
+        and result.layout is torch.strided
+    ):
+        span = sum(
+            (size - 1) * stride for size, stride in zip(result.shape, result.stride(), strict=True)
+        )
         nbytes = (span + 1) * result.itemsize if result.numel() else 0
         storage = result.untyped_storage()
         shared = any(storage._cdata == operand.untyped_storage()._cdata for operand in operands)
@@ -155,7 +163,9 @@ def _pattern_of(result: Any, operands: Sequence[torch.Tensor]) -> Any:
 def _made(pattern: Any, mode: FakeTensorMode, operands: Sequence[torch.Tensor]) -> Any:
     if isinstance(pattern, _New):
         with in_kernel_invocation_manager(mode):
-            empty = torch.empty_strided(pattern.shape, pattern.stride, dtype=pattern.dtype, device="meta")
+            empty = torch.empty_strided(
+                pattern.shape, pattern.stride, dtype=pattern.dtype, device="meta"
+            )
         return FakeTensor(mode, empty, pattern.device)
     if isinstance(pattern, _Operand):
         return operands[pattern.index]

@@ -24,7 +24,15 @@ def show(plan: Plan, advice: Sequence[Advice] | None, console: Console) -> None:
         advice: suggested changes; None if not requested.
         console: console to print on.
     """
-    parts: list[RenderableType] = [_heading(plan), "", _memory(plan), "", _traffic(plan), "", _time(plan)]
+    parts: list[RenderableType] = [
+        _heading(plan),
+        "",
+        _memory(plan),
+        "",
+        _traffic(plan),
+        "",
+        _time(plan),
+    ]
     if advice is not None:
         parts += ["", _advice(plan, advice)]
     parts += ["", _sources(plan)]
@@ -83,9 +91,13 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory of a rank", "between steps", "at the peak", box=None, pad_edge=False)
     for owner in sorted({*resting, *peak}, key=lambda owner: -peak.get(owner, 0)):
         if max(resting.get(owner, 0), peak.get(owner, 0)) > 0:
-            table.add_row(owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0)))
+            table.add_row(
+                owner, nice_nbytes(resting.get(owner, 0)), nice_nbytes(peak.get(owner, 0))
+            )
     table.add_row(
-        "[bold]allocated", nice_nbytes(sum(resting.values())), f"[bold]{nice_nbytes(plan.peak_nbytes)}"
+        "[bold]allocated",
+        nice_nbytes(sum(resting.values())),
+        f"[bold]{nice_nbytes(plan.peak_nbytes)}",
     )
     if not plan.request.on_host:
         table.add_row("kept by the allocator, at least", "", nice_nbytes(plan.reserved_nbytes))
@@ -107,7 +119,9 @@ def _traffic(plan: Plan) -> RenderableType:
     rows = plan.traffic
     if not rows:
         return "No traffic: there is one rank."
-    table = Table("traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False)
+    table = Table(
+        "traffic of a rank in a step", "over", "count", "sent", "busy", box=None, pad_edge=False
+    )
     for row in rows:
         name = f"{row.kind}, axis {row.axis}"
         table.add_row(name, row.link, str(row.count), nice_nbytes(row.sent_nbytes), _ms(row.busy_s))
@@ -119,13 +133,17 @@ def _time(plan: Plan) -> Table:
     fast, slow = plan.step_range_s
     is_range = slow > fast
     table = Table("time of a step", "", box=None, pad_edge=False)
-    table.add_row("[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}" if is_range else f"[bold]{_ms(fast)}")
+    table.add_row(
+        "[bold]step", f"[bold]{_ms(fast)} to {_ms(slow)}" if is_range else f"[bold]{_ms(fast)}"
+    )
     if is_range:
         table.add_row("[bold]tokens/s, a rank", f"[bold]{least:,.0f} to {most:,.0f}")
         table.add_row("", "measure here with --measure, or give --mfu, for one number; likely:")
         table.add_row("step", _ms(plan.step_s))
     table.add_row("compute stream busy", _ms(plan.compute_s))
-    table.add_row("exposed: compute waits", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)} moved")
+    table.add_row(
+        "exposed: compute waits", f"{_ms(plan.exposed_s)} of {_ms(plan.transfers_s)} moved"
+    )
     table.add_row("host launches", _ms(plan.host_s))
     table.add_row("tokens/s, a rank", f"{plan.tokens_per_s:,.0f}")
     table.add_row("tokens/s, all ranks", f"{plan.tokens_per_s * request.ranks:,.0f}")
@@ -154,12 +172,16 @@ def _advice(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
 def _sources(plan: Plan) -> str:
     machine = plan.machine
     lines = [
-        f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' peak, "
-        f"{machine.device.bandwidth_share:.0%} of its bandwidth, durations times {plan.compute_scale:.2f}",
+        f"device: {machine.device.source}; {machine.device.matmul_share:.0%} of its products' "
+        f"peak, "
+        f"{machine.device.bandwidth_share:.0%} of its bandwidth, durations times "
+        f"{plan.compute_scale:.2f}",
         f"link {machine.link.name}: {machine.link.source}",
     ]
     if not machine.device.is_synchronous:
-        lines.append(f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}")
+        lines.append(
+            f"network {machine.network.name} x {machine.cards_per_node}: {machine.network.source}"
+        )
     return "\n".join(f"[dim]{line}[/dim]" for line in lines)
 
 

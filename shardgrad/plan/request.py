@@ -56,16 +56,18 @@ class Request:
         model: `module:function`, a function that returns a model.
         override: fields of the model's configuration to replace.
         ranks: number of ranks.
-        mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks` shards.
+        mesh: "16" to shard over 16 ranks, "4x16" for 4 replicas of 16 shards; None for `ranks`
+            shards.
         stage: "1", "2", "3" or "hfsdp", as `zero_stage` of `fully_shard`.
         reshard_to: reshard parameters after forward to groups of this many neighbouring ranks.
         units: names of classes, below the blocks, whose modules `fully_shard` is applied to.
-        precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights too.
+        precision: "bf16-mixed" computes in bf16 and keeps fp32 weights; "bf16" keeps bf16 weights
+            too.
         reduce_dtype: dtype of gradient reductions; None for fp32.
         gradient_dtype: dtype of stored gradients; None for that of the weights.
         wire_dtype: dtype that gradients travel in, "bf16" or "fp8"; None for the reduce dtype.
-        activation_checkpointing: "full" recomputes the activations of each block in backward, "selective" all
-            but those that cost most (`train/recompute.py`), "none" none.
+        activation_checkpointing: "full" recomputes the activations of each block in backward,
+            "selective" all but those that cost most (`train/recompute.py`), "none" none.
         compile: each block is compiled, so that its elementwise kernels are fused.
         batch_size: sequences per rank and micro-batch.
         seq_len: tokens per sequence.
@@ -103,18 +105,23 @@ class Request:
         for name, most in _MOST.items():
             require_range("--" + name.replace("_", "-"), getattr(self, name), most)
         if self.override and self.model is not None:
-            raise UsageError(f"--override is for --preset and --hf: change the function {self.model}.")
+            raise UsageError(
+                f"--override is for --preset and --hf: change the function {self.model}."
+            )
         if (
             self.override
             and self.hf is None
             and self.preset in PLAN_PRESETS
             and self.preset not in DENSE_PRESETS
         ):
-            raise UsageError(f"--override is for the dense presets, not for {self.preset}: leave it out.")
+            raise UsageError(
+                f"--override is for the dense presets, not for {self.preset}: leave it out."
+            )
         shape = mesh_shape(self.mesh)
         if shape and math.prod(shape) != self.ranks:
             raise UsageError(
-                f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: correct one."
+                f"--mesh {self.mesh} has room for {math.prod(shape)} ranks, not {self.ranks}: "
+                f"correct one."
             )
         _check("--stage", self.stage, ("1", "2", "3", "hfsdp"))
         if self.stage == "hfsdp" and self.replicas == 1:
@@ -122,10 +129,13 @@ class Request:
                 "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 4x16."
             )
         if self.reshard_to is not None and self.stage != "3":
-            raise UsageError(f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out.")
+            raise UsageError(
+                f"--reshard-to goes with --stage 3 only, not {self.stage}: leave one out."
+            )
         if self.reshard_to is not None and (self.reshard_to < 1 or self.shards % self.reshard_to):
             raise UsageError(
-                f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a divisor."
+                f"--reshard-to {self.reshard_to} does not divide the {self.shards} shards: use a "
+                f"divisor."
             )
         _check("--precision", self.precision, PRECISIONS)
         _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
@@ -133,7 +143,11 @@ class Request:
         _check("--wire-dtype", self.wire_dtype, (None, "bf16", "fp8"))
         if self.wire_dtype is not None and self.reduce_dtype == "bf16":
             raise UsageError("--wire-dtype goes with sums in fp32: leave --reduce-dtype out.")
-        _check("--activation-checkpointing", self.activation_checkpointing, ("none", "selective", "full"))
+        _check(
+            "--activation-checkpointing",
+            self.activation_checkpointing,
+            ("none", "selective", "full"),
+        )
         _check("--optimizer", self.optimizer, ("adamw", "sgd"))
 
     @property
@@ -162,12 +176,15 @@ class Request:
 
 
 def require_share(request: Request, tokens_per_step: int) -> int:
-    """Returns how many sequences of a step each rank takes; refuses tokens that the ranks cannot share."""
+    """Returns how many sequences of a step each rank takes; refuses tokens that the ranks cannot
+    share.
+    """
     share = request.seq_len * request.ranks
     if tokens_per_step < share or tokens_per_step % share:
         near = max(1, round(tokens_per_step / share)) * share
         raise UsageError(
-            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of {request.seq_len} tokens "
+            f"--search {tokens_per_step}: {request.ranks} ranks take sequences of "
+            f"{request.seq_len} tokens "
             f"in multiples of {share}; try {near}."
         )
     return tokens_per_step // share
@@ -178,7 +195,8 @@ def require_units(units: Sequence[str], known: Sequence[str]) -> None:
     for unit in units:
         if unit not in known:
             raise UsageError(
-                f"--unit {unit}: no block has a module of this class; there are {', '.join(known) or 'none'}."
+                f"--unit {unit}: no block has a module of this class; there are "
+                f"{', '.join(known) or 'none'}."
             )
 
 
@@ -186,12 +204,16 @@ def parts_of_preset(preset: str) -> tuple[str, ...]:
     """Returns the names of the classes of the submodules of a preset's blocks, sorted."""
     dense = ("Attention", "FeedForward", "Projection", "RMSNorm")
     return (
-        dense if preset in DENSE_PRESETS else tuple(sorted((*dense, "ExpertGroup", "Experts", "ModuleList")))
+        dense
+        if preset in DENSE_PRESETS
+        else tuple(sorted((*dense, "ExpertGroup", "Experts", "ModuleList")))
     )
 
 
 def require_range(flag: str, value: float | None, most: float) -> None:
-    """Refuses a number that is not positive, is not finite, or is larger than `most`; None is the default."""
+    """Refuses a number that is not positive, is not finite, or is larger than `most`; None is the
+    default.
+    """
     if value is None:
         return
     if not value > 0:  # nan included

@@ -1,4 +1,6 @@
-"""`shardgrad plan --search`: the fastest settings that fit, for a model, a machine and a global batch."""
+"""`shardgrad plan --search`: the fastest settings that fit, for a model, a machine and a global
+batch.
+"""
 
 from __future__ import annotations
 
@@ -99,13 +101,18 @@ class Setting:
 
 
 def search(
-    request: Request, machine: Machine, calibration: Calibration, tokens_per_step: int, *, most: int = 10
+    request: Request,
+    machine: Machine,
+    calibration: Calibration,
+    tokens_per_step: int,
+    *,
+    most: int = 10,
 ) -> list[Setting]:
     """Returns the fastest settings that fit, fastest first.
 
-    Tried are layouts (FSDP, and replicas of a node with HSDP and HFSDP), recomputation, and the division of
-    the batch into micro-batches, with and without a reduction after each. Model, precision, sequence length
-    and machine are the request's.
+    Tried are layouts (FSDP, and replicas of a node with HSDP and HFSDP), recomputation, and the
+    division of the batch into micro-batches, with and without a reduction after each. Model,
+    precision, sequence length and machine are the request's.
 
     Raises:
         UsageError: the tokens cannot be divided over the ranks, or nothing fits.
@@ -121,14 +128,16 @@ def search(
             fitting = [
                 setting
                 for no_sync in ((False, True) if accumulate > 1 else (False,))
-                if (setting := _setting(tried.but(no_sync=no_sync), machine, calibration)) is not None
+                if (setting := _setting(tried.but(no_sync=no_sync), machine, calibration))
+                is not None
             ]
             if not fitting:
                 break  # nor does a larger batch fit
             found += fitting
     if not found:
         raise UsageError(
-            f"No setting that was tried fits on {request.ranks} x {machine.device.name}: use more ranks, a "
+            f"No setting that was tried fits on {request.ranks} x {machine.device.name}: use more "
+            f"ranks, a "
             "larger device, shorter sequences, or --precision bf16."
         )
     return sorted(found, key=lambda setting: -setting.tokens_per_s)[:most]
@@ -178,7 +187,9 @@ def _setting(request: Request, machine: Machine, calibration: Calibration) -> Se
         if request.accumulate <= more:
             plans = [make_plan(request, machine, calibration)]
         else:
-            plans = [make_plan(request.but(accumulate=n), machine, calibration) for n in (few, more)]
+            plans = [
+                make_plan(request.but(accumulate=n), machine, calibration) for n in (few, more)
+            ]
     except TrainingError:
         return None
     last: Plan = plans[-1]
@@ -187,4 +198,6 @@ def _setting(request: Request, machine: Machine, calibration: Calibration) -> Se
     step_s = last.step_s
     if len(plans) == 2:
         step_s += (last.step_s - plans[0].step_s) * (request.accumulate - more)
-    return Setting(request, machine.device.name, last.needed_nbytes, step_s, request.tokens / step_s)
+    return Setting(
+        request, machine.device.name, last.needed_nbytes, step_s, request.tokens / step_s
+    )

@@ -1,4 +1,6 @@
-"""Applies `fully_shard` with the arguments of a request, and sums up the padding of the engine's layouts."""
+"""Applies `fully_shard` with the arguments of a request, and sums up the padding of the engine's
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +37,17 @@ def policies_of(request: Request) -> dict[str, Any]:
     gradient_dtype = None if request.gradient_dtype is None else DTYPES[request.gradient_dtype]
     return {
         "mp_policy": mixed,
-        "gradient_policy": GradientPolicy(dtype=gradient_dtype, wire_dtype=_WIRE_DTYPES[request.wire_dtype]),
+        "gradient_policy": GradientPolicy(
+            dtype=gradient_dtype, wire_dtype=_WIRE_DTYPES[request.wire_dtype]
+        ),
         "reshard_after_forward": request.reshard_to,
         "zero_stage": request.stage if request.stage == "hfsdp" else int(request.stage),
     }
 
 
 def shard_plan_model(plan_model: PlanModel, request: Request, mesh: DeviceMesh) -> None:
-    """Gives the model its memory and shards it, as the training program does: blocks first, then the rest.
+    """Gives the model its memory and shards it, as the training program does: blocks first, then
+    the rest.
 
     Raises:
         UsageError: no module is of a class that was named as a unit.
@@ -90,7 +95,8 @@ class Waste:
 
     Attributes:
         alignment_nbytes: padding that aligns each parameter's part to 128 bytes, and tails.
-        uneven_nbytes: padding of parameters whose rows the ranks do not divide, averaged over the ranks.
+        uneven_nbytes: padding of parameters whose rows the ranks do not divide, averaged over the
+            ranks.
         total_nbytes: size of the shards, padding included.
     """
 

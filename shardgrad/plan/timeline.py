@@ -1,9 +1,9 @@
 """Simulates the time of the recorded events.
 
-The host launches in the recorded order; a stream runs one operation after another; a wait for an event ends
-when the other stream has reached it; and collectives on one link run one after another in the order of
-launches, as those of one communicator do. On a CPU the host computes, and only exchanges that it does not
-wait for overlap.
+The host launches in the recorded order; a stream runs one operation after another; a wait for an
+event ends when the other stream has reached it; and collectives on one link run one after another
+in the order of launches, as those of one communicator do. On a CPU the host computes, and only
+exchanges that it does not wait for overlap.
 """
 
 from __future__ import annotations
@@ -68,11 +68,15 @@ def play(events: Sequence[Event], cost: CostModel) -> Timeline:
         elif event.stream is None:
             clock.await_transfer(event.mark)
         else:
-            clock.streams[event.stream] = max(clock.free(event.stream), clock.marks.get(event.mark, 0.0))
+            clock.streams[event.stream] = max(
+                clock.free(event.stream), clock.marks.get(event.mark, 0.0)
+            )
     spans = tuple(clock.spans)
     step_s = max([clock.host_s, *(span.end_s for span in spans)])
     compute_s = sum(span.end_s - span.begin_s for span in spans if span.lane == "compute")
-    transfers_s = sum(span.end_s - span.begin_s for span in spans if span.lane not in ("compute", "copies"))
+    transfers_s = sum(
+        span.end_s - span.begin_s for span in spans if span.lane not in ("compute", "copies")
+    )
     return Timeline(spans, step_s, clock.host_s, compute_s, step_s - compute_s, transfers_s)
 
 

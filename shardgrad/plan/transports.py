@@ -1,4 +1,6 @@
-"""The engine's transports in a fake process group: collectives are recorded and transfer no data."""
+"""The engine's transports in a fake process group: collectives are recorded and transfer no
+data.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import torch
 import torch.distributed as dist
 
 from shardgrad.engine.buffers import Chunks
-from shardgrad.engine.transports import ExchangeTransport, MessageTag, StreamTransport, Transport, Work
+from shardgrad.engine.transports import (
+    ExchangeTransport,
+    MessageTag,
+    StreamTransport,
+    Transport,
+    Work,
+)
 from shardgrad.plan.recording import Recorder, Transfer, Waited
 
 __all__ = ["recording_transport"]
@@ -86,9 +94,12 @@ class _RecordingExchangeTransport(ExchangeTransport):
         return _FakeWork(chunks, self._recorder, last if is_under_way else None)
 
 
-def recording_transport(group: dist.ProcessGroup, recorder: Recorder, *, on_host: bool) -> Transport:
+def recording_transport(
+    group: dist.ProcessGroup, recorder: Recorder, *, on_host: bool
+) -> Transport:
     """Returns the transport of a group on a CPU (`on_host`) or on an accelerator."""
-    # The choice of `transport_for`, which depends on the group's backend: the fake one says nothing about it.
+    # The choice of `transport_for`, which depends on the group's backend: the fake one says nothing
+    # about it.
     if on_host or group.size() == 1:
         return _RecordingExchangeTransport(group, recorder)
     return _RecordingStreamTransport(group, recorder)

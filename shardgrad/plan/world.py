@@ -1,11 +1,13 @@
-"""Fake tensors, which have shapes and no memory, in a fake process group, which has ranks and no processes.
+"""Fake tensors, which have shapes and no memory, in a fake process group, which has ranks and no
+processes.
 
 [Note: What is real in a fake world]
-Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from such
-tensors alone, are real. The engine's tables are of this kind, and it reads them for its checks. Other tensors
-are fake: shapes without values. Reading a fake value in forward raises an error, since the model would branch
-on it. In the engine's backward and in the optimizer it returns 0, which means: no other rank touched a
-parameter that this rank did not touch, and every parameter has changed.
+Tensors made from constants in the program, such as `torch.tensor([...])`, and results computed from
+such tensors alone, are real. The engine's tables are of this kind, and it reads them for its
+checks. Other tensors are fake: shapes without values. Reading a fake value in forward raises an
+error, since the model would branch on it. In the engine's backward and in the optimizer it returns
+0, which means: no other rank touched a parameter that this rank did not touch, and every parameter
+has changed.
 """
 
 from __future__ import annotations
@@ -40,13 +42,21 @@ _MANY_PIECES = 64
 
 _aten, _prim = torch.ops.aten, torch.ops.prim
 # These allocate memory without launching a kernel.
-_NO_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_", "set_"}
+_NO_KERNEL = {
+    "empty",
+    "empty_strided",
+    "empty_like",
+    "new_empty",
+    "new_empty_strided",
+    "resize_",
+    "set_",
+}
 # These read as many bytes of their first operand as they return.
 _LOOK_UPS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
 # The first operand of these is not read.
 _UNREAD = {*_LOOK_UPS, "copy_", "zero_", "fill_"}
-# These return nothing, and read and write the arguments at these positions. The engine's other operators
-# return nothing either, but do not read what they write.
+# These return nothing, and read and write the arguments at these positions. The engine's other
+# operators return nothing either, but do not read what they write.
 _UPDATES = {"adam_": (0, 2, 3, 4), "sgd_": (0, 2, 3)}
 _KINDS = {
     "_allgather_base_": "all-gather",
@@ -54,7 +64,12 @@ _KINDS = {
     "allreduce_": "all-reduce",
     "alltoall_base_": "exchange",
 }
-_SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp32"}
+_SHORT = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float64: "fp32",
+}
 
 
 @contextmanager
@@ -73,9 +88,13 @@ def fake_world(shape: tuple[int, ...]) -> Iterator[DeviceMesh]:
     for size in shape:
         ranks *= size
     if ranks > _MOST_RANKS:
-        raise UsageError(f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}.")
+        raise UsageError(
+            f"A world of {ranks} ranks is more than this program plans for: {_MOST_RANKS}."
+        )
     if dist.is_initialized():
-        raise TrainingError("A plan needs a separate process: this one has joined a process group already.")
+        raise TrainingError(
+            "A plan needs a separate process: this one has joined a process group already."
+        )
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         names = ("shard",) if len(shape) == 1 else ("replicate", "shard")
@@ -102,7 +121,9 @@ def fake_tensors(recorder: Recorder, *, with_operands: bool = False) -> Iterator
 
 @contextmanager
 def _watched_resizes(recorder: Recorder) -> Iterator[None]:
-    """Records resizes of storages, which are not operators and so not visible to a dispatch mode."""
+    """Records resizes of storages, which are not operators and so not visible to a dispatch
+    mode.
+    """
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -119,7 +140,9 @@ def _watched_resizes(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def _one_piece_for_many() -> Iterator[None]:
-    """Makes `split` of a flat tensor into many parts return views of the first, for up to 2**20 ranks."""
+    """Makes `split` of a flat tensor into many parts return views of the first, for up to 2**20
+    ranks.
+    """
     original: Callable[..., Sequence[torch.Tensor]] = torch.Tensor.split
 
     def split(tensor: torch.Tensor, size: Any, dim: int = 0) -> Sequence[torch.Tensor]:
@@ -151,7 +174,11 @@ class _Observer(TorchDispatchMode):
         return False  # nothing is compiled here, and the check would take most of the time
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if func is _prim.device.default:  # half of all calls
@@ -192,13 +219,17 @@ class _Observer(TorchDispatchMode):
     def _answer(self) -> int:
         if self._recorder.phase == "forward":
             raise TrainingError(
-                "The model reads a tensor's value in forward (.item(), nonzero, a mask as an index), which a "
-                "plan has no values for: plan a variant that decides nothing by values, for example with a "
+                "The model reads a tensor's value in forward (.item(), nonzero, a mask as an "
+                "index), which a "
+                "plan has no values for: plan a variant that decides nothing by values, for "
+                "example with a "
                 "fixed capacity per expert."
             )
         return 0
 
-    def _launched(self, func: OpOverload, work: Work, inputs: list[torch.Tensor], result: Any) -> None:
+    def _launched(
+        self, func: OpOverload, work: Work, inputs: list[torch.Tensor], result: Any
+    ) -> None:
         recorder = self._recorder
         is_engine = func.namespace == "shardgrad" or recorder.stream != "compute"
         recorder.events.append(
@@ -211,7 +242,11 @@ class _Observer(TorchDispatchMode):
                 work.palm_flops,
                 work.dtype,
                 work.nbytes,
-                *((_storages(inputs), _storages(_tensors((result,)))) if self._with_operands else ()),
+                *(
+                    (_storages(inputs), _storages(_tensors((result,))))
+                    if self._with_operands
+                    else ()
+                ),
             )
         )
 
@@ -221,19 +256,25 @@ class _Observer(TorchDispatchMode):
         kind = _KINDS.get(name)
         if kind is None:
             return
-        group = next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
+        group = next(
+            dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject)
+        )
         ranks = group.size()
         # The size of the larger one of input and output, which is the unsharded message.
         nbytes = max(sum(map(_nbytes, _tensors((arg,)))) for arg in args[:2] if not _is_group(arg))
         sent = nbytes * (ranks - 1) // ranks
         if kind == "all-reduce":
             sent *= 2
-        elif kind == "exchange" and any(args[3:5]):  # two ranks exchange only what the other one needs
+        elif kind == "exchange" and any(
+            args[3:5]
+        ):  # two ranks exchange only what the other one needs
             sent = nbytes
         axis = recorder.axes.get(group.group_name, "neighbours")
         is_awaited = not recorder.label
         label = recorder.label or f"{kind} of {nbytes} bytes"
-        recorder.events.append(Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited))
+        recorder.events.append(
+            Transfer(recorder.stream, label, kind, axis, ranks, nbytes, sent, is_awaited)
+        )
         if is_awaited:
             recorder.events.append(Waited(len(recorder.events) - 1, None))
 
@@ -306,13 +347,18 @@ def _is_view(func: OpOverload) -> bool:
 def _flops(
     func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> tuple[float, float]:
-    """Returns the number of multiplications and additions, and the number if attention were not causal."""
+    """Returns the number of multiplications and additions, and the number if attention were not
+    causal.
+    """
     name = func._overloadpacket.__name__
     if name.startswith("_scaled_dot_product"):
         is_backward = name.endswith("_backward")
         query, key, value = args[1:4] if is_backward else args[:3]
-        full = float(sdpa_flop_count(query.shape, _with_heads_of(key, query), _with_heads_of(value, query)))
-        # Backward has five products where forward has two (it recomputes the scores), as in FlashAttention-2.
+        full = float(
+            sdpa_flop_count(query.shape, _with_heads_of(key, query), _with_heads_of(value, query))
+        )
+        # Backward has five products where forward has two (it recomputes the scores), as in
+        # FlashAttention-2.
         full *= 2.5 if is_backward else 1.0
         is_causal = _argument(func, args, kwargs, "is_causal", default=False)
         return full * (0.5 if is_causal else 1.0), full

@@ -1,7 +1,8 @@
 """Parameters that travel as bytes: integers, booleans and float8, which have no gradients.
 
-They are sharded, gathered and copied out as bytes, so a shard and what is sent have dtype uint8. A parameter
-of shape (rows, ...) is stored as (rows, ..., bytes of an element), which `Shard(0)` splits between elements.
+They are sharded, gathered and copied out as bytes, so a shard and what is sent have dtype uint8. A
+parameter of shape (rows, ...) is stored as (rows, ..., bytes of an element), which `Shard(0)`
+splits between elements.
 """
 
 from __future__ import annotations
@@ -28,20 +29,22 @@ def is_float8(dtype: torch.dtype) -> bool:
 
 
 def stored_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it travels as
-    bytes.
+    """Returns the shape in which a parameter lies in memory: with its elements' bytes if it travels
+    as bytes.
     """
     return (*shape, dtype.itemsize) if travels_as_bytes(dtype) else tuple(shape)
 
 
 def from_bytes(stored: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a parameter over the memory that it is stored in; `stored` itself if it does not travel as
-    bytes.
+    """Returns a parameter over the memory that it is stored in; `stored` itself if it does not
+    travel as bytes.
     """
     return stored.view(dtype).squeeze(-1) if travels_as_bytes(dtype) else stored
 
 
-def unpack_bytes(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table: torch.Tensor) -> None:
+def unpack_bytes(
+    chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table: torch.Tensor
+) -> None:
     """Does what `ops.unpack` does, for uint8.
 
     Streams: the current one. Capture: safe.
@@ -55,7 +58,8 @@ def unpack_bytes(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, table:
         into += parts
         # Trailing ranks may have nothing.
         pieces += [
-            chunk.narrow(0, shard_offset, part.numel()) for chunk, part in zip(chunks, parts, strict=False)
+            chunk.narrow(0, shard_offset, part.numel())
+            for chunk, part in zip(chunks, parts, strict=False)
         ]
     if into:
         torch._foreach_copy_(into, pieces)

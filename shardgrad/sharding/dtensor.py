@@ -1,4 +1,6 @@
-"""What programs see of flat memory: a DTensor for each parameter, gradient and piece of optimizer state."""
+"""What programs see of flat memory: a DTensor for each parameter, gradient and piece of optimizer
+state.
+"""
 
 from __future__ import annotations
 
@@ -19,22 +21,27 @@ __all__ = ["dtensor_like", "dtensor_over", "dtensor_with", "in_own_storage", "re
 def in_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Returns a tensor over the same memory that begins at the beginning of its storage.
 
-    torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one piece of
-    a flat buffer saves all of it. The memory stays alive as long as either tensor. Version counters are
-    separate. Where there is no memory (meta and fake tensors), the storage is the view's.
+    torch's `copy.deepcopy` fails on a DTensor whose local tensor begins elsewhere, and pickling one
+    piece of a flat buffer saves all of it. The memory stays alive as long as either tensor. Version
+    counters are separate. Where there is no memory (meta and fake tensors), the storage is the
+    view's.
     """
     if view.untyped_storage().device.type == "meta":
         return view.data
     begin = view.storage_offset() * view.itemsize
     storage = view.untyped_storage()[begin : begin + view.numel() * view.itemsize]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(storage, 0, view.shape, view.stride())
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        storage, 0, view.shape, view.stride()
+    )
 
 
 def dtensor_with(local: torch.Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece; many may have one spec, as in torch.
+    """Returns the DTensor of which `local` is this rank's piece; many may have one spec, as in
+    torch.
 
-    Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's device; and
-    without `DTensor.__init__`, which does nothing, but imports Dynamo and goes through it.
+    Not `DTensor.from_local`, which moves a local tensor that lives on the host to the mesh's
+    device; and without `DTensor.__init__`, which does nothing, but imports Dynamo and goes through
+    it.
     """
     return DTensor.__new__(DTensor, local, spec, requires_grad=requires_grad)
 
@@ -60,17 +67,21 @@ def dtensor_over(
 
 
 def dtensor_like(local: torch.Tensor, param: DTensor) -> DTensor:
-    """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may differ."""
+    """Returns the DTensor of which `local` is this rank's piece, sharded as `param` is; dtypes may
+    differ.
+    """
     if local.dtype == param.dtype and param._spec.tensor_meta is not None:
         return dtensor_with(local, param._spec)
-    return dtensor_over(local, param.device_mesh, tuple(param.placements), param.shape, param.stride())
+    return dtensor_over(
+        local, param.device_mesh, tuple(param.placements), param.shape, param.stride()
+    )
 
 
 def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
     """Refuses shards that another rank has saved.
 
-    `torch.save` writes this rank's shard of a DTensor, and `torch.load` takes it for the reader's. The mesh
-    that was saved along still says where the writer was.
+    `torch.save` writes this rank's shard of a DTensor, and `torch.load` takes it for the reader's.
+    The mesh that was saved along still says where the writer was.
 
     Args:
         tensors: names and values; what is not a DTensor is left alone.
@@ -79,7 +90,9 @@ def require_own_shards(tensors: Iterable[tuple[str, Any]]) -> None:
         ForeignParameterError: there is one.
     """
     for name, tensor in tensors:
-        if not isinstance(tensor, DTensor) or not any(each.is_shard() for each in tensor.placements):
+        if not isinstance(tensor, DTensor) or not any(
+            each.is_shard() for each in tensor.placements
+        ):
             continue
         mesh, own = tensor.device_mesh, dist.get_rank()
         writer = mesh.get_coordinate()

@@ -1,12 +1,13 @@
 """The objects that programs see as gradients, and what happens to those that a program keeps.
 
 [Note: Kept gradients]
-In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward makes a new
-tensor. Here it may write to the same memory. So before memory whose gradient is None is written or freed, the
-engine looks whether the program still holds anything over it: the gradient itself, or another tensor with its
-storage. That is moved to a copy, and a new gradient object takes the place over the old address. Every
-gradient has a storage that no other one has, so reference counts tell, in a few passes in C over however many
-there are, and a program that keeps none pays nothing else. Alternatives: docs/design/kept_gradients.md.
+In plain torch, `g = p.grad; p.grad = None` and another backward leave `g` as it was: the backward
+makes a new tensor. Here it may write to the same memory. So before memory whose gradient is None is
+written or freed, the engine looks whether the program still holds anything over it: the gradient
+itself, or another tensor with its storage. That is moved to a copy, and a new gradient object takes
+the place over the old address. Every gradient has a storage that no other one has, so reference
+counts tell, in a few passes in C over however many there are, and a program that keeps none pays
+nothing else. Alternatives: docs/design/kept_gradients.md.
 """
 
 from __future__ import annotations
@@ -53,17 +54,23 @@ _WATCHED, _STORAGES = attrgetter("_watched"), attrgetter("_storages")
 
 
 class KeptGradientWarning(UserWarning):
-    """Something that is no tensor keeps the memory of a gradient that is about to be overwritten."""
+    """Something that is no tensor keeps the memory of a gradient that is about to be
+    overwritten.
+    """
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:
-    """Tells the allocator that the current stream reads a tensor of another one, which is dropped next."""
+    """Tells the allocator that the current stream reads a tensor of another one, which is dropped
+    next.
+    """
     if tensor.device.type != "cpu":
         tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 def counts_of(objects: Sequence[GradientObjects]) -> list[list[int]]:
-    """Returns how often what several shards watch is referred to: tensors of all, then storages of all."""
+    """Returns how often what several shards watch is referred to: tensors of all, then storages of
+    all.
+    """
     watched = chain.from_iterable(map(_WATCHED, objects))
     storages = chain.from_iterable(map(_STORAGES, objects))
     return [list(map(sys.getrefcount, watched)), list(map(_uses_of, storages))]
@@ -73,7 +80,9 @@ def counts_if_none_is_kept(
     objects: Sequence[GradientObjects], bound: Sequence[Sequence[Bound]]
 ) -> list[list[int]]:
     """Returns what `counts_of` returns while the program holds nothing but what is `bound`."""
-    expected = [each.counts_if_none_is_kept(what) for each, what in zip(objects, bound, strict=True)]
+    expected = [
+        each.counts_if_none_is_kept(what) for each, what in zip(objects, bound, strict=True)
+    ]
     ends = [3 * len(each.plain) for each in objects]
     tensors = (counts[:end] for counts, end in zip(expected, ends, strict=True))
     storages = (counts[end:] for counts, end in zip(expected, ends, strict=True))
@@ -81,7 +90,9 @@ def counts_if_none_is_kept(
 
 
 def _references_when_bound() -> int:
-    """Returns how many references to a tensor's object a `.grad` is, which depends on torch's version."""
+    """Returns how many references to a tensor's object a `.grad` is, which depends on torch's
+    version.
+    """
     param, grad = torch.zeros(1), torch.zeros(1)
     before = sys.getrefcount(grad)
     param.grad = grad
@@ -94,7 +105,8 @@ class _Named(Protocol):
 
 
 class GradientObjects:
-    """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what is bound.
+    """A gradient for each parameter of a shard, a scaled one that may stand in its place, and what
+    is bound.
 
     They exist without memory; `place` gives it to them.
 
@@ -110,7 +122,8 @@ class GradientObjects:
         plain: the gradients.
         scaled: their stand-ins while a scale is pending.
         own: what an object is, by its `id`: ABSENT, PLAIN or SCALED. Another dict once they change.
-        overwritten: places whose gradients are None where the capture that runs, or ran last, reduces them.
+        overwritten: places whose gradients are None where the capture that runs, or ran last,
+            reduces them.
     """
 
     def __init__(
@@ -138,7 +151,9 @@ class GradientObjects:
         shapes = [piece.local_shape(rank) for piece in layout.pieces]
         strides = [torch.empty(shape, device="meta").stride() for shape in shapes]
         begins = [piece.shard_offset * nothing.itemsize for piece in layout.pieces]
-        ends = [at + prod(shape) * nothing.itemsize for at, shape in zip(begins, shapes, strict=True)]
+        ends = [
+            at + prod(shape) * nothing.itemsize for at, shape in zip(begins, shapes, strict=True)
+        ]
         self._places = list(zip(begins, ends, shapes, strides, strict=True))
         self.plain: list[DTensor] = []
         self.scaled: list[ScaledGradient] = []
@@ -147,7 +162,9 @@ class GradientObjects:
         for place in range(len(self._params)):
             self._make(place)
         self._watch()
-        self._unkept = self._counts()  # while nothing else refers to them; later objects have the same
+        self._unkept = (
+            self._counts()
+        )  # while nothing else refers to them; later objects have the same
         self.overwritten: list[int] = []
         for param in self._params:
             if policy.decoupled:
@@ -166,15 +183,20 @@ class GradientObjects:
         self._locals[place : place + 1] = [local]
         self._storages[place : place + 1] = [local.untyped_storage()._cdata]
 
-    # -- memory -----------------------------------------------------------------------------------------
+    # -- memory
+    # -----------------------------------------------------------------------------------------
 
     def place(self, flat: torch.Tensor) -> None:
-        """Points the gradients to 1-D memory, in a storage of its own each, as `in_own_storage` says why.
+        """Points the gradients to 1-D memory, in a storage of its own each, as `in_own_storage`
+        says why.
 
         Memory that was gone and is back at its address costs nothing.
         """
         memory = self._memory = flat.untyped_storage()
-        before, self._placed = self._placed, (memory._cdata, memory.data_ptr() if self._is_watched else 0)
+        before, self._placed = (
+            self._placed,
+            (memory._cdata, memory.data_ptr() if self._is_watched else 0),
+        )
         if self._placed == before:
             return
         if self._is_watched:
@@ -206,7 +228,8 @@ class GradientObjects:
         self.own.update((id(grad), SCALED) for grad in self.scaled)
         self._watched: list[torch.Tensor] = [*self.plain, *self.scaled, *self._locals]
 
-    # -- what is bound ----------------------------------------------------------------------------------
+    # -- what is bound
+    # ----------------------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns what is bound to the parameters, in order."""
@@ -243,16 +266,21 @@ class GradientObjects:
                 self.bind(place, what)
 
     def rebind(self, *, scaled: bool) -> None:
-        """Puts scaled gradients in the place of plain ones that are bound, or the other way round."""
+        """Puts scaled gradients in the place of plain ones that are bound, or the other way
+        round.
+        """
         old, new = (self.plain, self.scaled) if scaled else (self.scaled, self.plain)
         for param, before, after in zip(self._params, old, new, strict=True):
             if getattr(param, self.attribute, None) is before:
                 setattr(param, self.attribute, after)
 
-    # -- what the program keeps -------------------------------------------------------------------------
+    # -- what the program keeps
+    # -------------------------------------------------------------------------
 
     def _counts(self) -> list[int]:
-        """Returns how often plain gradients, then scaled ones, local tensors and storages are referred to."""
+        """Returns how often plain gradients, then scaled ones, local tensors and storages are
+        referred to.
+        """
         return [*map(sys.getrefcount, self._watched), *map(_uses_of, self._storages)]
 
     def counts_if_none_is_kept(self, bound: Sequence[Bound]) -> list[int]:
@@ -272,7 +300,9 @@ class GradientObjects:
         differ, size = list(map(ne, counts, expected)), len(self.plain)
         return [place for place in range(size) if any(differ[place::size])]
 
-    def part_with_kept(self, reader: Stream, scale: torch.Tensor | None, *, capturing: bool = False) -> None:
+    def part_with_kept(
+        self, reader: Stream, scale: torch.Tensor | None, *, capturing: bool = False
+    ) -> None:
         """Parts with gradients that a reduction is about to overwrite, since they are None.
 
         In a capture, where nothing can be copied, it takes note of them in `overwritten`.
@@ -294,7 +324,8 @@ class GradientObjects:
             self.part_with([place for place in kept if bound[place] is ABSENT], reader, scale)
 
     def before_replays(self) -> Callable[[Stream, torch.Tensor | None], None]:
-        """Returns what parts, before each replay, with gradients that the capture about to begin overwrites.
+        """Returns what parts, before each replay, with gradients that the capture about to begin
+        overwrites.
 
         What is bound is the same before each of them. It takes what `part_with` takes.
         """
@@ -307,12 +338,15 @@ class GradientObjects:
             if overwritten and self._is_watched:
                 counts = self._counts()
                 if counts != expected:
-                    self.part_with(sorted({*self._kept(counts, expected)} & {*overwritten}), reader, scale)
+                    self.part_with(
+                        sorted({*self._kept(counts, expected)} & {*overwritten}), reader, scale
+                    )
 
         return part_with_overwritten
 
     def part_with(self, places: Sequence[int], reader: Stream, scale: torch.Tensor | None) -> None:
-        """Moves gradients that the program keeps to copies, along with all tensors that share their memory.
+        """Moves gradients that the program keeps to copies, along with all tensors that share their
+        memory.
 
         New ones over the old addresses take their place, also where they are bound.
 
@@ -329,14 +363,19 @@ class GradientObjects:
         if scale is not None:
             keep_for_current_stream(scale)
         bound, storages, unkept = self.bound(), self._storages, self._unkept[3 * len(self.plain) :]
-        aliases = _tensors_by_storage({storages[p] for p in places if _uses_of(storages[p]) > unkept[p]})
+        aliases = _tensors_by_storage(
+            {storages[p] for p in places if _uses_of(storages[p]) > unkept[p]}
+        )
         unseen = []
         for place in places:
             local, storage = self._locals[place], self._locals[place].untyped_storage()
             copy = local.clone() if scale is None else local * scale
             if reader is not None:
                 copy.record_stream(reader)
-            for tensor in (local, *(alias for alias in aliases[storage._cdata] if alias is not local)):
+            for tensor in (
+                local,
+                *(alias for alias in aliases[storage._cdata] if alias is not local),
+            ):
                 where = tensor.storage_offset(), tensor.shape, tensor.stride()
                 tensor.data = tensor.new_empty(0).set_(copy.untyped_storage(), *where)
             self.scaled[place].part()
@@ -348,8 +387,10 @@ class GradientObjects:
         self._watch()
         if unseen:
             warnings.warn(
-                "shardgrad: a gradient is about to be overwritten, and an autograd graph, or something else "
-                f"that is no tensor, keeps its memory: {', '.join(unseen)}. It will show the next gradient, "
+                "shardgrad: a gradient is about to be overwritten, and an autograd graph, or "
+                "something else "
+                f"that is no tensor, keeps its memory: {', '.join(unseen)}. It will show the next "
+                f"gradient, "
                 "and backward through it will raise. Use p.grad.clone() there",
                 KeptGradientWarning,
                 stacklevel=2,
@@ -357,13 +398,17 @@ class GradientObjects:
 
 
 def _tensors_by_storage(storages: Collection[int]) -> dict[int, list[torch.Tensor]]:
-    """Returns the tensors with these storages, as far as the garbage collector knows; a search of 0.1 s."""
+    """Returns the tensors with these storages, as far as the garbage collector knows; a search of
+    0.1 s.
+    """
     found: dict[int, list[torch.Tensor]] = {storage: [] for storage in storages}
     if not storages:
         return defaultdict(list)
     with torch._C.DisableTorchFunctionSubclass():
         for each in gc.get_objects():
-            if not issubclass(type(each), torch.Tensor):  # isinstance would ask objects for their `__class__`
+            if not issubclass(
+                type(each), torch.Tensor
+            ):  # isinstance would ask objects for their `__class__`
                 continue
             try:
                 storage = each.untyped_storage()._cdata

@@ -1,23 +1,26 @@
 """Where every element of a group lives: shapes and a world size in, integers out.
 
-A group of parameters that travel together is packed so that each rank holds one contiguous *chunk*, and a
-parameter's piece sits at the same offset in every rank's chunk. With three parameters on two ranks:
+A group of parameters that travel together is packed so that each rank holds one contiguous *chunk*,
+and a parameter's piece sits at the same offset in every rank's chunk. With three parameters on two
+ranks:
 
       chunk of rank 0:  | A rows 0..a | pad | B rows 0..b | pad | C ... | pad | tail |
       chunk of rank 1:  | A rows a..  | pad | B rows b..  | pad | C ... | pad | tail |
 
-Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor; trailing
-ranks may hold short or empty ones. A parameter may be sharded on another dim instead, evenly: its piece is
-then contiguous by itself, but no longer a range of the parameter, and is moved by `strided_pack.py`. Every
-piece starts on a multiple of `alignment` elements, so that every pointer handed to a collective or a kernel
-is aligned (NCCL falls off its fast path otherwise, nccl#413).
+Pieces follow `torch.chunk` along dim 0, so a piece *is* the local tensor of a `Shard(0)` DTensor;
+trailing ranks may hold short or empty ones. A parameter may be sharded on another dim instead,
+evenly: its piece is then contiguous by itself, but no longer a range of the parameter, and is moved
+by `strided_pack.py`. Every piece starts on a multiple of `alignment` elements, so that every
+pointer handed to a collective or a kernel is aligned (NCCL falls off its fast path otherwise,
+nccl#413).
 
 The *tail* has room for one element per parameter, where gradients travel ([Note: Touched flags] in
 `engine/grad_collector.py`), and ends in room for the message's tag ([Note: Message tags] in
 `message_tags.py`).
 
-Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in a chunk,
-so that what is left to be packed into one message is the end of it, and has a layout itself.
+Parameters that travel by themselves ([Note: Zero-copy parameters] in `zero_copy.py`) come first in
+a chunk, so that what is left to be packed into one message is the end of it, and has a layout
+itself.
 
 In the flat unsharded buffer the unsharded parameters lie one after the other, aligned the same way.
 """
@@ -35,7 +38,8 @@ __all__ = ["ALIGNMENT_NBYTES", "TAG_NUMEL", "Piece", "ShardLayout", "alignment_n
 
 ALIGNMENT_NBYTES = 128
 
-# Elements at the end of each chunk for the message's tag ([Note: Message tags] in `message_tags.py`).
+# Elements at the end of each chunk for the message's tag ([Note: Message tags] in
+# `message_tags.py`).
 TAG_NUMEL = 3
 
 
@@ -86,7 +90,9 @@ class Piece:
         return begin, min(begin + self.shard_rows, self.shape[self.dim])
 
     def of(self, unsharded: torch.Tensor, rank: int) -> torch.Tensor:
-        """Returns the part of an unsharded parameter that `rank` holds; a view, with gaps if strided."""
+        """Returns the part of an unsharded parameter that `rank` holds; a view, with gaps if
+        strided.
+        """
         begin, end = self.rows(rank)
         return unsharded.narrow(self.dim, begin, end - begin)
 
@@ -108,7 +114,9 @@ def _pieces(
     world_size: int,
     alignment: int,
 ) -> tuple[tuple[Piece, ...], int, int]:
-    """Returns pieces in order, elements in a chunk, where `first` come first, and of unsharded parameters."""
+    """Returns pieces in order, elements in a chunk, where `first` come first, and of unsharded
+    parameters.
+    """
     pieces = []
     unsharded_offset = 0
     for shape, dim in zip(shapes, dims, strict=True):
@@ -135,7 +143,8 @@ class ShardLayout:
         tail_offset: elements before the tail.
         chunk_numel: of one rank's chunk, the tail included.
         unsharded_numel: of the flat unsharded buffer.
-        zero_copy: indices of the parameters that travel by themselves; their pieces come first in a chunk.
+        zero_copy: indices of the parameters that travel by themselves; their pieces come first in a
+            chunk.
     """
 
     world_size: int
@@ -169,7 +178,11 @@ class ShardLayout:
         """
         first = tuple(i for i, travels_alone in enumerate(zero_copy) if travels_alone)
         pieces, shard_offset, unsharded_offset = _pieces(
-            tuple(map(tuple, shapes)), tuple(dims or [0] * len(shapes)), first, world_size, alignment
+            tuple(map(tuple, shapes)),
+            tuple(dims or [0] * len(shapes)),
+            first,
+            world_size,
+            alignment,
         )
         tail_numel = _round_up((len(pieces) if with_flags else 0) + TAG_NUMEL, alignment)
         return cls(
@@ -194,14 +207,18 @@ class ShardLayout:
 
     @cached_property
     def packed(self) -> ShardLayout:
-        """The layout of the other parameters and the tail: of chunks without their first `packed_offset`."""
+        """The layout of the other parameters and the tail: of chunks without their first
+        `packed_offset`.
+        """
         if not self.zero_copy:
             return self
         skipped = self.packed_offset
         rest = (self.pieces[i] for i in self.others)
         return replace(
             self,
-            pieces=tuple(replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest),
+            pieces=tuple(
+                replace(piece, shard_offset=piece.shard_offset - skipped) for piece in rest
+            ),
             tail_offset=self.tail_offset - skipped,
             chunk_numel=self.chunk_numel - skipped,
             zero_copy=(),
@@ -219,7 +236,9 @@ class ShardLayout:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """int64 CPU tensor [straight parameters, 5] that pack and unpack kernels read (`ops/movement.py`)."""
+        """int64 CPU tensor [straight parameters, 5] that pack and unpack kernels read
+        (`ops/movement.py`).
+        """
         rows = [
             [p.numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset]
             for p in self.pieces
@@ -229,8 +248,16 @@ class ShardLayout:
 
     @cached_property
     def table_with_tail(self) -> torch.Tensor:
-        """`table` and a row for the tail, which is packed like a parameter with `tail_numel` rows a rank."""
-        tail = [self.tail_numel * self.world_size, self.tail_numel, self.tail_numel, self.tail_offset, 0]
+        """`table` and a row for the tail, which is packed like a parameter with `tail_numel` rows a
+        rank.
+        """
+        tail = [
+            self.tail_numel * self.world_size,
+            self.tail_numel,
+            self.tail_numel,
+            self.tail_offset,
+            0,
+        ]
         return torch.cat([self.table, torch.tensor([tail], dtype=torch.int64, device="cpu")])
 
     @property
@@ -244,7 +271,9 @@ class ShardLayout:
         return self.chunk_numel - sum(p.shard_numel for p in self.pieces)
 
     def local_views(self, chunk: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without copying."""
+        """Splits a chunk (1-D, `chunk_numel`) into the local tensors of `rank`, in order, without
+        copying.
+        """
         shapes = [piece.local_shape(rank) for piece in self.pieces]
         return [
             chunk.narrow(0, piece.shard_offset, math.prod(shape)).view(shape)
@@ -252,5 +281,7 @@ class ShardLayout:
         ]
 
     def unsharded_views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Splits a flat unsharded buffer (1-D, `unsharded_numel`) into parameters without copying."""
+        """Splits a flat unsharded buffer (1-D, `unsharded_numel`) into parameters without
+        copying.
+        """
         return [flat.narrow(0, p.unsharded_offset, p.numel).view(p.shape) for p in self.pieces]

@@ -42,7 +42,9 @@ class SpmdAxes:
 
 @dataclass(frozen=True)
 class TwoLevels:
-    """The axes that messages go over, one at a time. See [Note: Two levels] in `features/hfsdp.py`."""
+    """The axes that messages go over, one at a time. See [Note: Two levels] in
+    `features/hfsdp.py`.
+    """
 
     outer: dist.ProcessGroup
     inner: dist.ProcessGroup
@@ -53,11 +55,13 @@ class DataParallelMesh:
     """One or two mesh axes seen as a shard group and, for HSDP, a replicate group.
 
     Attributes:
-        mesh: 1-D (FSDP, or replicas only), or 2-D with names (HSDP; axis 0 replicates, axis 1 shards).
+        mesh: 1-D (FSDP, or replicas only), or 2-D with names (HSDP; axis 0 replicates, axis 1
+            shards).
         shard_group: ranks that hold different pieces; `shard_rank` of `shard_size`.
         replicate_group: ranks that hold the same piece, or None for FSDP.
         device: where parameters of this rank compute.
-        spmd: the mesh that `mesh` is part of and parameters lie on, if `dp_mesh_dims` named its axes.
+        spmd: the mesh that `mesh` is part of and parameters lie on, if `dp_mesh_dims` named its
+            axes.
         levels: the two axes of which `mesh` is made, if it shards over both; else None.
     """
 
@@ -101,7 +105,8 @@ class DataParallelMesh:
                 "Please init the 2D mesh for HSDP with mesh_dim_names specified",
                 expected="names for both axes",
                 got="mesh_dim_names=None",
-                fix="init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))",
+                fix="init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', "
+                "'shard'))",
             )
         shard_axis = mesh.ndim - 1
         replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
@@ -119,8 +124,8 @@ class DataParallelMesh:
     def of_named_axes(cls, mesh: DeviceMesh, dims: Any) -> DataParallelMesh:
         """Takes the data-parallel axes out of a mesh that has others too.
 
-        Several axes of one kind are seen as one. Creates process groups on the first call for a mesh, so
-        every rank must call it.
+        Several axes of one kind are seen as one. Creates process groups on the first call for a
+        mesh, so every rank must call it.
 
         Args:
             mesh: with axis names.
@@ -151,7 +156,9 @@ class DataParallelMesh:
     @classmethod
     def _of_replicas(cls, mesh: DeviceMesh, spmd: SpmdAxes) -> DataParallelMesh:
         alone = _group_of_one(dist.group.WORLD)
-        return cls(mesh, alone, 0, 1, mesh.get_group(0), mesh.size(0), device=_device_of(mesh), spmd=spmd)
+        return cls(
+            mesh, alone, 0, 1, mesh.get_group(0), mesh.size(0), device=_device_of(mesh), spmd=spmd
+        )
 
     @classmethod
     def of_info(cls, info: Any) -> DataParallelMesh:
@@ -175,8 +182,8 @@ class DataParallelMesh:
         return cls.of(info.mesh)
 
     def placements(self, shard: Placement) -> tuple[Placement, ...]:
-        """Returns the placements on `mesh` of a parameter that is sharded over the shard group as `shard`
-        says.
+        """Returns the placements on `mesh` of a parameter that is sharded over the shard group as
+        `shard` says.
         """
         replicas = () if self.replicate_group is None else (Replicate(),)
         return replicas if len(replicas) == self.mesh.ndim else (*replicas, shard)
@@ -199,7 +206,8 @@ class DataParallelMesh:
                 'zero_stage="hfsdp" needs a second axis to shard optimizer states over',
                 expected="2 named axes: outer, inner",
                 got=f"{self.mesh}",
-                fix="init_device_mesh(device, (machines, ranks_of_each), mesh_dim_names=('outer', 'inner'))",
+                fix="init_device_mesh(device, (machines, ranks_of_each), mesh_dim_names=('outer', "
+                "'inner'))",
             )
         return _flattened(self.mesh, TwoLevels(self.mesh.get_group(0), self.mesh.get_group(1)))
 
@@ -209,7 +217,8 @@ class DataParallelMesh:
         return self.shard_group if self.levels is None else self.levels.inner
 
     def subdivide(self, size: int) -> DataParallelMesh:
-        """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int reshard.
+        """Returns the mesh of groups of `size` neighbouring ranks, used after forward by an int
+        reshard.
 
         Creates process groups on the first call for a mesh and size, so every rank must call it.
 
@@ -218,7 +227,8 @@ class DataParallelMesh:
         """
         if size < 1 or self.shard_size % size:
             raise OptionError(
-                f"If passing reshard_after_forward as an int, it should be a factor of {self.shard_size}, "
+                f"If passing reshard_after_forward as an int, it should be a factor of "
+                f"{self.shard_size}, "
                 f"not {size}",
                 expected=f"a divisor of the shard group's size {self.shard_size}",
                 got=str(size),
@@ -227,12 +237,15 @@ class DataParallelMesh:
         return _subdivided(self.mesh, self.shard_group, size)
 
 
-# Keys name process groups too: in another world, which comes after this one, equal meshes have other groups.
+# Keys name process groups too: in another world, which comes after this one, equal meshes have
+# other groups.
 
 
 @lru_cache(maxsize=64)
 def _subdivided(mesh: DeviceMesh, _: dist.ProcessGroup, size: int) -> DataParallelMesh:
-    grid = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard"))
+    grid = DeviceMesh(
+        mesh.device_type, mesh.mesh.view(-1, size), mesh_dim_names=("neighbours", "shard")
+    )
     return DataParallelMesh.of(grid["shard"])
 
 
@@ -243,7 +256,9 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 @lru_cache(maxsize=4)
 def _group_of_one(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns a process group that this rank is alone in; no other rank has to take part in making it."""
+    """Returns a process group that this rank is alone in; no other rank has to take part in making
+    it.
+    """
     alone: dist.ProcessGroup = dist.new_group([world.rank()], use_local_synchronization=True)
     return alone
 
@@ -258,7 +273,9 @@ def _flattened(mesh: DeviceMesh, levels: TwoLevels) -> DataParallelMesh:
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 def _program() -> str:
@@ -268,7 +285,8 @@ def _program() -> str:
     return (shlex.join(words) if is_named else sys.argv[0]) or "program.py"
 
 
-# Of each world, by type of device. A mesh keeps its world alive, so it lives only as long as units use it.
+# Of each world, by type of device. A mesh keeps its world alive, so it lives only as long as units
+# use it.
 _over_all_ranks: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]]
 _over_all_ranks = WeakKeyDictionary()
 
@@ -276,7 +294,8 @@ _over_all_ranks = WeakKeyDictionary()
 def default_mesh() -> DeviceMesh:
     """Returns the 1-D mesh over all ranks, starting the default process group if there is none.
 
-    The same object for all units of a model: torch takes as long to make a mesh as we to shard a layer.
+    The same object for all units of a model: torch takes as long to make a mesh as we to shard a
+    layer.
 
     Raises:
         MeshError: the program was started without a launcher.
@@ -285,7 +304,8 @@ def default_mesh() -> DeviceMesh:
         missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
         if missing:
             raise MeshError(
-                "fully_shard was called in a process that is no rank: no process group, no launcher",
+                "fully_shard was called in a process that is no rank: no process group, no "
+                "launcher",
                 expected="a program started by torchrun, or init_process_group before fully_shard",
                 got=f"no {', '.join(missing)} in the environment",
                 fix=f"torchrun --nproc-per-node=2 {_program()}   (one for each GPU)",

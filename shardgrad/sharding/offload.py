@@ -1,15 +1,15 @@
 """Where shards live between steps: on the mesh's device, or on the host.
 
 [Note: Shards on the host]
-Under `CPUOffloadPolicy` parameter shards, gradient shards and optimizer states are host memory. The device
-sees them only on their way: a shard is copied to it before its all-gather, on the gather stream, and a
-reduced gradient is copied back, on the reduce stream. Arithmetic on gradients stays on the device: where
-one has to be added to, it travels there and back, so that the host does not wait in the middle of a
-backward.
+Under `CPUOffloadPolicy` parameter shards, gradient shards and optimizer states are host memory. The
+device sees them only on their way: a shard is copied to it before its all-gather, on the gather
+stream, and a reduced gradient is copied back, on the reduce stream. Arithmetic on gradients stays
+on the device: where one has to be added to, it travels there and back, so that the host does not
+wait in the middle of a backward.
 
-Streams order what devices do, and nothing else. So the host itself waits, once, for the last copy that reads
-or writes its memory before the program gets to it: at the end of a forward and of a backward, and before a
-hook or the engine looks at a gradient.
+Streams order what devices do, and nothing else. So the host itself waits, once, for the last copy
+that reads or writes its memory before the program gets to it: at the end of a forward and of a
+backward, and before a hook or the engine looks at a gradient.
 
 On a CPU mesh the host is the device: nothing is copied and nothing waits.
 """
@@ -58,7 +58,9 @@ class ShardMemory:
         """Allocates a zeroed 1-D tensor."""
         return torch.zeros(numel, dtype=dtype, device=self.device, pin_memory=self.pinned)
 
-    def require_params_here(self, params: Sequence[tuple[str, torch.Tensor]], *, where: str) -> None:
+    def require_params_here(
+        self, params: Sequence[tuple[str, torch.Tensor]], *, where: str
+    ) -> None:
         """Refuses offloaded parameters that a program has put on a device.
 
         Args:

@@ -1,7 +1,7 @@
 """How one parameter is sharded: what of it this rank packs, along which dim, and as which DTensors.
 
-A parameter may be a DTensor before it comes here, because tensor or expert parallelism has sharded it over
-other axes. The engine then works on its local tensor, and its parameters say both:
+A parameter may be a DTensor before it comes here, because tensor or expert parallelism has sharded
+it over other axes. The engine then works on its local tensor, and its parameters say both:
 
 | parameter                           | sharded parameter                     | unsharded parameter |
 |-------------------------------------|---------------------------------------|---------------------|
@@ -10,10 +10,10 @@ other axes. The engine then works on its local tensor, and its parameters say bo
 | DTensor on the mesh of `dp_mesh_dims` | on that mesh                        | as it came          |
 
 [Note: Strided shards]
-Tensor parallelism shards first, data parallelism shards what is left. Where both shard the same dim, the rows
-a rank holds are not those that reading the placements from left to right would give it; `_StridedShard` tells
-DTensor the true order, with the number of splits that come before it. FSDP2 writes the same placements, so
-checkpoints of either engine load into the other.
+Tensor parallelism shards first, data parallelism shards what is left. Where both shard the same
+dim, the rows a rank holds are not those that reading the placements from left to right would give
+it; `_StridedShard` tells DTensor the true order, with the number of splits that come before it.
+FSDP2 writes the same placements, so checkpoints of either engine load into the other.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class _Unsharded:
 
     Attributes:
         mesh, placements: its own.
-        data_axes: those of its axes that are data-parallel; sums over them are left to the reduction.
+        data_axes: those of its axes that are data-parallel; sums over them are left to the
+            reduction.
     """
 
     mesh: DeviceMesh
@@ -104,13 +105,17 @@ class ParamSharding:
         if self._unsharded is None:
             return packed
         unsharded = self._unsharded
-        return dtensor_over(packed, unsharded.mesh, unsharded.placements, self.full_shape, self.stride)
+        return dtensor_over(
+            packed, unsharded.mesh, unsharded.placements, self.full_shape, self.stride
+        )
 
     def local_gradient(self, grad: torch.Tensor) -> torch.Tensor:
-        """Returns what this rank packs of an unsharded gradient; a collective if it has to be redistributed.
+        """Returns what this rank packs of an unsharded gradient; a collective if it has to be
+        redistributed.
 
-        Compute may leave a gradient as a sum to be done over tensor-parallel ranks. It is redistributed to
-        where the parameter lies, except over data-parallel axes, which the reduce-scatter sums over.
+        Compute may leave a gradient as a sum to be done over tensor-parallel ranks. It is
+        redistributed to where the parameter lies, except over data-parallel axes, which the
+        reduce-scatter sums over.
 
         Streams: the current one.
         """
@@ -123,7 +128,9 @@ class ParamSharding:
             return grad  # the program assigned the local part
         wanted = tuple(
             came if axis in unsharded.data_axes else own
-            for axis, (came, own) in enumerate(zip(grad.placements, unsharded.placements, strict=True))
+            for axis, (came, own) in enumerate(
+                zip(grad.placements, unsharded.placements, strict=True)
+            )
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
@@ -132,7 +139,9 @@ class ParamSharding:
 
 
 def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
-    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of its axes."""
+    """Returns the groups of more than one rank over which a DTensor is sharded, in the order of its
+    axes.
+    """
     mesh = tensor.device_mesh
     return tuple(
         mesh.get_group(axis)
@@ -142,7 +151,9 @@ def groups_cut_over(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 # Of plain parameters, by shape and dim: a model has many of few shapes.
-_plain: WeakKeyDictionary[DataParallelMesh, dict[tuple[torch.Size, int], ParamSharding]] = WeakKeyDictionary()
+_plain: WeakKeyDictionary[DataParallelMesh, dict[tuple[torch.Size, int], ParamSharding]] = (
+    WeakKeyDictionary()
+)
 
 
 def sharding_of(param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int) -> ParamSharding:
@@ -184,14 +195,16 @@ def _joined(*meshes: DeviceMesh) -> DeviceMesh:
     return _joined_once(meshes, tuple(group for mesh in meshes for group in mesh.get_all_groups()))
 
 
-# Groups are part of the key: in another world, which comes after this one, equal meshes have other groups.
+# Groups are part of the key: in another world, which comes after this one, equal meshes have other
+# groups.
 @lru_cache(maxsize=256)
 def _joined_once(meshes: tuple[DeviceMesh, ...], _: tuple[dist.ProcessGroup, ...]) -> DeviceMesh:
     try:
         joined: DeviceMesh = DeviceMesh._concatenate(list(meshes))
     except (AssertionError, RuntimeError, TypeError) as error:
         raise MeshError(
-            "the mesh of fully_shard and that of parameters which are DTensors already do not fit together",
+            "the mesh of fully_shard and that of parameters which are DTensors already do not fit "
+            "together",
             expected="disjoint axes, sliced from one mesh with axis names",
             got=f"{' and '.join(map(str, meshes))}: {error}",
             fix="mesh = init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')); "
@@ -219,7 +232,9 @@ def _shard(dim: int, param: DTensor, behind: int = -1) -> Placement:
 def _on_full_mesh(
     param: torch.Tensor, name: str, mesh: DataParallelMesh, dim: int
 ) -> tuple[DeviceMesh, tuple[Placement, ...], _Unsharded]:
-    """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are data-parallel."""
+    """Cuts a DTensor that lies on the mesh of `dp_mesh_dims`, of which some axes are
+    data-parallel.
+    """
     spmd = mesh.spmd
     if spmd is None:
         raise RuntimeError("the mesh has no dp_mesh_dims")
@@ -229,7 +244,8 @@ def _on_full_mesh(
             expected=f"DTensors on {spmd.mesh}",
             got=f"a plain tensor of shape {tuple(param.shape)}",
             where=f"parameter {name}",
-            fix="distribute_tensor(param, mesh, placements), with Replicate() on data-parallel axes",
+            fix="distribute_tensor(param, mesh, placements), with Replicate() on data-parallel "
+            "axes",
         )
     if param.device_mesh != spmd.mesh:
         raise PlacementError(

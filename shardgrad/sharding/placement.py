@@ -1,4 +1,6 @@
-"""What a `shard_placement_fn` answers: on which dim each parameter is sharded, and over which mesh."""
+"""What a `shard_placement_fn` answers: on which dim each parameter is sharded, and over which
+mesh.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def places_of(
     Args:
         params: parameter -> name.
         default: the mesh of a parameter for which the function names none.
-        shard_placement_fn: returns a `Shard`, a `ShardPlacementResult` of torch, or None for `Shard(0)`.
+        shard_placement_fn: returns a `Shard`, a `ShardPlacementResult` of torch, or None for
+            `Shard(0)`.
 
     Raises:
         OptionError: it is no function, or answered something else.

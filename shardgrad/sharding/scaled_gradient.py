@@ -1,11 +1,12 @@
 """A gradient with a pending scale, which is applied as soon as the values are used.
 
 [Note: Pending scale]
-Clipping and loss scaling multiply every gradient by one number. Writing that product costs a pass over
-memory that the optimizer's kernel can do for nothing, so a gradient shard may have a *pending scale*: the
-bytes stay, a device scalar is remembered, and kernels that read the shard multiply by it. `param.grad` is
-then a `ScaledGradient`: shape, dtype, placements and identity can be looked at for nothing, and the first
-operation that reads or writes its values applies the scale, with one multiplication in place.
+Clipping and loss scaling multiply every gradient by one number. Writing that product costs a pass
+over memory that the optimizer's kernel can do for nothing, so a gradient shard may have a *pending
+scale*: the bytes stay, a device scalar is remembered, and kernels that read the shard multiply by
+it. `param.grad` is then a `ScaledGradient`: shape, dtype, placements and identity can be looked at
+for nothing, and the first operation that reads or writes its values applies the scale, with one
+multiplication in place.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ __all__ = ["ScaledGradient"]
 
 
 class ScaledGradient(DTensor):
-    """Stands where a parameter's gradient is while its shard has a pending scale. See [Note: Pending scale].
+    """Stands where a parameter's gradient is while its shard has a pending scale. See [Note:
+    Pending scale].
 
     Args:
         grad: the gradient itself.
-        apply_scale: multiplies the shard by its pending scale, once, and puts `grad` back where this object
-            stands.
+        apply_scale: multiplies the shard by its pending scale, once, and puts `grad` back where
+            this object stands.
     """
 
     _gradient: DTensor

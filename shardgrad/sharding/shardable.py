@@ -84,5 +84,6 @@ def require_one_device(params: Mapping[nn.Parameter, str], mesh: DataParallelMes
                 expected=str(mesh.device),
                 got=str(device),
                 where=f"parameter {name}",
-                fix=f"module.to('{mesh.device}') before fully_shard, or a mesh over '{device.type}'",
+                fix=f"module.to('{mesh.device}') before fully_shard, or a mesh over "
+                f"'{device.type}'",
             )

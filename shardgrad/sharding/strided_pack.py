@@ -1,10 +1,12 @@
 """Moving pieces that are sharded on a later dim than the outermost.
 
-`[4, 6]` sharded on dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its chunk, and
-four separate ranges of the parameter. Seen as `[blocks, ranks, inner]` the parameter is the gathered pieces,
-`[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is one copy there and one back.
+`[4, 6]` sharded on dim 1 over two ranks: a rank's piece is a tensor `[4, 3]`, contiguous in its
+chunk, and four separate ranges of the parameter. Seen as `[blocks, ranks, inner]` the parameter is
+the gathered pieces, `[ranks, blocks, inner]`, with two dims exchanged, so that each parameter is
+one copy there and one back.
 
-The ops of `ops/movement.py` move everything else, and say what these functions have in common with them.
+The ops of `ops/movement.py` move everything else, and say what these functions have in common with
+them.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ __all__ = ["pack_strided", "unpack_strided"]
 
 
 @torch.no_grad()
-def unpack_strided(chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout) -> None:
+def unpack_strided(
+    chunks: Sequence[torch.Tensor], unsharded: torch.Tensor, layout: ShardLayout
+) -> None:
     """Puts the strided parameters of a layout together.
 
     Args:
         chunks: the chunk of each rank in order, 1-D, `layout.chunk_numel` elements of one dtype.
-        unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters lie.
+        unsharded: 1-D, `layout.unsharded_numel` elements; written, and cast, where these parameters
+            lie.
         layout: with `world_size` chunks.
 
     Streams: the current one. Capture: safe; allocates nothing, reads nothing back.
@@ -50,15 +55,17 @@ def pack_strided(
     divisor: float,
     accumulate: bool,
 ) -> None:
-    """Cuts the strided gradients of a layout, and writes them, scaled and cast, into all ranks' chunks.
+    """Cuts the strided gradients of a layout, and writes them, scaled and cast, into all ranks'
+    chunks.
 
     Args:
-        grads: one contiguous tensor per parameter of the layout; those that are not strided are left alone.
-            One with no elements stands for "no gradient this time".
+        grads: one contiguous tensor per parameter of the layout; those that are not strided are
+            left alone. One with no elements stands for "no gradient this time".
         slot: 1-D, `world_size * chunk_numel` elements; written where these parameters lie.
         layout: of the chunks.
         divisor: what gradients are divided by; a true division.
-        accumulate: add to what the slot holds; padding and missing gradients then leave it as it is.
+        accumulate: add to what the slot holds; padding and missing gradients then leave it as it
+            is.
 
     Streams: the current one.
     Capture: safe. Allocates only to accumulate or to divide by something else than 1.
@@ -91,7 +98,9 @@ def _pieces(chunks: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 
 def _side_by_side(chunks: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns chunks that follow each other in memory as one tensor [ranks, chunk_numel], else None."""
+    """Returns chunks that follow each other in memory as one tensor [ranks, chunk_numel], else
+    None.
+    """
     first, numel = chunks[0], chunks[0].numel()
     nbytes = numel * first.itemsize
     if any(chunk.data_ptr() != first.data_ptr() + i * nbytes for i, chunk in enumerate(chunks)):

@@ -1,18 +1,19 @@
-"""Large parameters that are sent from where they are and received where they belong, without a copy.
+"""Large parameters that are sent from where they are and received where they belong, without a
+copy.
 
 [Note: Zero-copy parameters]
-A group's small parameters share a message, since a message costs the same however small it is; they are
-copied into it, and out of it again (`ops/movement.py`). A large parameter needs neither. If it is sharded
-evenly on its outermost dim, its pieces in rank order *are* the parameter:
+A group's small parameters share a message, since a message costs the same however small it is; they
+are copied into it, and out of it again (`ops/movement.py`). A large parameter needs neither. If it
+is sharded evenly on its outermost dim, its pieces in rank order *are* the parameter:
 
     all-gather:      from the pieces in the shards, straight into the unsharded parameter
     reduce-scatter:  straight from the gradient that autograd has made
 
-Which parameters are zero-copy is a fact of shapes, dtypes and the mesh, the same on every rank, and so are
-the sizes and the order of messages: first the packed one, which carries the touched flags, then one for each
-zero-copy parameter. What a message could not carry as it is goes into the packed one like all others:
-parameters whose `AllGatherInput` says that it does not support zero-copy, and gradients that are cast or
-divided before they are sent, or that were summed on this rank before.
+Which parameters are zero-copy is a fact of shapes, dtypes and the mesh, the same on every rank, and
+so are the sizes and the order of messages: first the packed one, which carries the touched flags,
+then one for each zero-copy parameter. What a message could not carry as it is goes into the packed
+one like all others: parameters whose `AllGatherInput` says that it does not support zero-copy, and
+gradients that are cast or divided before they are sent, or that were summed on this rank before.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["ZERO_COPY_NBYTES", "is_zero_copy", "own_places"]
 
-# Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies that it
-# saves. Measured: docs/design/zero_copy_parameters.md.
+# Bytes of a rank's piece on the wire, from which on a separate message costs less than the copies
+# that it saves. Measured: docs/design/zero_copy_parameters.md.
 ZERO_COPY_NBYTES = 2 * 2**20
 
 
@@ -56,7 +57,13 @@ def own_places(layout: ShardLayout, rank: int) -> torch.Tensor:
     """
     pieces = (layout.pieces[i] for i in layout.zero_copy)
     rows = [
-        [p.shard_numel, p.shard_numel, p.span, p.shard_offset, p.unsharded_offset + rank * p.shard_numel]
+        [
+            p.shard_numel,
+            p.shard_numel,
+            p.span,
+            p.shard_offset,
+            p.unsharded_offset + rank * p.shard_numel,
+        ]
         for p in pieces
     ]
     return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, 5)

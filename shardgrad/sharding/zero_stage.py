@@ -9,9 +9,10 @@ Optimizer states are always sharded. A stage says what else is:
 | 2     | unsharded from step to step  | sharded                              |
 | 3     | unsharded while a unit runs  | sharded                              |
 
-A program sees the same in all of them, shards outside of forward and backward: what is kept unsharded is
-memory that a unit finds again in its next forward. It is dropped when the shard it was gathered from has been
-written: by an optimizer's step, or by an in-place operation on a sharded parameter.
+A program sees the same in all of them, shards outside of forward and backward: what is kept
+unsharded is memory that a unit finds again in its next forward. It is dropped when the shard it was
+gathered from has been written: by an optimizer's step, or by an in-place operation on a sharded
+parameter.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ class Stage:
 
     Attributes:
         keeps_unsharded: unsharded parameters stay until their shard is written.
-        sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces nothing.
+        sums_unsharded: a backward that is not the last adds to an unsharded gradient and reduces
+            nothing.
         over_both_axes: an HSDP mesh shards over its outer axis too; see [Note: Two levels] in
         `features/hfsdp.py`.
     """
@@ -62,9 +64,12 @@ class Stage:
             )
         if name == "hfsdp" and not isinstance(reshard_after_forward, bool | None):
             raise OptionError(
-                'zero_stage="hfsdp" reshards to the inner axis of the mesh, not to another number of ranks',
+                'zero_stage="hfsdp" reshards to the inner axis of the mesh, not to another number '
+                "of ranks",
                 expected="reshard_after_forward=None, True or False",
                 got=repr(reshard_after_forward),
                 fix="reshard_after_forward=True",
             )
-        return cls(keeps_unsharded=name in (1, 2), sums_unsharded=name == 1, over_both_axes=name == "hfsdp")
+        return cls(
+            keeps_unsharded=name in (1, 2), sums_unsharded=name == 1, over_both_axes=name == "hfsdp"
+        )

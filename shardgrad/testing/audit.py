@@ -5,8 +5,8 @@ The program is a function without arguments that returns a model, its optimizer 
 
     def build():
         torch.manual_seed(0)
-        model = fully_shard(Net())  # or DDP, FSDP2: whatever trains on all ranks of the process group
-        optimizer = torch.optim.AdamW(model.parameters())
+        model = fully_shard(Net())  # or DDP, FSDP2: whatever trains on all ranks of the process
+        group optimizer = torch.optim.AdamW(model.parameters())
 
         def step(index: int, parts: list[int]) -> None:
             x = torch.cat([batch(index, part) for part in parts])
@@ -16,9 +16,10 @@ The program is a function without arguments that returns a model, its optimizer 
 
         return model, optimizer, step
 
-On N ranks, rank r trains on part r of each batch: `parts` is `[r]`. On one rank, `parts` is all of them. For
-a loss that is a mean and parts of one size, both should give the same gradients and parameters. Every rank is
-a new process; the default process group is made before the function is called.
+On N ranks, rank r trains on part r of each batch: `parts` is `[r]`. On one rank, `parts` is all of
+them. For a loss that is a mean and parts of one size, both should give the same gradients and
+parameters. Every rank is a new process; the default process group is made before the function is
+called.
 """
 
 from __future__ import annotations
@@ -82,18 +83,21 @@ class Audit:
         if self.difference is not None:
             return f"{self.ranks} ranks depart from one. First in {self.difference}."
         return (
-            f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} parameters "
+            f"{self.ranks} ranks train as one does: gradients and values of {self.parameters} "
+            f"parameters "
             f"agree over {self.steps} steps."
         )
 
 
 def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
-    """Runs a program on `ranks` ranks and on one, and compares gradients and parameters after each step.
+    """Runs a program on `ranks` ranks and on one, and compares gradients and parameters after each
+    step.
 
     Args:
-        target: `module:function`; see [Note: Audit]. The module is imported from the current directory too.
-        ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend if there
-            is a device for each.
+        target: `module:function`; see [Note: Audit]. The module is imported from the current
+            directory too.
+        ranks: number of processes on this machine, joined by gloo, or by the accelerator's backend
+            if there is a device for each.
         steps: number of steps.
 
     Raises:
@@ -115,7 +119,10 @@ def audit(target: str, *, ranks: int = 2, steps: int = 3) -> Audit:
     if failed:
         rank, first = min(failed, key=lambda each: each[1].time_s)
         return Audit(
-            ranks, steps, len(reference.initial), failure=f"rank {rank}, {first.where}: {first.message}"
+            ranks,
+            steps,
+            len(reference.initial),
+            failure=f"rank {rank}, {first.where}: {first.message}",
         )
 
     def alone() -> Sequence[Trace]:
@@ -135,7 +142,8 @@ def load(target: str) -> Build:
     return function_named(target, flag="--audit")
 
 
-# -- processes -----------------------------------------------------------------------------------------------
+# -- processes
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,9 @@ def _run(target: str, world: int, steps: int, parts: Sequence[list[int]]) -> lis
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="shardgrad-audit-") as folder:
         processes = [
-            context.Process(target=_rank, args=(target, rank, world, steps, parts[rank], folder), daemon=True)
+            context.Process(
+                target=_rank, args=(target, rank, world, steps, parts[rank], folder), daemon=True
+            )
             for rank in range(world)
         ]
         for process in processes:
@@ -214,7 +224,9 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
         left: Trace | _Failed = trace
     except BaseException as error:
         traceback.print_exc()
-        what, fix = (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
+        what, fix = (
+            (error.what, error.fix or "") if isinstance(error, OptionError) else (str(error), "")
+        )
         message = f"{type(error).__name__}: {what}".strip()
         left = _Failed(time.monotonic(), where, message, fix)
     torch.save(left, f"{folder}/{rank}.tmp")
@@ -223,7 +235,9 @@ def _rank(target: str, rank: int, world: int, steps: int, parts: list[int], fold
 
 
 def _backend(rank: int, world: int) -> str:
-    """Chooses gloo, or the accelerator's backend if each rank has a device, which becomes the current one."""
+    """Chooses gloo, or the accelerator's backend if each rank has a device, which becomes the
+    current one.
+    """
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or torch.accelerator.device_count() < world:
         return "gloo"
@@ -241,11 +255,16 @@ def _checked(built: Any, target: str) -> tuple[nn.Module, Optimizer, Step]:
         model, optimizer, step = built
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer) and callable(step):
             return model, optimizer, step
-    kinds = [type(each).__name__ for each in built] if isinstance(built, tuple) else type(built).__name__
+    kinds = (
+        [type(each).__name__ for each in built]
+        if isinstance(built, tuple)
+        else type(built).__name__
+    )
     got = f"({', '.join(kinds)})" if isinstance(kinds, list) else kinds
     raise OptionError(
         f"{target} returned {got}",
-        expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, parts)",
+        expected="(model, optimizer, step): an nn.Module, a torch Optimizer, a function of (index, "
+        "parts)",
         got=got,
         where=target,
         fix="return model, optimizer, step",
@@ -264,5 +283,7 @@ def _snapshot(model: nn.Module, *, gradients: bool = False) -> Snapshot:
 def _piece(tensor: torch.Tensor) -> Piece:
     if not isinstance(tensor, DTensor):
         return Piece(tensor.cpu().clone(), tuple(tensor.shape), (0,) * tensor.dim())
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return Piece(tensor.to_local().cpu().clone(), tuple(tensor.shape), tuple(offset))

@@ -1,18 +1,19 @@
-"""Checking the order between a program's streams and the engine's: `with check_streams(model): step()`.
+"""Checking the order between a program's streams and the engine's: `with check_streams(model):
+step()`.
 
-Every operation of the block is recorded with the bytes it accesses and the stream it was launched on. Two
-that access the same bytes, one of them writing, must be ordered: by an event that one stream recorded and the
-other waited for, or by a wait of the host. If they are not, the result depends on which is faster, and the
-report names the parameter, the operations, the streams and the lines. It does not depend on timing: a race is
-reported even if the result happened to be right.
+Every operation of the block is recorded with the bytes it accesses and the stream it was launched
+on. Two that access the same bytes, one of them writing, must be ordered: by an event that one
+stream recorded and the other waited for, or by a wait of the host. If they are not, the result
+depends on which is faster, and the report names the parameter, the operations, the streams and the
+lines. It does not depend on timing: a race is reported even if the result happened to be right.
 
-Recorded are operations of the calling thread and of autograd that go through torch's dispatcher, the engine's
-included, and the device's trace of events, which has autograd's waits and NCCL's.
+Recorded are operations of the calling thread and of autograd that go through torch's dispatcher,
+the engine's included, and the device's trace of events, which has autograd's waits and NCCL's.
 
 Not recorded are:
 
-* kernels that are not dispatched: Triton called directly, other libraries, graph replays, compiled regions;
-* which bytes of a strided view are skipped: a view counts from its first byte to its last;
+* kernels that are not dispatched: Triton called directly, other libraries, graph replays, compiled
+regions; * which bytes of a strided view are skipped: a view counts from its first byte to its last;
 * memory that is freed while a stream uses it, and what happened before the block;
 * the moment a collective ends: it counts as work of the stream it was issued on.
 """
@@ -40,7 +41,14 @@ from shardgrad.engine.unit import units_under
 from shardgrad.errors import RootError, ShardgradError, UnsupportedError
 from shardgrad.testing.event_order import EventOrder
 
-__all__ = ["Order", "StreamCheckError", "StreamHazard", "StreamReport", "StreamUse", "check_streams"]
+__all__ = [
+    "Order",
+    "StreamCheckError",
+    "StreamHazard",
+    "StreamReport",
+    "StreamUse",
+    "check_streams",
+]
 
 
 class StreamCheckError(ShardgradError, RuntimeError):
@@ -101,10 +109,11 @@ class StreamHazard:
 
     def __str__(self) -> str:
         times = f" ({self.count} times)" if self.count > 1 else ""
-        does, did = ("writes" if self.later.writes else "reads"), ("wrote" if self.earlier.writes else "read")
-        return (
-            f"{self.memory}: {self.later} {does} it, not ordered after {self.earlier}, which {did} it{times}"
+        does, did = (
+            ("writes" if self.later.writes else "reads"),
+            ("wrote" if self.earlier.writes else "read"),
         )
+        return f"{self.memory}: {self.later} {does} it, not ordered after {self.earlier}, which {did} it{times}"
 
 
 @dataclass
@@ -134,12 +143,13 @@ _watched: set[RootContext] = set()
 def check_streams(model: nn.Module, *, order: Order | None = None) -> Iterator[StreamReport]:
     """Finds unordered work on streams, between the program and the engine or within either.
 
-    Each hazard is printed as one sentence. After the block nothing is recorded any more, except that torch
-    goes on tracing CUDA events to an empty list of callbacks. Inside, a step takes many times its usual time.
+    Each hazard is printed as one sentence. After the block nothing is recorded any more, except
+    that torch goes on tracing CUDA events to an empty list of callbacks. Inside, a step takes many
+    times its usual time.
 
     Args:
-        model: sharded, after at least one step: in the first step the host waits for the device often, which
-            orders everything.
+        model: sharded, after at least one step: in the first step the host waits for the device
+            often, which orders everything.
         order: for a device whose events torch does not trace; None for CUDA's own.
 
     Raises:
@@ -188,7 +198,9 @@ def _watching(contexts: list[RootContext], order: Order, report: StreamReport) -
 
 def _contexts(model: nn.Module) -> list[RootContext]:
     units = units_under(model)
-    contexts = list(dict.fromkeys(context for context in map(context_of, units) if context is not None))
+    contexts = list(
+        dict.fromkeys(context for context in map(context_of, units) if context is not None)
+    )
     if not contexts:
         raise RootError(
             "check_streams() needs a sharded model that has run",
@@ -212,7 +224,8 @@ def _order_of(device: torch.device) -> Order:
     return EventOrder(device)
 
 
-# -- what an operation accesses ----------------------------------------------------------------------------
+# -- what an operation accesses
+# ----------------------------------------------------------------------------
 
 # They allocate memory or make views, and launch no work on it.
 _NO_WORK = {
@@ -253,7 +266,9 @@ def _arguments(
         if alias is not None and not alias.is_write:
             continue  # the result is a view of it
         writes = alias is not None
-        if schema.name.startswith("c10d::"):  # their schemas do not say what they write; argument names do
+        if schema.name.startswith(
+            "c10d::"
+        ):  # their schemas do not say what they write; argument names do
             writes = argument.name.startswith("output") or argument.name == "tensors"
         for tensor in _plain_tensors(value):
             yield tensor, writes
@@ -267,7 +282,8 @@ def _made(func: Any, result: Any, seen: set[int]) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-# -- the engine's memory ------------------------------------------------------------------------------------
+# -- the engine's memory
+# ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -279,7 +295,9 @@ class _Range:
 
 def _range(tensor: torch.Tensor, name: str) -> _Range:
     begin = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return _Range(begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin, name)
 
 
@@ -294,7 +312,9 @@ def _buffers(context: RootContext) -> Iterator[_Range]:
         if grads.shard is not None and grads.shard.has_memory:
             yield _range(grads.shard.flat, f"gradients of unit {group.name or 'root'!r}")
         if grads._sum is not None:
-            yield _range(grads._sum._bytes, f"accumulated gradients of unit {group.name or 'root'!r}")
+            yield _range(
+                grads._sum._bytes, f"accumulated gradients of unit {group.name or 'root'!r}"
+            )
 
 
 def _parts(context: RootContext) -> Iterator[_Range]:
@@ -315,7 +335,8 @@ def _parts(context: RootContext) -> Iterator[_Range]:
                 yield _range(p.unsharded.grad, f"gradient of {p.name}")
 
 
-# -- watching -----------------------------------------------------------------------------------------------
+# -- watching
+# -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -344,7 +365,9 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns True: compiled regions run compiled. Under other modes torch would not compile them."""
+        """Returns True: compiled regions run compiled. Under other modes torch would not compile
+        them.
+        """
         return True
 
     def __init__(self, contexts: list[RootContext], order: Order, report: StreamReport) -> None:
@@ -361,7 +384,11 @@ class _Watch(TorchDispatchMode):
         self._update_ranges()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         if not hasattr(func, "_schema"):
@@ -395,7 +422,8 @@ class _Watch(TorchDispatchMode):
             return -self._engine[place].begin
         storage = tensor.untyped_storage()
         if storage._cdata not in self._storages:
-            # A weak reference: the memory may be reused, but the identity may not while the reference exists.
+            # A weak reference: the memory may be reused, but the identity may not while the
+            # reference exists.
             self._storages[storage._cdata] = StorageWeakRef(storage)
         return int(storage._cdata)
 
@@ -403,7 +431,9 @@ class _Watch(TorchDispatchMode):
         touched = [
             (tensor, writes)
             for tensor, writes in tensors
-            if tensor.device == self._device and tensor.numel() and tensor.untyped_storage().nbytes()
+            if tensor.device == self._device
+            and tensor.numel()
+            and tensor.untyped_storage().nbytes()
         ]
         if not touched:
             return
@@ -415,16 +445,25 @@ class _Watch(TorchDispatchMode):
         for tensor, writes in touched:
             span = _range(tensor, "")
             access = _Access(span.begin, span.end, replace(use, writes=writes), moment)
-            self._check(self._accesses.setdefault(self._block(tensor, span.begin), []), access, tensor)
+            self._check(
+                self._accesses.setdefault(self._block(tensor, span.begin), []), access, tensor
+            )
 
     def _check(self, earlier: list[_Access], access: _Access, tensor: torch.Tensor) -> None:
-        """Compares with earlier accesses of this block, and drops those that the new one supersedes."""
+        """Compares with earlier accesses of this block, and drops those that the new one
+        supersedes.
+        """
         kept = []
         for old in earlier:
             meets = old.begin < access.end and access.begin < old.end
             conflicts = meets and (old.use.writes or access.use.writes)
-            # Accesses of one operation do not conflict. The order is asked for last, since that is slow.
-            if conflicts and old.moment is not access.moment and not self._order.is_ordered(old.moment):
+            # Accesses of one operation do not conflict. The order is asked for last, since that is
+            # slow.
+            if (
+                conflicts
+                and old.moment is not access.moment
+                and not self._order.is_ordered(old.moment)
+            ):
                 self._add(old, access, tensor)
             covered = access.begin <= old.begin and old.end <= access.end
             repeated = not old.use.writes and old.use.stream == access.use.stream
@@ -457,7 +496,9 @@ class _Watch(TorchDispatchMode):
         """Completes the report."""
         counts: dict[tuple[str, StreamUse, StreamUse], int] = {}
         for pair in self._pairs:
-            memory = pair.name or f"a tensor of {pair.end - pair.begin} bytes that is not the engine's"
+            memory = (
+                pair.name or f"a tensor of {pair.end - pair.begin} bytes that is not the engine's"
+            )
             key = (memory, pair.earlier, pair.later)
             counts[key] = counts.get(key, 0) + pair.count
         self._report.hazards += [StreamHazard(*key, count=count) for key, count in counts.items()]
@@ -484,7 +525,9 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def _place() -> str:
-    """Returns the innermost source line outside of torch and this file, else the running autograd node."""
+    """Returns the innermost source line outside of torch and this file, else the running autograd
+    node.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

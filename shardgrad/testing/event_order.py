@@ -1,8 +1,8 @@
 """The order of work on a CUDA device, from torch's trace of its events.
 
-Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies its stream's clock into
-the event, a wait merges the event's clock into the waiting stream's. A wait of the host merges it into the
-host's clock, which is merged into the clock of every later launch.
+Each stream has a vector clock (Lamport 1978; Mattern 1988). Recording an event copies its stream's
+clock into the event, a wait merges the event's clock into the waiting stream's. A wait of the host
+merges it into the host's clock, which is merged into the clock of every later launch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class EventOrder:
         self._events: dict[int, _Clock] = {}
         self._host: _Clock = {}
 
-    # -- the order----------------------------------------------------------------------------------------
+    # -- the
+    # order----------------------------------------------------------------------------------------
 
     def current(self) -> int:
         """Returns the handle of the current stream, as in the trace."""
@@ -61,7 +62,8 @@ class EventOrder:
         clock[stream] = clock.get(stream, 0) + 1
         return clock
 
-    # -- the trace --------------------------------------------------------------------------------------
+    # -- the trace
+    # --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Starts following the trace. Torch cannot switch its trace off again."""

@@ -1,7 +1,8 @@
-"""Where a program's run on several ranks departs from its run on one, and why, as far as the numbers tell.
+"""Where a program's run on several ranks departs from its run on one, and why, as far as the
+numbers tell.
 
-Steps are compared in order; in a step first the gradients, as they are when the optimizer steps, then the
-parameters behind it; in each the parameters in the model's order.
+Steps are compared in order; in a step first the gradients, as they are when the optimizer steps,
+then the parameters behind it; in each the parameters in the model's order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class Piece:
         return tuple(self.values.shape) == self.shape
 
 
-Snapshot = dict[str, Piece | None]  # of gradients, None where a parameter has none; or of parameters
+Snapshot = dict[
+    str, Piece | None
+]  # of gradients, None where a parameter has none; or of parameters
 
 
 @dataclass
@@ -49,7 +52,8 @@ class Trace:
 
     Attributes:
         initial: parameters before the first step.
-        gradients: for each step, those that its optimizer step found; None if it made no optimizer step.
+        gradients: for each step, those that its optimizer step found; None if it made no optimizer
+            step.
         parameters: for each step, those behind it.
     """
 
@@ -84,16 +88,19 @@ def first_difference(
 ) -> Difference | None:
     """Returns where `ranks` first depart from `reference`; None if they do not.
 
-    Two tensors agree if the norm of their difference is below the root of the dtype's precision times the
-    norm of the expected one, that is in half of their digits: sums over ranks have another order, and
-    optimizers amplify.
+    Two tensors agree if the norm of their difference is below the root of the dtype's precision
+    times the norm of the expected one, that is in half of their digits: sums over ranks have
+    another order, and optimizers amplify.
 
     Args:
         reference: the run on one rank, over the data of all.
         ranks: the runs of all ranks.
-        alone: makes runs on one rank, each over the data of one rank only; called if a cause is looked for.
+        alone: makes runs on one rank, each over the data of one rank only; called if a cause is
+            looked for.
     """
-    found = _compare("initial value", reference.initial, [trace.initial for trace in ranks], _why_initial)
+    found = _compare(
+        "initial value", reference.initial, [trace.initial for trace in ranks], _why_initial
+    )
     before, history = reference.initial, list[Snapshot]()
     for step, (gradients, parameters) in enumerate(
         zip(reference.gradients, reference.parameters, strict=True)
@@ -101,7 +108,9 @@ def first_difference(
         if found is not None:
             return found
         own = [trace.gradients[step] for trace in ranks]
-        without = [rank for rank, snapshot in enumerate(own) if (snapshot is None) != (gradients is None)]
+        without = [
+            rank for rank, snapshot in enumerate(own) if (snapshot is None) != (gradients is None)
+        ]
         if without:
             made = "made no optimizer step" if gradients is not None else "made an optimizer step"
             made = f"{_ranks(without)} {made}, unlike the run on one rank"
@@ -117,12 +126,15 @@ def first_difference(
     return found
 
 
-# -- comparing -----------------------------------------------------------------------------------------------
+# -- comparing
+# -----------------------------------------------------------------------------------------------
 
 _Why = Callable[[str, Piece | None, Sequence[Piece | None]], str]
 
 
-def _compare(when: str, expected: Snapshot, ranks: Sequence[Snapshot], why: _Why) -> Difference | None:
+def _compare(
+    when: str, expected: Snapshot, ranks: Sequence[Snapshot], why: _Why
+) -> Difference | None:
     names = dict.fromkeys([*expected, *(name for snapshot in ranks for name in snapshot)])
     differing = []
     for name in names:
@@ -142,7 +154,9 @@ def _agree(expected: Piece | None, piece: Piece | None) -> bool:
 
 
 def _close(values: torch.Tensor, expected: torch.Tensor) -> bool:
-    dtypes = [each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()]
+    dtypes = [
+        each.dtype for each in (values, expected) if each.is_floating_point() or each.is_complex()
+    ]
     precision = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0) ** 0.5
     ours, theirs = values.to(torch.complex128), expected.to(torch.complex128)
     both_broken = (~ours.isfinite()) & (~theirs.isfinite())
@@ -170,10 +184,13 @@ def _shape_differs(expected: Piece | None, pieces: Sequence[Piece | None]) -> st
     shapes = {piece.shape for piece in (expected, *pieces) if piece is not None}
     if len(shapes) <= 1:
         return None
-    return f"it has shapes {' and '.join(map(str, sorted(shapes)))}: build() makes another model there"
+    return (
+        f"it has shapes {' and '.join(map(str, sorted(shapes)))}: build() makes another model there"
+    )
 
 
-# -- why -----------------------------------------------------------------------------------------------------
+# -- why
+# -----------------------------------------------------------------------------------------------------
 
 
 def _why_initial(name: str, expected: Piece | None, pieces: Sequence[Piece | None]) -> str:
@@ -206,7 +223,8 @@ class _WhyGradient:
             return "no rank has a gradient: it is not reduced, or frozen there"
         if missing:
             return (
-                f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and its "
+                f"{_ranks(missing)} has no gradient: those of this parameter are not averaged, and "
+                f"its "
                 "module did not run there"
             )
         if (shapes := _shape_differs(expected, pieces)) is not None:
@@ -215,10 +233,15 @@ class _WhyGradient:
             return self._of(name, expected.values, _stitched(held)) or self._rows(expected, held)
         if any(not _close(piece.values, held[0].values) for piece in held):
             mean = sum(piece.values.double() for piece in held) / len(held)
-            if isinstance(mean, torch.Tensor) and _close(mean.to(expected.values.dtype), expected.values):
+            if isinstance(mean, torch.Tensor) and _close(
+                mean.to(expected.values.dtype), expected.values
+            ):
                 return "not averaged: every rank has its own, and their mean would be right"
             return f"ranks hold different gradients; {_ranks(_wrong(expected, held))} is not right"
-        return self._of(name, expected.values, held[0].values) or "it is the same on all ranks, and not right"
+        return (
+            self._of(name, expected.values, held[0].values)
+            or "it is the same on all ranks, and not right"
+        )
 
     def _of(self, name: str, expected: torch.Tensor, got: torch.Tensor) -> str | None:
         """Says what a whole gradient is, if it is something known."""
@@ -231,7 +254,9 @@ class _WhyGradient:
             if abs(scale * self.world - 1) < 0.01:
                 return f"{self.world} times too small: averaged once too often, or only a part of the sum"
             return f"{scale:.4g} times the expected one"
-        former = [snapshot[name].values for snapshot in self.history if snapshot.get(name) is not None]  # type: ignore[union-attr]
+        former = [
+            snapshot[name].values for snapshot in self.history if snapshot.get(name) is not None
+        ]  # type: ignore[union-attr]
         if former and _close(got, former[-1]):
             return f"stale: it is the gradient of step {self.step - 1}"
         if former and _close(got, former[-1] + expected):
@@ -241,7 +266,8 @@ class _WhyGradient:
                 own = (trace.gradients[0] or {}).get(name)
                 if own is not None and _close(got, own.values):
                     return (
-                        f"it is the gradient of part {rank} of the data alone: all ranks train on that part, "
+                        f"it is the gradient of part {rank} of the data alone: all ranks train on "
+                        f"that part, "
                         "or what the others send is lost"
                     )
                 if own is not None and _close(got, own.values / self.world):
@@ -280,10 +306,9 @@ class _WhyUpdate:
             scale = float((own * part).sum() / part.square().sum())
             scales.add(f"{scale:.3g}" if _close(own.float(), (part * scale).float()) else "")
         if len(scales) == 1 and "" not in scales:
-            return (
-                f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the expected one"
-            )
+            return f"gradients agree, and the update of {_ranks(wrong)} is {scales.pop()} times the expected one"
         return (
-            f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other settings "
+            f"gradients agree, and the update of {_ranks(wrong)} does not: its optimizer has other "
+            f"settings "
             "or state, or weights are written besides"
         )

@@ -1,9 +1,10 @@
 """Streams that run nothing in parallel and record what is ordered after what, for tests.
 
-`RecordedStreams` replaces a device's streams on a CPU. Work still runs at once, so results are right whatever
-the order would be on a device; but every stream has a vector clock (Lamport 1978; Mattern 1988), events carry
-clocks from one stream to another, and each access to memory is checked against the earlier ones: two accesses
-to the same bytes, one of them a write, must be ordered by events.
+`RecordedStreams` replaces a device's streams on a CPU. Work still runs at once, so results are
+right whatever the order would be on a device; but every stream has a vector clock (Lamport 1978;
+Mattern 1988), events carry clocks from one stream to another, and each access to memory is checked
+against the earlier ones: two accesses to the same bytes, one of them a write, must be ordered by
+events.
 """
 
 from __future__ import annotations
@@ -126,7 +127,10 @@ class RecordedStreams:
     def tick(self, stream: str) -> _Clock:
         """Advances a stream's time and returns its clock."""
         clock = self._clocks.setdefault(stream, {})
-        for name, time in self._host.items():  # what the host has waited for precedes what it launches
+        for (
+            name,
+            time,
+        ) in self._host.items():  # what the host has waited for precedes what it launches
             clock[name] = max(clock.get(name, 0), time)
         clock[stream] = clock.get(stream, 0) + 1
         return clock
@@ -137,11 +141,15 @@ class RecordedStreams:
             self._host[name] = max(self._host.get(name, 0), time)
 
     def happens_before(self, first_stream: str, first_time: int, second_stream: str) -> bool:
-        """Returns whether work of `second_stream` now is ordered after that moment of `first_stream`."""
+        """Returns whether work of `second_stream` now is ordered after that moment of
+        `first_stream`.
+        """
         return self._clocks.get(second_stream, {}).get(first_stream, 0) >= first_time
 
     def access(self, what: str, tensor: torch.Tensor, *, writes: bool) -> None:
-        """Records an access of the current stream to a tensor, and checks it against earlier ones."""
+        """Records an access of the current stream to a tensor, and checks it against earlier
+        ones.
+        """
         if not tensor.numel():
             return
         begin = tensor.data_ptr()

@@ -1,1 +1,3 @@
-"""The training program of `shardgrad train`: complete and resumable, on the engine's public interface."""
+"""The training program of `shardgrad train`: complete and resumable, on the engine's public
+interface.
+"""

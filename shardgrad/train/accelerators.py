@@ -1,4 +1,6 @@
-"""Whether PyTorch may see an accelerator here, found out without its import, which takes seconds."""
+"""Whether PyTorch may see an accelerator here, found out without its import, which takes
+seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ _BUILT_FOR = re.compile(r"^(cuda|hip|rocm|xpu)\b.*= *'", re.MULTILINE)
 
 
 def may_see_accelerator() -> bool:
-    """Returns False if the installed PyTorch sees no accelerator for certain; else its import decides."""
+    """Returns False if the installed PyTorch sees no accelerator for certain; else its import
+    decides.
+    """
     found = find_spec("torch")
     if found is None or found.origin is None or "torch" in sys.modules or sys.platform == "darwin":
         return True
     try:
-        kinds = set(_BUILT_FOR.findall(Path(found.origin).with_name("version.py").read_text("utf-8")))
+        kinds = set(
+            _BUILT_FOR.findall(Path(found.origin).with_name("version.py").read_text("utf-8"))
+        )
     except OSError:
         return True
     if kinds == {"cuda"} and not _loads("libcuda.so.1"):  # which the driver installs

@@ -43,7 +43,8 @@ class TrainState:
         optimizer: optimizer over the model's parameters.
         schedule: schedule of the optimizer's learning rate.
         step: number of optimizer steps done.
-        samples: number of sequences consumed by all ranks together, which is the position in the data.
+        samples: number of sequences consumed by all ranks together, which is the position in the
+            data.
     """
 
     model: LanguageModel
@@ -56,18 +57,20 @@ class TrainState:
 class Checkpoints:
     """The checkpoints of a run folder.
 
-    At every moment, also after an interruption or a kill, `latest` names a complete checkpoint or does not
-    exist.
+    At every moment, also after an interruption or a kill, `latest` names a complete checkpoint or
+    does not exist.
 
     Args:
         folder: folder of the checkpoints, visible to all ranks.
         keep: number of checkpoints to keep.
-        is_async: write in the background from a copy. The checkpoint is complete when the next save begins or
-            :meth:`finish` returns.
+        is_async: write in the background from a copy. The checkpoint is complete when the next save
+            begins or :meth:`finish` returns.
         timeout_s: timeout of the background collectives, in seconds.
     """
 
-    def __init__(self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int, is_async: bool = False, timeout_s: float = 120.0
+    ) -> None:
         self._folder = folder
         self._series = Series(folder, keep=keep)
         self._is_async = is_async
@@ -104,8 +107,8 @@ class Checkpoints:
             The folder of the checkpoint.
 
         Raises:
-            TrainingError: on every rank if any rank could not write, in this save or in the previous
-                background save. Existing checkpoints are unchanged.
+            TrainingError: on every rank if any rank could not write, in this save or in the
+                previous background save. Existing checkpoints are unchanged.
         """
         self.finish()
         final = self._series.path_of(state.step)
@@ -113,7 +116,9 @@ class Checkpoints:
             what = _gather_state(state, world)
             if self._is_async:
                 group = self._own_group(world)
-                self._saving = save_async(what, final, group=group, then=lambda: self._series.publish(final))
+                self._saving = save_async(
+                    what, final, group=group, then=lambda: self._series.publish(final)
+                )
             else:
                 save(what, final, group=world.control, then=lambda: self._series.publish(final))
         return final
@@ -141,9 +146,12 @@ class Checkpoints:
                 f"There is no checkpoint in {self._folder}: start the run again without --resume."
             )
         try:
-            loaded = load(_gather_state(state, world), path, optional=_OPTIONAL, group=world.control)
+            loaded = load(
+                _gather_state(state, world), path, optional=_OPTIONAL, group=world.control
+            )
         except CheckpointError as error:
-            # Other ranks do not wait for the first one to read; it is the one that is told to the user.
+            # Other ranks do not wait for the first one to read; it is the one that is told to the
+            # user.
             advice = self._advice(path, error) if world.leads else self._any_older
             raise CheckpointUnusable(
                 f"{path} cannot be used ({error.what}; {error.got}, at {error.where}): {advice}."
@@ -162,21 +170,27 @@ class Checkpoints:
         whole = next((other for other in reversed(older) if is_whole(other)), None)
         if whole is None:
             return "no older checkpoint is whole, so start the run again, with another --run-dir"
-        return f"write {whole.name}, which is whole, into {self._folder / 'latest'}, and resume again"
+        return (
+            f"write {whole.name}, which is whole, into {self._folder / 'latest'}, and resume again"
+        )
 
     @property
     def _any_older(self) -> str:
         return (
-            f"write the name of an older checkpoint, which `shardgrad checkpoint verify` finds whole, into "
+            f"write the name of an older checkpoint, which `shardgrad checkpoint verify` finds "
+            f"whole, into "
             f"{self._folder / 'latest'}, and resume again"
         )
 
     def discard_unfinished(self) -> None:
-        """Removes or completes what an interrupted save left behind; rank 0 calls it before training."""
+        """Removes or completes what an interrupted save left behind; rank 0 calls it before
+        training.
+        """
         self._series.recover()
 
     def _own_group(self, world: World) -> dist.ProcessGroup | None:
-        # Created once, by all ranks together: the steps use `world.control` during a background save.
+        # Created once, by all ranks together: the steps use `world.control` during a background
+        # save.
         if self._group is None and world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self._group
@@ -218,7 +232,9 @@ def _translated_errors() -> Iterator[None]:
 
 
 def _gather_state(state: TrainState, world: World) -> dict[str, Any]:
-    """Returns the state as nested dictionaries of tensors, which are saved from and loaded in world."""
+    """Returns the state as nested dictionaries of tensors, which are saved from and loaded in
+    world.
+    """
     return {
         "model": get_model_state_dict(state.model),
         "optimizer": get_optimizer_state_dict(state.model, state.optimizer),

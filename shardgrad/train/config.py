@@ -1,4 +1,6 @@
-"""The settings of a run: one frozen dataclass, from which options, file format and validation follow."""
+"""The settings of a run: one frozen dataclass, from which options, file format and validation
+follow.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ class TrainConfig:
     preset: str = _setting("tiny", "Size of the built-in transformer.", choices=tuple(PRESETS))
     hf: str | None = _setting(
         None,
-        "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as gpt2. "
+        "Train a Hugging Face causal LM instead: path of a config.json, or a model type such as "
+        "gpt2. "
         "Needs transformers.",
     )
     override: dict[str, Scalar] = field(
@@ -73,7 +76,8 @@ class TrainConfig:
 
     ranks: int | None = _setting(
         None,
-        "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its ranks]",
+        "Number of ranks to start.  [default: one per accelerator, else 2; under torchrun, its "
+        "ranks]",
         least=1,
     )
     mesh: str | None = _setting(
@@ -93,7 +97,8 @@ class TrainConfig:
     )
     precision: str = _setting(
         "fp32",
-        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in fp32.",
+        "Precision; bf16-mixed computes in bf16, and reduces gradients and updates weights in "
+        "fp32.",
         choices=("fp32", "bf16-mixed"),
     )
     stage: str = _setting(
@@ -103,7 +108,8 @@ class TrainConfig:
     )
     activation_checkpointing: str = _setting(
         "none",
-        "Recompute the activations of each block in backward instead of keeping them: full recomputes all, "
+        "Recompute the activations of each block in backward instead of keeping them: full "
+        "recomputes all, "
         "selective keeps attention and every second matrix product.",
         choices=("none", "selective", "full"),
         bare="full",
@@ -111,7 +117,8 @@ class TrainConfig:
     compile: bool = _setting(False, "Compile each block with torch.compile.")
     graph: str = _setting(
         "auto",
-        "Capture each step as one CUDA graph, with the same results; auto does so with --engine shardgrad on "
+        "Capture each step as one CUDA graph, with the same results; auto does so with --engine "
+        "shardgrad on "
         "devices that have graphs.",
         choices=("auto", "on", "off"),
     )
@@ -119,10 +126,13 @@ class TrainConfig:
 
     steps: int = _setting(400, "Number of optimizer steps.", least=1)
     batch_size: int = _setting(8, "Sequences per rank in each micro-batch.", least=1, most=2**20)
-    accumulate: int = _setting(1, "Micro-batches per step, whose gradients are accumulated.", least=1)
+    accumulate: int = _setting(
+        1, "Micro-batches per step, whose gradients are accumulated.", least=1
+    )
     sync_every_microbatch: bool = _setting(
         False,
-        "Reduce gradients after every micro-batch, not only after the last: less memory, more communication.",
+        "Reduce gradients after every micro-batch, not only after the last: less memory, more "
+        "communication.",
     )
     seq_len: int = _setting(128, "Length of a sequence in bytes.", least=2)
     seed: int = _setting(0, "Seed of the initial weights and of the order of the data.", least=0)
@@ -149,13 +159,15 @@ class TrainConfig:
     eval_samples: int = _setting(64, "Number of held-out sequences in a validation.", least=1)
     check_every: int = _setting(
         100,
-        "Steps between checks for silent faults: ranks that issue different collectives, replicas that "
+        "Steps between checks for silent faults: ranks that issue different collectives, replicas "
+        "that "
         "differ, parameters that no step changes; 0 checks replicas before checkpoints only.",
         least=0,
     )
     on_nonfinite: str = _setting(
         "stop",
-        "Action after a step with a non-finite loss or gradient, which does not update the weights: stop; "
+        "Action after a step with a non-finite loss or gradient, which does not update the "
+        "weights: stop; "
         "skip continues with the next step; dump stops and writes the values into the run folder.",
         choices=("stop", "skip", "dump"),
     )
@@ -166,16 +178,23 @@ class TrainConfig:
         False, "Write checkpoints in the background, from a copy in host memory."
     )
     profile: int = _setting(
-        0, "Profile this step of rank 0 into trace.json of the run folder, for `shardgrad explain`.", least=0
+        0,
+        "Profile this step of rank 0 into trace.json of the run folder, for `shardgrad explain`.",
+        least=0,
     )
     keep: int = _setting(2, "Number of checkpoints to keep.", least=1)
     run_dir: str | None = _setting(None, "Folder of the run.  [default: runs/<time>-<preset>]")
-    tensorboard: bool = _setting(False, "Write the metrics for TensorBoard too, into the run folder.")
+    tensorboard: bool = _setting(
+        False, "Write the metrics for TensorBoard too, into the run folder."
+    )
     wandb: bool = _setting(
         False, "Log the metrics to Weights & Biases too; offline, unless WANDB_MODE=online is set."
     )
     sample_bytes: int = _setting(
-        60, "Length of the text that the trained model writes at the end; 0 for none.", least=0, most=2**20
+        60,
+        "Length of the text that the trained model writes at the end; 0 for none.",
+        least=0,
+        most=2**20,
     )
     plot: bool = _setting(True, "Do not draw the loss curve.")
 
@@ -190,22 +209,31 @@ class TrainConfig:
         mesh = mesh_shape(self.mesh)
         if self.ranks is not None and mesh and self.ranks != math.prod(mesh):
             raise UsageError(
-                f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: correct one."
+                f"--mesh {self.mesh} has room for {math.prod(mesh)} ranks, not {self.ranks}: "
+                f"correct one."
             )
         if self.engine == "none" and (self.ranks or math.prod(mesh)) > 1:
-            raise UsageError("--engine none trains in one process: use --ranks 1, or an engine that shards.")
+            raise UsageError(
+                "--engine none trains in one process: use --ranks 1, or an engine that shards."
+            )
         if self.stage != "3" and self.engine != "shardgrad":
-            raise UsageError(f"--stage {self.stage} is for --engine shardgrad: leave one of them out.")
+            raise UsageError(
+                f"--stage {self.stage} is for --engine shardgrad: leave one of them out."
+            )
         if self.stage == "hfsdp" and len(mesh) != 2:
-            raise UsageError("--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2.")
+            raise UsageError(
+                "--stage hfsdp shards over two axes: give a mesh with both, such as --mesh 2x2."
+            )
         if self.on_nonfinite == "skip" and self.engine == "fsdp2":
             raise UsageError(
-                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers skip such steps: "
+                "--on-nonfinite skip is for --engine shardgrad or none, whose optimizers skip such "
+                "steps: "
                 "choose one of them, or stop."
             )
         if self.graph == "on" and self.engine == "fsdp2":
             raise UsageError(
-                "--graph on is for --engine shardgrad or none, whose steps can be captured: choose one of "
+                "--graph on is for --engine shardgrad or none, whose steps can be captured: choose "
+                "one of "
                 "them, or leave --graph out."
             )
 
@@ -229,10 +257,12 @@ def mesh_shape(text: str | None) -> tuple[int, ...]:
     parts = text.lower().split("x")
     # The length first: Python refuses to convert thousands of digits.
     if len(parts) > 2 or not all(
-        len(part) <= _MESH_DIGITS and part.isascii() and part.isdigit() and int(part) > 0 for part in parts
+        len(part) <= _MESH_DIGITS and part.isascii() and part.isdigit() and int(part) > 0
+        for part in parts
     ):
         raise UsageError(
-            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of two."
+            f"--mesh {text[:50]} is not a mesh: write 4 for four shards or 2x2 for two replicas of "
+            f"two."
         )
     return tuple(int(part) for part in parts)
 
@@ -261,7 +291,9 @@ def read_settings(path: Path) -> dict[str, Any]:
     known = [one.name for one in dataclasses.fields(TrainConfig)]
     for name in settings:
         if name not in known:
-            raise UsageError(f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}")
+            raise UsageError(
+                f"{path} sets {name!r}, which does not exist: {suggestion(name, known)}"
+            )
     checkpointing = settings.get("activation_checkpointing")
     if isinstance(checkpointing, bool):  # as earlier versions saved it
         settings["activation_checkpointing"] = "full" if checkpointing else "none"
@@ -276,11 +308,15 @@ def read_text(path: Path) -> str:
     """
     content = read_regular(path, _FILE_NBYTES + 1)
     if len(content) > _FILE_NBYTES:
-        raise UsageError(f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path.")
+        raise UsageError(
+            f"{path} has more than {_FILE_NBYTES} bytes, as no settings have: correct the path."
+        )
     try:
         return content.decode("utf-8")
     except ValueError as error:
-        raise UsageError(f"{path} cannot be read ({error}): correct the path, or the file.") from error
+        raise UsageError(
+            f"{path} cannot be read ({error}): correct the path, or the file."
+        ) from error
 
 
 def read_regular(path: Path, most_nbytes: int) -> bytes:
@@ -301,11 +337,14 @@ def read_regular(path: Path, most_nbytes: int) -> bytes:
         raise UsageError(f"{path} cannot be read ({error}): correct the path.") from error
 
 
-def resumed(saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None) -> TrainConfig:
-    """Returns the settings of a resumed run: the saved ones with `changes`, for the present number of ranks.
+def resumed(
+    saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int | None
+) -> TrainConfig:
+    """Returns the settings of a resumed run: the saved ones with `changes`, for the present number
+    of ranks.
 
-    On another number of ranks the global batch size, and with it the loss curve, is kept: the sequences of a
-    rank are divided into micro-batches that are no larger than before.
+    On another number of ranks the global batch size, and with it the loss curve, is kept: the
+    sequences of a rank are divided into micro-batches that are no larger than before.
 
     Args:
         saved: the settings in `config.json`; `ranks` is the number of ranks of the saved run.
@@ -318,7 +357,8 @@ def resumed(saved: TrainConfig, changes: Mapping[str, Any], *, world_size: int |
     for name in MODEL_FIELDS:
         if name in changes and changes[name] != getattr(saved, name):
             raise UsageError(
-                f"--{name} would change the model that was saved: leave it out to resume, or start a new run."
+                f"--{name} would change the model that was saved: leave it out to resume, or start "
+                f"a new run."
             )
     before = saved.ranks or 1
     mesh = mesh_shape(changes.get("mesh"))
@@ -336,7 +376,8 @@ def _same_global_batch(saved: TrainConfig, ranks: int) -> dict[str, int]:
     per_rank, rest = divmod(total, ranks)
     if rest or not per_rank:
         raise UsageError(
-            f"The run's {total} sequences per step cannot be shared by {ranks} ranks: use a number of ranks "
+            f"The run's {total} sequences per step cannot be shared by {ranks} ranks: use a number "
+            f"of ranks "
             "that divides it, or give --batch-size and accept another loss curve."
         )
     batch_size = max(size for size in range(1, saved.batch_size + 1) if per_rank % size == 0)
@@ -352,13 +393,17 @@ def _checked_kind(name: str, value: Any, kind: Any) -> Any:
     if expected is float and type(value) is int:
         value = as_float(value, _flag(name))
     if type(value) is not expected:
-        raise UsageError(f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}.")
+        raise UsageError(
+            f"{_flag(name)} needs a value of type {expected.__name__}, not {value!r:.100}."
+        )
     if expected is str and "\0" in value:  # which no path may have
         raise UsageError(f"{_flag(name)} has a null character: leave it out.")
     if expected is float and not math.isfinite(value):
         raise UsageError(f"{_flag(name)} is {value}: give a finite number.")
     if expected is int and abs(value) > _LARGEST:
-        raise UsageError(f"{_flag(name)} is a number of {value.bit_length()} bits: give one of at most 63.")
+        raise UsageError(
+            f"{_flag(name)} is a number of {value.bit_length()} bits: give one of at most 63."
+        )
     return value
 
 
@@ -370,7 +415,9 @@ def _check_limits(one: dataclasses.Field[Any], value: Any) -> None:
         hint = ""
         if one.name == "precision" and value.startswith("fp16"):
             hint = " (fp16 would need loss scaling, which this program does not have)"
-        raise UsageError(f"{_flag(one.name)} can be {', '.join(facts['choices'])}, not {value!r}{hint}.")
+        raise UsageError(
+            f"{_flag(one.name)} can be {', '.join(facts['choices'])}, not {value!r}{hint}."
+        )
     if facts["least"] is not None and not value >= facts["least"]:
         raise UsageError(f"{_flag(one.name)} is {value}: give at least {facts['least']}.")
     if facts["most"] is not None and not value <= facts["most"]:

@@ -1,4 +1,6 @@
-"""The training data: text as bytes, its held-out part, and the mapping from sample numbers to sequences."""
+"""The training data: text as bytes, its held-out part, and the mapping from sample numbers to
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -38,18 +40,24 @@ class Corpus:
         return len(self.train) + len(self.validation)
 
     def unigram_entropy(self) -> float:
-        """Returns the entropy of the byte frequencies in nats per byte: the loss without any context."""
-        counts = torch.bincount(self.train, minlength=256) + torch.bincount(self.validation, minlength=256)
+        """Returns the entropy of the byte frequencies in nats per byte: the loss without any
+        context.
+        """
+        counts = torch.bincount(self.train, minlength=256) + torch.bincount(
+            self.validation, minlength=256
+        )
         shares = counts[counts > 0].double() / counts.sum()
         return float(-(shares * shares.log()).sum())
 
 
-def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int) -> Corpus:
+def load_corpus(
+    path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int
+) -> Corpus:
     """Reads a text, the same bytes in the same order on every rank.
 
     Args:
-        path: a file, or a folder whose visible files are read in the order of their relative paths; None
-            reads the `*.py` files of Python's standard library.
+        path: a file, or a folder whose visible files are read in the order of their relative paths;
+            None reads the `*.py` files of Python's standard library.
         limit_nbytes: largest number of bytes to read.
         validation_fraction: fraction of the bytes, at the end, to hold out.
         seq_len: bytes per sequence. Both parts must hold one sequence and the byte after it.
@@ -61,7 +69,9 @@ def load_corpus(path: str | None, *, limit_nbytes: int, validation_fraction: flo
     try:
         text, file_count = _read(files_of(path), limit_nbytes)
     except OSError as error:
-        raise UsageError(f"{error.filename} cannot be read ({error.strerror}): correct --data.") from error
+        raise UsageError(
+            f"{error.filename} cannot be read ({error.strerror}): correct --data."
+        ) from error
     held_out = held_out_nbytes(source, len(text), validation_fraction, seq_len)
     whole = torch.frombuffer(text, dtype=torch.uint8)
     train, validation = whole.split([len(text) - held_out, held_out])
@@ -85,9 +95,9 @@ def _read(files: list[Path], limit_nbytes: int) -> tuple[bytearray, int]:
 class Sampler:
     """Sequences drawn from a text, with replacement.
 
-    The start of sample number n depends only on `seed` and n. Ranks, micro-batches and steps decide which
-    rank reads which numbers, so a global batch is the same data on any number of ranks, and the position of a
-    resumed run is one integer.
+    The start of sample number n depends only on `seed` and n. Ranks, micro-batches and steps decide
+    which rank reads which numbers, so a global batch is the same data on any number of ranks, and
+    the position of a resumed run is one integer.
 
     Args:
         text: uint8 `[bytes]`.
@@ -109,14 +119,16 @@ class Sampler:
         return windows(self.text, starts, self.seq_len)
 
     def _start(self, number: int) -> int:
-        # A hash, not a generator: the n-th value takes constant time and is the same in every PyTorch
-        # release.
+        # A hash, not a generator: the n-th value takes constant time and is the same in every
+        # PyTorch release.
         digest = hashlib.blake2b(f"{self.seed}/{number}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") % (len(self.text) - self.seq_len)
 
 
 def validation_starts(nbytes: int, *, seq_len: int, count: int) -> list[int]:
-    """Returns the starts of at most `count` sequences, evenly spaced over a text without overlap."""
+    """Returns the starts of at most `count` sequences, evenly spaced over a text without
+    overlap.
+    """
     count = min(count, (nbytes - 1) // seq_len)
     return [number * (nbytes - 1) // count for number in range(count)]
 

@@ -1,4 +1,6 @@
-"""Progress display: a live panel on a terminal, plain lines elsewhere, nothing on all ranks but rank 0."""
+"""Progress display: a live panel on a terminal, plain lines elsewhere, nothing on all ranks but
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ class SilentDisplay:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         return None
 
@@ -80,7 +85,10 @@ class LiveDisplay(SilentDisplay):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._live.transient = kind is not None  # what comes next would leave half of the panel
         self._live.stop()

@@ -1,4 +1,6 @@
-"""Errors of the training program: one sentence with what happened and what to do, and an exit status."""
+"""Errors of the training program: one sentence with what happened and what to do, and an exit
+status.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ import errno
 from shardgrad.errors import DesyncError
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_PEER_WORDS = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+_PEER_WORDS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+)
 _TIMEOUT_WORDS = ("timed out waiting", "timeout", "timed out")
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "not enough memory")
 
@@ -43,14 +50,18 @@ class PeerLost(TrainingError):
 
 
 def explain(error: BaseException) -> TrainingError:
-    """Translates an exception into a `TrainingError`; returns the exception if it is one already."""
+    """Translates an exception into a `TrainingError`; returns the exception if it is one
+    already.
+    """
     if isinstance(error, TrainingError):
         return error
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted before the current step was finished.")
     reason = operating_system_reason(error)
     if reason is not None and reason.errno in _NO_SPACE:
-        return DiskFull(f"The disk is full or a quota is used up ({_first_line(reason)}): free some space.")
+        return DiskFull(
+            f"The disk is full or a quota is used up ({_first_line(reason)}): free some space."
+        )
     if isinstance(error, OSError):
         return TrainingError(f"The operating system refused: {_first_line(error)}.")
     if isinstance(error, DesyncError):
@@ -58,13 +69,17 @@ def explain(error: BaseException) -> TrainingError:
     text = str(error).lower()
     if isinstance(error, MemoryError) or any(words in text for words in _MEMORY_WORDS):
         return TrainingError(
-            "Memory ran out: lower --batch-size, raise --accumulate, or add --activation-checkpointing."
+            "Memory ran out: lower --batch-size, raise --accumulate, or add "
+            "--activation-checkpointing."
         )
     if any(words in text for words in _PEER_WORDS):
-        return PeerLost("Another rank ended, so this one could not go on: look for that rank's own message.")
+        return PeerLost(
+            "Another rank ended, so this one could not go on: look for that rank's own message."
+        )
     if any(words in text for words in _TIMEOUT_WORDS):
         return PeerLost(
-            "Another rank did not answer in time: look for its message, or, if it was slow, raise --timeout."
+            "Another rank did not answer in time: look for its message, or, if it was slow, raise "
+            "--timeout."
         )
     return TrainingError(
         f"{type(error).__name__}: {_first_line(error)} (run again with --debug for the traceback)"
@@ -72,7 +87,9 @@ def explain(error: BaseException) -> TrainingError:
 
 
 def operating_system_reason(error: BaseException) -> OSError | None:
-    """Returns the `OSError` that caused an error: the error itself, or the first in its chain of causes."""
+    """Returns the `OSError` that caused an error: the error itself, or the first in its chain of
+    causes.
+    """
     link: BaseException | None = error
     while link is not None:
         if isinstance(link, OSError):

@@ -32,7 +32,8 @@ def continued(
     seed: int,
     device: torch.device,
 ) -> bytes:
-    """Returns a prompt and the bytes that a model continues it with. A collective if the model is sharded.
+    """Returns a prompt and the bytes that a model continues it with. A collective if the model is
+    sharded.
 
     Args:
         model: maps integers `[1, sequence]` to logits `[1, sequence, vocab_size]`.
@@ -51,8 +52,8 @@ def continued(
     was_training = model.training
     model.eval()
     for _ in range(count):
-        # Always of the same length, so that a compiled model is not compiled again: attention is causal, and
-        # what follows the last byte has no effect on it.
+        # Always of the same length, so that a compiled model is not compiled again: attention is
+        # causal, and what follows the last byte has no effect on it.
         seen = list(text[-window:])
         tokens = torch.tensor([seen + [0] * (window - len(seen))], device=device)
         logits: Tensor = model(tokens)[0, len(seen) - 1, :BYTE_VALUES].double().cpu()
@@ -93,7 +94,9 @@ def load_run(folder: Path) -> tuple[nn.Module, TrainConfig]:
         try:
             model.to_empty(device="cpu")  # every element is loaded
         except RuntimeError as error:
-            raise UsageError(f"There is no memory for the model of {folder}: correct config.json.") from error
+            raise UsageError(
+                f"There is no memory for the model of {folder}: correct config.json."
+            ) from error
     state: Mapping[str, Any] = {"model": model.state_dict()}
     while (newest := Series(folder / "checkpoints").latest()) is not None:
         try:

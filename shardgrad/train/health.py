@@ -1,4 +1,6 @@
-"""Checks for silent faults: non-finite numbers, replicas that differ, parameters that no step changes."""
+"""Checks for silent faults: non-finite numbers, replicas that differ, parameters that no step
+changes.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,8 @@ class StepResult:
 def gradient_sums(parameters: list[Tensor]) -> Tensor:
     """Returns the sum of each parameter's local gradient, fp32 `[parameters]`, on the device.
 
-    A sum is not finite if the gradient is not, so that a report can name the parameter. One pass over the
-    gradients; does not wait for the device.
+    A sum is not finite if the gradient is not, so that a report can name the parameter. One pass
+    over the gradients; does not wait for the device.
     """
     sums = [_memory_of(parameter).sum(dtype=torch.float32) for parameter in parameters]
     return torch.stack(sums) if sums else torch.zeros(0)
@@ -49,7 +51,9 @@ def _memory_of(parameter: Tensor) -> Tensor:
     grad = parameter.grad
     if grad is None:
         return torch.zeros((), device=parameter.device)
-    if isinstance(grad, ScaledGradient):  # with a finite pending scale, finite if and only if the gradient is
+    if isinstance(
+        grad, ScaledGradient
+    ):  # with a finite pending scale, finite if and only if the gradient is
         return grad.unscaled()
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
@@ -57,9 +61,9 @@ def _memory_of(parameter: Tensor) -> Tensor:
 class NonfiniteCheck:
     """Records, on the device, the first step of this rank with a non-finite loss or gradient.
 
-    Reading a loss waits for the device. So steps do not read it: :meth:`examine` does, together with the
-    metrics and before a checkpoint, so that no checkpoint has non-finite values. Until then the optimizers of
-    `shardgrad.optim` skip such steps.
+    Reading a loss waits for the device. So steps do not read it: :meth:`examine` does, together
+    with the metrics and before a checkpoint, so that no checkpoint has non-finite values. Until
+    then the optimizers of `shardgrad.optim` skip such steps.
 
     Args:
         names: names of the parameters, in the order of `StepResult.grad_sums`.
@@ -97,10 +101,12 @@ class NonfiniteCheck:
         """Reads the record. A collective; waits for the device.
 
         Returns:
-            With the policy `skip`, a message about the steps skipped since the last call; None if none were.
+            With the policy `skip`, a message about the steps skipped since the last call; None if
+            none were.
 
         Raises:
-            TrainingError: with the other policies, on every rank, if any rank had a non-finite step.
+            TrainingError: with the other policies, on every rank, if any rank had a non-finite
+                step.
         """
         bad = self._first_bad.item()
         rows = self._world.gather(
@@ -115,7 +121,9 @@ class NonfiniteCheck:
         if not steps:
             return None
         first = min(steps)
-        words = self._in_words([row if int(row[0]) == first else [-1.0, 1.0, -1.0, 0.0] for row in rows])
+        words = self._in_words(
+            [row if int(row[0]) == first else [-1.0, 1.0, -1.0, 0.0] for row in rows]
+        )
         if self._policy == "skip":
             skipped = int(max(row[3] for row in rows))
             self._forget()
@@ -123,7 +131,8 @@ class NonfiniteCheck:
         if self._policy == "dump":
             words += f"; the values are in {self._dump(first)}"
         raise TrainingError(
-            f"The loss or the gradients stopped being finite at step {first}: {words}. Lower --lr or --clip, "
+            f"The loss or the gradients stopped being finite at step {first}: {words}. Lower --lr "
+            f"or --clip, "
             "or use --precision fp32."
         )
 
@@ -140,7 +149,9 @@ class NonfiniteCheck:
             words.append(f"the loss of rank {', '.join(losses)}")
         if places:
             number, rank = min(places)
-            words.append(f"the gradient of parameter {self._names[number]}, which lies on rank {rank}")
+            words.append(
+                f"the gradient of parameter {self._names[number]}, which lies on rank {rank}"
+            )
         return " and ".join(words) or "the norm of the gradients, each of which is finite"
 
     def _dump(self, step: int) -> Path:
@@ -183,12 +194,15 @@ class SilentFaultCheck:
         words = "; ".join(str(report).splitlines()[:_SHOWN]) if report.differing else ""
         told = next(filter(None, self._world.all_gather_text(words)))
         raise TrainingError(
-            f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank computes or "
-            "remembers wrongly (failing memory or device?): resume, without that machine if it happens again."
+            f"Replicas have drifted apart, found after step {self._state.step}: {told}. A rank "
+            f"computes or "
+            "remembers wrongly (failing memory or device?): resume, without that machine if it "
+            "happens again."
         )
 
     def unchanged_parameters(self) -> str | None:
-        """Returns a message about parameters that no step has changed since the last call. A collective.
+        """Returns a message about parameters that no step has changed since the last call. A
+        collective.
 
         Returns:
             None if there are none. Each parameter is named once in a run.

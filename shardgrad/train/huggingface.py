@@ -17,7 +17,8 @@ from shardgrad.train.presets import BYTE_VALUES, Scalar, suggestion
 
 
 class CausalLM(nn.Module):
-    """Adapts a `transformers` model to the interface of :class:`~shardgrad.train.model.Transformer`.
+    """Adapts a `transformers` model to the interface of
+    :class:`~shardgrad.train.model.Transformer`.
 
     Args:
         model: a model from `AutoModelForCausalLM.from_config`.
@@ -34,7 +35,9 @@ class CausalLM(nn.Module):
         # Looked up, not registered a second time: a parameter must not have two names.
         found = self.model.get_submodule(self._layers_path)
         if not isinstance(found, nn.ModuleList):
-            raise TypeError(f"{self._layers_path} is no longer a ModuleList but {type(found).__name__}")
+            raise TypeError(
+                f"{self._layers_path} is no longer a ModuleList but {type(found).__name__}"
+            )
         return found
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -59,7 +62,8 @@ def build_causal_lm(
         seed: seed of the weights.
 
     Raises:
-        UsageError: the configuration cannot be read, or `transformers` cannot build a model from it.
+        UsageError: the configuration cannot be read, or `transformers` cannot build a model from
+            it.
         PartnerUnavailableError: `transformers` is not installed.
     """
     config = read_model_config(source, overrides)
@@ -73,7 +77,9 @@ def build_causal_lm(
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise _unusable(source, error) from error
     if model.config.vocab_size < BYTE_VALUES:
-        raise UsageError(f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}.")
+        raise UsageError(
+            f"{source} has {model.config.vocab_size} tokens: bytes need at least {BYTE_VALUES}."
+        )
     return CausalLM(model.float())
 
 
@@ -106,17 +112,23 @@ def read_model_config(source: str, overrides: Mapping[str, Scalar]) -> Any:
 
 
 def _unusable(source: str, error: Exception) -> UsageError:
-    reason = textwrap.shorten(str(error) or type(error).__name__, 120)  # it may list every architecture
+    reason = textwrap.shorten(
+        str(error) or type(error).__name__, 120
+    )  # it may list every architecture
     return UsageError(f"transformers cannot build a causal LM from {source!r}: {reason}")
 
 
 def longest_module_list(model: nn.Module) -> str:
-    """Returns the path of the module list with the most parameters, which holds the decoder's blocks."""
+    """Returns the path of the module list with the most parameters, which holds the decoder's
+    blocks.
+    """
     sizes: dict[str, int] = {
         name: sum(parameter.numel() for parameter in part.parameters())
         for name, part in model.named_modules()
         if isinstance(part, nn.ModuleList)
     }
     if not sizes:
-        raise UsageError(f"{type(model).__name__} keeps no list of blocks to shard: choose another model.")
+        raise UsageError(
+            f"{type(model).__name__} keeps no list of blocks to shard: choose another model."
+        )
     return max(sizes, key=lambda name: sizes[name])

@@ -24,7 +24,11 @@ from shardgrad.train.launcher import (
     require_room,
     torchrun_world_size,
 )
-from shardgrad.train.model_types import require_fitting_sizes, require_known_fields, require_model_type
+from shardgrad.train.model_types import (
+    require_fitting_sizes,
+    require_known_fields,
+    require_model_type,
+)
 from shardgrad.train.rank import Job, Report, run_rank
 from shardgrad.train.sinks import wandb_mode
 from shardgrad.train.spawn import spawn
@@ -49,7 +53,8 @@ def prepare(given: Mapping[str, Any], *, resume: Path | None, debug: bool) -> Jo
     """
     world_size = torchrun_world_size()
     if resume is None and is_restarted() and _has_checkpoint(given.get("run_dir")):
-        # torchrun repeats the command line of the first start. Its settings are saved in the run folder.
+        # torchrun repeats the command line of the first start. Its settings are saved in the run
+        # folder.
         resume, given = Path(given["run_dir"]), {}
     if resume is None:
         config, folder = _new_run(given, world_size)
@@ -70,14 +75,20 @@ def start(job: Job) -> Report:
     try:
         job.folder.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:  # a path that no folder can have
-        raise UsageError(f"{job.folder} cannot be made ({error}): choose another --run-dir.") from error
+        raise UsageError(
+            f"{job.folder} cannot be made ({error}): choose another --run-dir."
+        ) from error
     _require_writable(job.folder)
     ranks = job.config.ranks or _fitting_ranks(job.config)
-    return spawn(dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks)
+    return spawn(
+        dataclasses.replace(job, config=dataclasses.replace(job.config, ranks=ranks)), ranks
+    )
 
 
 def _require_writable(folder: Path) -> None:
-    """Refuses a run folder that cannot be written, or made. Makes none: torchrun's ranks may name several."""
+    """Refuses a run folder that cannot be written, or made. Makes none: torchrun's ranks may name
+    several.
+    """
     try:
         there = next(each for each in (folder, *folder.absolute().parents) if each.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -96,7 +107,9 @@ def _has_checkpoint(folder: str | None) -> bool:
 
 
 def _step_of_latest(folder: Path) -> int | None:
-    """Returns the step of the checkpoint that `latest` names, if it is there. Imports no PyTorch."""
+    """Returns the step of the checkpoint that `latest` names, if it is there. Imports no
+    PyTorch.
+    """
     pointer = folder / "latest"
     try:
         name = _STEP.fullmatch(Path(read_text(pointer).strip()).name)
@@ -109,7 +122,9 @@ def newest_run() -> Path:
     """Returns the folder in `runs/` that was started last."""
     configs = sorted(RUNS.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     if not configs:
-        raise UsageError(f"There is no run in {RUNS}/ to resume: give its folder, --resume RUN_DIR.")
+        raise UsageError(
+            f"There is no run in {RUNS}/ to resume: give its folder, --resume RUN_DIR."
+        )
     return configs[-1].parent
 
 
@@ -122,11 +137,12 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
         )
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{'hf' if config.hf else config.preset}"
     folder = Path(config.run_dir) if config.run_dir is not None else RUNS / name
-    # On every rank: torchrun waits half a minute for those that another has left alone. The first one writes
-    # the file when all have joined, after this.
+    # On every rank: torchrun waits half a minute for those that another has left alone. The first
+    # one writes the file when all have joined, after this.
     if not is_restarted() and (folder / "config.json").exists():
         raise UsageError(
-            f"{folder} already holds a run: resume it with --resume {folder}, or choose another --run-dir."
+            f"{folder} already holds a run: resume it with --resume {folder}, or choose another "
+            f"--run-dir."
         )
     mesh = mesh_shape(config.mesh)
     ranks = world_size or config.ranks or (math.prod(mesh) if mesh else None)
@@ -136,12 +152,16 @@ def _new_run(given: Mapping[str, Any], world_size: int | None) -> tuple[TrainCon
 def _old_run(given: Mapping[str, Any], folder: Path, world_size: int | None) -> TrainConfig:
     saved = _saved_config(folder)
     if given.get("run_dir") is not None and Path(given["run_dir"]).absolute() != folder.absolute():
-        raise UsageError(f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}.")
+        raise UsageError(
+            f"--resume {folder} goes on in that folder: leave out --run-dir {given['run_dir']}."
+        )
     config = resumed(saved, given, world_size=world_size)
     _check_inputs(config)
     step = _step_of_latest(folder / "checkpoints")
     if step is not None and step >= config.steps:
-        raise UsageError(f"The run has already made {step} steps: give a larger --steps to continue.")
+        raise UsageError(
+            f"The run has already made {step} steps: give a larger --steps to continue."
+        )
     if step is None and not _has_checkpoint(str(folder)):
         raise UsageError(_NO_CHECKPOINT.format(folder))
     return config

@@ -1,4 +1,5 @@
-"""What a launcher such as torchrun has put into the environment, and how many ranks fit on this machine.
+"""What a launcher such as torchrun has put into the environment, and how many ranks fit on this
+machine.
 
 This module does not import PyTorch.
 """
@@ -23,7 +24,9 @@ _CORRECT = "Correct the launcher, or unset RANK and WORLD_SIZE to start without 
 
 
 def available_cores() -> int:
-    """Returns the number of cores this process may use; in a container, fewer than the machine has."""
+    """Returns the number of cores this process may use; in a container, fewer than the machine
+    has.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -38,7 +41,8 @@ def require_room(ranks: int) -> None:
     most = _RANKS_PER_CORE * available_cores()
     if ranks > most:
         raise UsageError(
-            f"{ranks} ranks are to start on this machine, which has {available_cores()} cores: start at most "
+            f"{ranks} ranks are to start on this machine, which has {available_cores()} cores: "
+            f"start at most "
             f"{most} with --ranks or --mesh, or start them on several machines with torchrun."
         )
 
@@ -47,24 +51,27 @@ def torchrun_world_size() -> int | None:
     """Returns the number of ranks that a launcher started; None without one.
 
     Raises:
-        UsageError: a variable is no number, a rank is not below the number of ranks, or the address or port
-            at which the ranks meet is missing.
+        UsageError: a variable is no number, a rank is not below the number of ranks, or the address
+            or port at which the ranks meet is missing.
     """
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
         return None
     for rank, size in _ORDER:
         if size in os.environ and not _number(rank) < _number(size):
             raise UsageError(
-                f"{rank} is {_number(rank)} and {size} is {_number(size)} in the environment: ranks count "
+                f"{rank} is {_number(rank)} and {size} is {_number(size)} in the environment: "
+                f"ranks count "
                 f"from 0 to {size} - 1. {_CORRECT}"
             )
     if not os.environ.get("MASTER_ADDR"):
         raise UsageError(
-            f"RANK and WORLD_SIZE are set, and MASTER_ADDR, where the ranks meet, is not. {_CORRECT}"
+            f"RANK and WORLD_SIZE are set, and MASTER_ADDR, where the ranks meet, is not. "
+            f"{_CORRECT}"
         )
     if "MASTER_PORT" not in os.environ or _number("MASTER_PORT") >= 2**16:
         raise UsageError(
-            f"MASTER_PORT is {os.environ.get('MASTER_PORT', 'not set')!r:.50}: ranks meet at a port below "
+            f"MASTER_PORT is {os.environ.get('MASTER_PORT', 'not set')!r:.50}: ranks meet at a "
+            f"port below "
             f"65536. {_CORRECT}"
         )
     _number("LOCAL_RANK")
@@ -73,7 +80,9 @@ def torchrun_world_size() -> int | None:
 
 @contextmanager
 def first_rank_speaks() -> Iterator[None]:
-    """Lets the first rank of a machine say what all refuse; a launcher ends the others when it has ended."""
+    """Lets the first rank of a machine say what all refuse; a launcher ends the others when it has
+    ended.
+    """
     try:
         yield
     except UsageError:
@@ -114,7 +123,8 @@ def require_resolvable_master(patience_s: float = _LOOK_UP_S) -> None:
     if not found.wait(patience_s):
         is_over.set()
         raise UsageError(
-            f"MASTER_ADDR is {address!r:.100}, which {socket.gethostname()} cannot resolve ({reasons[-1]}): "
+            f"MASTER_ADDR is {address!r:.100}, which {socket.gethostname()} cannot resolve "
+            f"({reasons[-1]}): "
             "correct it in the launcher, or the name service of this machine."
         )
 

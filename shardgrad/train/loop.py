@@ -32,7 +32,9 @@ from shardgrad.train.stop import StopRequest
 _PROMPT_BYTES, _TEMPERATURE = 40, 0.8  # of the sample at the end
 
 
-def train(config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool) -> None:
+def train(
+    config: TrainConfig, world: World, folder: Path, stop: StopRequest, *, resume: bool
+) -> None:
     """Trains as one of the ranks, until the last step or a request to stop.
 
     Args:
@@ -78,12 +80,15 @@ def _train(
     model = build_model(config, mesh, world.device)
     optimizer = build_optimizer(model, config)
     state = TrainState(model, optimizer, build_schedule(optimizer, config))
-    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ between ranks.
+    # The initial weights are the same on every rank. Numbers drawn later (dropout) must differ
+    # between ranks.
     torch.manual_seed(config.seed + world.rank)
     if resume:
         checkpoints.load(state, world)
     if state.step >= config.steps:
-        raise UsageError(f"The run has already made {state.step} steps: give a larger --steps to continue.")
+        raise UsageError(
+            f"The run has already made {state.step} steps: give a larger --steps to continue."
+        )
     title = f"{config.hf or config.preset} on {world.world_size} x {world.device.type}"
     with choose_display(leads=world.leads, steps=config.steps, title=title) as display:
         run = Run(config, world, folder, state, corpus, checkpoints, display)
@@ -92,7 +97,8 @@ def _train(
 
 
 class Run:
-    """A run on this rank: its steps, and the reports, checks, validations and checkpoints between them.
+    """A run on this rank: its steps, and the reports, checks, validations and checkpoints between
+    them.
 
     Args:
         config: resolved settings.
@@ -125,7 +131,9 @@ class Run:
         self._record = RunRecord(folder, self._sinks) if world.leads else None
         # Of the finite losses since the last report, the sum and the number.
         self._losses = torch.zeros(2, device=world.device)
-        self._step = TrainStep(state, Sampler(corpus.train, config.seq_len, config.seed), config, world)
+        self._step = TrainStep(
+            state, Sampler(corpus.train, config.seq_len, config.seed), config, world
+        )
         names = [name for name, p in state.model.named_parameters() if p.requires_grad]
         self._nonfinite = NonfiniteCheck(names, config.on_nonfinite, folder, world)
         self._silent_faults = SilentFaultCheck(state, world)
@@ -160,11 +168,15 @@ class Run:
         if self._state.step:
             self._display.note(f"Resumed after step {self._state.step}.")
         if known and corpus.digest not in known:
-            self._display.note("The text is not the one this run started with: training uses the new one.")
+            self._display.note(
+                "The text is not the one this run started with: training uses the new one."
+            )
         if config.plot:
             # Before the first step, not after the last: the run may take days.
             try:
-                require("matplotlib", feature="The picture of the loss curve (left out with --no-plot)")
+                require(
+                    "matplotlib", feature="The picture of the loss curve (left out with --no-plot)"
+                )
             except PartnerUnavailableError as error:
                 self._display.note(f"{error.what}: {error.fix}")
 
@@ -177,7 +189,9 @@ class Run:
             self._nonfinite.watch(state.step, result)
             self._unreported_steps += 1
             is_finite = torch.isfinite(result.loss)
-            self._losses += torch.stack((torch.where(is_finite, result.loss, 0.0), is_finite.float()))
+            self._losses += torch.stack(
+                (torch.where(is_finite, result.loss, 0.0), is_finite.float())
+            )
             self._display.stepped(state.step)
             if self._is_due(config.log_every):
                 self._report(result)
@@ -202,7 +216,9 @@ class Run:
         return self._state.step % every == 0 or self._state.step == self._config.steps
 
     def _report(self, result: StepResult) -> None:
-        """Gathers and displays every rank's metrics; the only place where a step waits for the device."""
+        """Gathers and displays every rank's metrics; the only place where a step waits for the
+        device.
+        """
         recorder.enter("metrics")
         norm = result.grad_norm
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -212,7 +228,9 @@ class Run:
         rows = self._world.gather([mean, float(memory_nbytes(self._world.device))])
         now_s = time.perf_counter()
         state, config = self._state, self._config
-        tokens = self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
+        tokens = (
+            self._unreported_steps * config.global_batch(self._world.world_size) * config.seq_len
+        )
         elapsed_s = now_s - self._began_s
         metrics = StepMetrics(
             step=state.step,
@@ -246,14 +264,18 @@ class Run:
     def _validate(self) -> None:
         recorder.enter("validation")
         began_s = time.perf_counter()
-        loss = validation_loss(self._state.model, self._corpus.validation, self._config, self._world)
+        loss = validation_loss(
+            self._state.model, self._corpus.validation, self._config, self._world
+        )
         self._validation_loss = loss
         self._display.note(
             f"step {self._state.step}: validation loss {loss:.4f} nats per byte "
             f"(byte-unigram entropy {self._entropy:.4f})"
         )
         if self._record is not None:
-            self._record.write("validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy)
+            self._record.write(
+                "validation", step=self._state.step, loss=loss, unigram_entropy=self._entropy
+            )
         self._reported_s += time.perf_counter() - began_s  # not counted in the training speed
 
     def _save(self) -> None:
@@ -282,8 +304,10 @@ class Run:
         if self._config.plot:
             self._record.draw(unigram_entropy=self._entropy)
         self._display.note(
-            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} in "
-            f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per byte; "
+            f"Done: {self._config.steps} steps, the last {self._config.steps - self._first_step} "
+            f"in "
+            f"{nice_seconds(elapsed_s)}. Validation loss {self._validation_loss:.4f} nats per "
+            f"byte; "
             f"byte-unigram entropy {self._entropy:.4f}. Everything is in {self._folder}"
         )
 

@@ -1,4 +1,6 @@
-"""A decoder-only transformer: RoPE, RMSNorm, SwiGLU, grouped-query attention, tied or untied head."""
+"""A decoder-only transformer: RoPE, RMSNorm, SwiGLU, grouped-query attention, tied or untied
+head.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ __all__ = ["PRESETS", "Transformer", "TransformerConfig", "count_parameters", "m
 
 
 class Projection(nn.Module):
-    """A linear map without bias; its weight `[out_width, in_width]` is initialized with deviation `std`."""
+    """A linear map without bias; its weight `[out_width, in_width]` is initialized with deviation
+    `std`.
+    """
 
     def __init__(self, in_width: int, out_width: int, *, std: float) -> None:
         super().__init__()
@@ -37,7 +41,11 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_width = config.heads, config.kv_heads, config.head_width
+        self.heads, self.kv_heads, self.head_width = (
+            config.heads,
+            config.kv_heads,
+            config.head_width,
+        )
         kv_width = config.kv_heads * config.head_width
         self.query = Projection(config.width, config.width, std=config.init_std)
         self.key = Projection(config.width, kv_width, std=config.init_std)
@@ -45,11 +53,17 @@ class Attention(nn.Module):
         self.output = Projection(config.width, config.width, std=_residual_std(config))
 
     def forward(self, inputs: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width / 2]`."""
+        """Maps `[batch, sequence, width]` to the same shape; the tables are `[sequence, head_width
+        / 2]`.
+        """
         batch, sequence, width = inputs.shape
-        query = self.query(inputs).view(batch, sequence, self.heads, self.head_width).transpose(1, 2)
+        query = (
+            self.query(inputs).view(batch, sequence, self.heads, self.head_width).transpose(1, 2)
+        )
         key = self.key(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
-        value = self.value(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
+        value = (
+            self.value(inputs).view(batch, sequence, self.kv_heads, self.head_width).transpose(1, 2)
+        )
         mixed = functional.scaled_dot_product_attention(
             rotate(query, cosine, sine),
             rotate(key, cosine, sine),
@@ -94,7 +108,9 @@ class Block(nn.Module):
 
 
 class Embedding(nn.Module):
-    """The embedding, with weight `[vocab_size, width]`; a tied model uses its transpose as output head."""
+    """The embedding, with weight `[vocab_size, width]`; a tied model uses its transpose as output
+    head.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -114,8 +130,8 @@ class Embedding(nn.Module):
 class Transformer(nn.Module):
     """The language model. `layers` holds the blocks, which an engine shards one by one.
 
-    Can be built under `torch.device("meta")`: every module that owns parameters has `reset_parameters()`, and
-    :func:`materialise` initializes them module by module.
+    Can be built under `torch.device("meta")`: every module that owns parameters has
+    `reset_parameters()`, and :func:`materialise` initializes them module by module.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -124,7 +140,11 @@ class Transformer(nn.Module):
         self.embedding = Embedding(config)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.head = None if config.tied else Projection(config.width, config.vocab_size, std=config.init_std)
+        self.head = (
+            None
+            if config.tied
+            else Projection(config.width, config.vocab_size, std=config.init_std)
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Maps integers `[batch, sequence]` to logits `[batch, sequence, vocab_size]`."""
@@ -152,20 +172,25 @@ def next_token_loss(logits: Tensor, targets: Tensor, *, reduction: str = "mean")
         targets: integers `[batch, sequence]`.
         reduction: `mean` or `sum` over the targets that are not ignored.
     """
-    return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+    return functional.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction
+    )
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Returns the number of elements of all parameters; shared ones count once, sharded ones in full."""
+    """Returns the number of elements of all parameters; shared ones count once, sharded ones in
+    full.
+    """
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def materialise(model: nn.Module, part: nn.Module, *, device: torch.device, seed: int) -> None:
     """Allocates and initializes the meta parameters of a submodule.
 
-    Each module draws from a generator seeded by `seed` and the module's name in `model`, so the values do not
-    depend on the rank, on the number of ranks or on the order of calls: a caller may materialize a block,
-    shard it, and then materialize the next. The global generators are left unchanged.
+    Each module draws from a generator seeded by `seed` and the module's name in `model`, so the
+    values do not depend on the rank, on the number of ranks or on the order of calls: a caller may
+    materialize a block, shard it, and then materialize the next. The global generators are left
+    unchanged.
 
     Args:
         model: the whole model.
@@ -190,24 +215,29 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 def _residual_std(config: TransformerConfig) -> float:
-    # 2 * layers projections are added to the residual stream: its initial variance does not grow with depth.
+    # 2 * layers projections are added to the residual stream: its initial variance does not grow
+    # with depth.
     return config.init_std / math.sqrt(2 * config.layers)
 
 
 def rotary_tables(sequence: int, config: TransformerConfig, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cosines and sines `[sequence, head_width / 2]` in the dtype of `like`.
 
-    Computed in every forward, not kept as buffers: the cost is small compared with a block, and a model
-    without buffers can be built on the meta device without special cases.
+    Computed in every forward, not kept as buffers: the cost is small compared with a block, and a
+    model without buffers can be built on the meta device without special cases.
     """
     half = config.head_width // 2
     exponents = torch.arange(half, device=like.device, dtype=torch.float32) / half
     frequencies = torch.exp(exponents * -math.log(config.rope_theta))
-    angles = torch.outer(torch.arange(sequence, device=like.device, dtype=torch.float32), frequencies)
+    angles = torch.outer(
+        torch.arange(sequence, device=like.device, dtype=torch.float32), frequencies
+    )
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
 
 
 def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Rotates each pair (i, i + head_width / 2) of `[batch, heads, sequence, head_width]` by its angle."""
+    """Rotates each pair (i, i + head_width / 2) of `[batch, heads, sequence, head_width]` by its
+    angle.
+    """
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)

@@ -21,8 +21,22 @@ __all__ = ["require_fitting_sizes", "require_known_fields", "require_model_type"
 
 # What transformers' configurations call sizes, of which none can be less than one.
 _SIZES = (
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "max_position_embeddings", "vocab_size", "n_embd", "n_layer", "n_head", "n_positions"),
+    *(
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *(
+        "head_dim",
+        "max_position_embeddings",
+        "vocab_size",
+        "n_embd",
+        "n_layer",
+        "n_head",
+        "n_positions",
+    ),
 )
 _MOST = 2**24
 _MULTIPLES = (("num_attention_heads", "num_key_value_heads"), ("n_embd", "n_head"))
@@ -45,7 +59,8 @@ def require_model_type(source: str) -> None:
     tables = _tables_of_types()
     if tables and not any(f'"{kind}"' in table for table in tables):
         raise UsageError(
-            f"--hf {source}: the installed transformers has no model of type {kind!r}. Correct it, or name a "
+            f"--hf {source}: the installed transformers has no model of type {kind!r}. Correct it, "
+            f"or name a "
             "config.json."
         )
 
@@ -68,31 +83,39 @@ def require_fitting_sizes(source: str, overrides: Mapping[str, Scalar]) -> None:
                 f"--hf {source}: {name} is {value!r:.50}: give a whole number from 1 to {_MOST}."
             )
     if sizes.get("vocab_size", BYTE_VALUES) < BYTE_VALUES:
-        raise UsageError(f"{source} has {sizes['vocab_size']} tokens: bytes need at least {BYTE_VALUES}.")
+        raise UsageError(
+            f"{source} has {sizes['vocab_size']} tokens: bytes need at least {BYTE_VALUES}."
+        )
     for larger, smaller in _MULTIPLES:
         if larger in sizes and smaller in sizes and sizes[larger] % sizes[smaller]:
-            raise UsageError(_DOES_NOT_DIVIDE.format(source, larger, sizes[larger], smaller, sizes[smaller]))
+            raise UsageError(
+                _DOES_NOT_DIVIDE.format(source, larger, sizes[larger], smaller, sizes[smaller])
+            )
 
 
 def require_known_fields(source: str, overrides: Mapping[str, Scalar]) -> None:
-    """Refuses fields that the configuration does not have, and values of another type or size than it takes.
+    """Refuses fields that the configuration does not have, and values of another type or size than
+    it takes.
 
-    The class of the configuration is read from its file, not imported. It refuses no more than `transformers`
-    does, which has the last word: on other rules of its own, and on a class that is written in another way.
+    The class of the configuration is read from its file, not imported. It refuses no more than
+    `transformers` does, which has the last word: on other rules of its own, and on a class that is
+    written in another way.
 
     Args:
         source: path of a `config.json`, or a model type such as `gpt2`.
         overrides: fields of the configuration to replace.
 
     Raises:
-        UsageError: there is no such field, a value is of another type, or one size does not divide another.
+        UsageError: there is no such field, a value is of another type, or one size does not divide
+            another.
     """
     settings = settings_in(source) | dict(overrides)
     kind = settings["model_type"]
     classes = _classes_of(str(kind))
     if not classes:
         return
-    # A field is declared, or a property, or assigned in a method, or a name that a table maps to another.
+    # A field is declared, or a property, or assigned in a method, or a name that a table maps to
+    # another.
     words = {word for node in classes for word in _words(node)}
     declared = {
         statement.target.id: statement
@@ -127,16 +150,22 @@ def require_known_fields(source: str, overrides: Mapping[str, Scalar]) -> None:
 
 def _package() -> list[Path]:
     found = find_spec("transformers")
-    return [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    return (
+        [] if found is None else [Path(place) for place in found.submodule_search_locations or ()]
+    )
 
 
 def _tables_of_types() -> list[str]:
-    return [path.read_text("utf-8") for root in _package() for path in root.glob("models/auto/*.py")]
+    return [
+        path.read_text("utf-8") for root in _package() for path in root.glob("models/auto/*.py")
+    ]
 
 
 @functools.cache
 def _classes_of(kind: str) -> list[ast.ClassDef]:
-    """Returns the configuration's class and those that it inherits from, or nothing if one is not found."""
+    """Returns the configuration's class and those that it inherits from, or nothing if one is not
+    found.
+    """
     entry = re.compile(rf'"{re.escape(kind)}",\s*"(\w+Config)"')
     named = [match[1] for table in _tables_of_types() if (match := entry.search(table))]
     for root in _package() if named else ():
@@ -166,7 +195,11 @@ def _with_bases(path: Path, name: str) -> Iterator[ast.ClassDef]:
                 if base.id != "object":
                     yield from _with_bases(path, base.id)
             return
-        if isinstance(node, ast.ImportFrom) and node.level and name in [alias.name for alias in node.names]:
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.level
+            and name in [alias.name for alias in node.names]
+        ):
             target = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             yield from _with_bases(
                 target / "__init__.py" if target.is_dir() else target.with_suffix(".py"), name
@@ -185,12 +218,16 @@ def _words(node: ast.ClassDef) -> Iterator[str]:
 
 
 def _is_strict(node: ast.ClassDef) -> bool:
-    """Returns whether the types of values are checked, as `huggingface_hub` does for one under `@strict`."""
+    """Returns whether the types of values are checked, as `huggingface_hub` does for one under
+    `@strict`.
+    """
     return any(isinstance(each, ast.Name) and each.id == "strict" for each in node.decorator_list)
 
 
 def _simple_types(annotation: ast.expr) -> set[str]:
-    """Returns the types of `int | None`, or nothing if one of them is more than a word or a number."""
+    """Returns the types of `int | None`, or nothing if one of them is more than a word or a
+    number.
+    """
     if isinstance(annotation, ast.BinOp):
         left, right = _simple_types(annotation.left), _simple_types(annotation.right)
         return left | right if left and right else set()
@@ -203,11 +240,15 @@ def _kind_of(value: Any) -> str:
 
 
 def _divisions(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yields the fields of each `if self.a % self.b != 0` in the method that refuses a configuration."""
+    """Yields the fields of each `if self.a % self.b != 0` in the method that refuses a
+    configuration.
+    """
     for method in node.body:
         if isinstance(method, ast.FunctionDef) and method.name == "validate_architecture":
             tests = [ast.unparse(each.test) for each in method.body if isinstance(each, ast.If)]
-            yield from re.findall(r"^self\.(\w+) % self\.(\w+) != 0$", "\n".join(tests), re.MULTILINE)
+            yield from re.findall(
+                r"^self\.(\w+) % self\.(\w+) != 0$", "\n".join(tests), re.MULTILINE
+            )
 
 
 def settings_in(source: str) -> dict[str, Any]:
@@ -226,5 +267,7 @@ def settings_in(source: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UsageError(f"--hf {source} is not valid JSON ({error}): correct it there.") from error
     if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise UsageError(f"--hf {source} names no model_type: use the config.json of a transformers model.")
+        raise UsageError(
+            f"--hf {source} names no model_type: use the config.json of a transformers model."
+        )
     return settings

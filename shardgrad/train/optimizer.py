@@ -14,7 +14,8 @@ from shardgrad.train.config import TrainConfig
 
 
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """Builds AdamW, or SGD with momentum. Matrices have weight decay, vectors (norm weights) do not.
+    """Builds AdamW, or SGD with momentum. Matrices have weight decay, vectors (norm weights) do
+    not.
 
     With `--engine fsdp2` the optimizer is torch's, else shardgrad's.
     """
@@ -25,7 +26,8 @@ def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimi
     ]
     groups = [group for group in groups if group["params"]]
     library: Any = torch.optim if config.engine == "fsdp2" else shardgrad.optim
-    # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not finite.
+    # For parameters that no unit shards, clipping cannot tell the optimizer that a norm is not
+    # finite.
     checks: dict[str, bool] = {"check_finite": True} if config.engine == "none" else {}
     if config.optimizer == "sgd":
         return library.SGD(groups, lr=config.lr, momentum=0.9, **checks)  # type: ignore[no-any-return]
@@ -37,14 +39,18 @@ def build_schedule(optimizer: torch.optim.Optimizer, config: TrainConfig) -> Lam
 
     def ratio(step: int) -> float:
         return lr_ratio(
-            step, steps=config.steps, warmup_steps=config.warmup_steps, final_ratio=config.final_lr_ratio
+            step,
+            steps=config.steps,
+            warmup_steps=config.warmup_steps,
+            final_ratio=config.final_lr_ratio,
         )
 
     return LambdaLR(optimizer, ratio)
 
 
 def lr_ratio(step: int, *, steps: int, warmup_steps: int, final_ratio: float) -> float:
-    """Returns the learning rate of a step as a fraction of its peak: linear warmup, then cosine decay.
+    """Returns the learning rate of a step as a fraction of its peak: linear warmup, then cosine
+    decay.
 
     Args:
         step: number of the step, from 0.

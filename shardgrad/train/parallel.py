@@ -30,7 +30,8 @@ class World:
         rank: 0 to `world_size - 1`.
         world_size: number of ranks on all machines.
         device: device that this rank trains on.
-        control: a gloo group for host-side collectives, which therefore never wait for the accelerator.
+        control: a gloo group for host-side collectives, which therefore never wait for the
+            accelerator.
     """
 
     rank: int
@@ -93,7 +94,9 @@ def join(config: TrainConfig, *, init_method: str) -> World:
         torch.accelerator.set_device_index(device.index)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
     limit = timedelta(seconds=config.timeout)
-    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit)
+    dist.init_process_group(
+        backend, init_method=init_method, rank=rank, world_size=world_size, timeout=limit
+    )
     return World(rank, world_size, device, dist.new_group(backend="gloo", timeout=limit))
 
 
@@ -101,7 +104,9 @@ def start_hang_watchdog(world: World, *, stall_s: float, on_stall: OnStall) -> H
     """Starts the thread that answers other ranks' status queries; see :class:`HangWatchdog`."""
     leave_to_program()
     store = dist.distributed_c10d._get_default_store()
-    return HangWatchdog(store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall).start()
+    return HangWatchdog(
+        store, world.rank, world.world_size, stall_s=stall_s, on_stall=on_stall
+    ).start()
 
 
 def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMesh:
@@ -110,12 +115,15 @@ def build_mesh(world: World, text: str | None, *, timeout_s: float) -> DeviceMes
     Args:
         world: this rank.
         text: value of `--mesh`; None shards over all ranks.
-        timeout_s: timeout of collectives. `init_device_mesh` would give its groups the default of 30 minutes.
+        timeout_s: timeout of collectives. `init_device_mesh` would give its groups the default of
+            30 minutes.
     """
     shape = mesh_shape(text) or (world.world_size,)
     room = shape[0] if len(shape) == 1 else shape[0] * shape[1]
     if room != world.world_size:
-        raise UsageError(f"--mesh {text} has room for {room} ranks, but {world.world_size} are running.")
+        raise UsageError(
+            f"--mesh {text} has room for {room} ranks, but {world.world_size} are running."
+        )
     if len(shape) == 1:
         return init_device_mesh(world.device.type, shape, mesh_dim_names=("shard",))
     ranks = torch.arange(room).view(shape)
@@ -135,7 +143,9 @@ def default_ranks(device: str) -> int:
 
 
 def memory_nbytes(device: torch.device) -> int:
-    """Returns this rank's memory: resident bytes on CPU, bytes reserved by PyTorch on an accelerator."""
+    """Returns this rank's memory: resident bytes on CPU, bytes reserved by PyTorch on an
+    accelerator.
+    """
     if device.type != "cpu":
         return torch.accelerator.memory_reserved(device)
     try:
@@ -155,5 +165,7 @@ def _choose_device(wish: str, local_rank: int) -> torch.device:
         raise UsageError(NO_ACCELERATOR)
     count = torch.accelerator.device_count()
     if local_rank >= count:
-        raise UsageError(f"This machine has {count} accelerators but more ranks: use --ranks {count}.")
+        raise UsageError(
+            f"This machine has {count} accelerators but more ranks: use --ranks {count}."
+        )
     return torch.device(accelerator.type, local_rank)

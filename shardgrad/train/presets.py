@@ -12,7 +12,10 @@ from shardgrad.train.failure import UsageError
 
 Scalar = bool | int | float | str
 # Beyond these, building the model would not end, or torch could not count its elements.
-_MOST = {"layers": 10_000, **dict.fromkeys(("width", "heads", "kv_heads", "hidden", "vocab_size"), 2**24)}
+_MOST = {
+    "layers": 10_000,
+    **dict.fromkeys(("width", "heads", "kv_heads", "hidden", "vocab_size"), 2**24),
+}
 BYTE_VALUES = 256
 
 
@@ -23,16 +26,19 @@ class TransformerConfig:
     Args:
         width: width of the residual stream.
         layers: number of blocks.
-        heads: number of query heads; divides `width`, and the head width is even, as RoPE rotates pairs.
-        kv_heads: number of key and value heads; divides `heads` (grouped-query attention if smaller).
+        heads: number of query heads; divides `width`, and the head width is even, as RoPE rotates
+            pairs.
+        kv_heads: number of key and value heads; divides `heads` (grouped-query attention if
+            smaller).
         hidden: inner width of the SwiGLU feed-forward.
-        vocab_size: rows of the embedding. Bytes use the first 256; presets named after a known model have
-            that model's vocabulary size, so that memory and communication are those of the model.
+        vocab_size: rows of the embedding. Bytes use the first 256; presets named after a known
+            model have that model's vocabulary size, so that memory and communication are those of
+            the model.
         tied: use the transposed embedding as output head.
         rope_theta: base of RoPE's wavelengths.
         norm_eps: number added to the mean square in RMSNorm.
-        init_std: standard deviation of initial weights; for projections into the residual stream, divided by
-            sqrt(2 * layers).
+        init_std: standard deviation of initial weights; for projections into the residual stream,
+            divided by sqrt(2 * layers).
     """
 
     width: int
@@ -50,21 +56,28 @@ class TransformerConfig:
         sizes = ("width", "layers", "heads", "kv_heads", "hidden")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise UsageError(f"The model's {name} is {getattr(self, name)}: give a positive number.")
+                raise UsageError(
+                    f"The model's {name} is {getattr(self, name)}: give a positive number."
+                )
         for name, most in _MOST.items():
             if getattr(self, name) > most:
-                raise UsageError(f"The model's {name} is {getattr(self, name)}: give at most {most}.")
+                raise UsageError(
+                    f"The model's {name} is {getattr(self, name)}: give at most {most}."
+                )
         if self.vocab_size < BYTE_VALUES:
             raise UsageError(
                 f"The model's vocab_size is {self.vocab_size}: bytes need at least {BYTE_VALUES}."
             )
         if self.width % self.heads or (self.width // self.heads) % 2:
             raise UsageError(
-                f"The model's width {self.width} does not split into {self.heads} heads of even width: "
+                f"The model's width {self.width} does not split into {self.heads} heads of even "
+                f"width: "
                 "choose a width that is a multiple of twice the heads."
             )
         if self.heads % self.kv_heads:
-            raise UsageError(f"The model's {self.heads} heads do not share {self.kv_heads} kv_heads evenly.")
+            raise UsageError(
+                f"The model's {self.heads} heads do not share {self.kv_heads} kv_heads evenly."
+            )
 
     @property
     def head_width(self) -> int:
@@ -75,10 +88,20 @@ class TransformerConfig:
 PRESETS: Mapping[str, TransformerConfig] = {
     "tiny": TransformerConfig(width=192, layers=2, heads=3, kv_heads=3, hidden=576),
     "small": TransformerConfig(width=384, layers=6, heads=6, kv_heads=6, hidden=1024),
-    "medium": TransformerConfig(width=640, layers=10, heads=10, kv_heads=10, hidden=1728, tied=False),
-    "gpt2": TransformerConfig(width=768, layers=12, heads=12, kv_heads=12, hidden=2048, vocab_size=50_257),
+    "medium": TransformerConfig(
+        width=640, layers=10, heads=10, kv_heads=10, hidden=1728, tied=False
+    ),
+    "gpt2": TransformerConfig(
+        width=768, layers=12, heads=12, kv_heads=12, hidden=2048, vocab_size=50_257
+    ),
     "1b": TransformerConfig(
-        width=2048, layers=16, heads=32, kv_heads=8, hidden=8192, vocab_size=128_256, rope_theta=500_000.0
+        width=2048,
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        hidden=8192,
+        vocab_size=128_256,
+        rope_theta=500_000.0,
     ),
     "8b": TransformerConfig(
         width=4096,
@@ -126,7 +149,9 @@ def as_float(number: int, what: str) -> float:
     try:
         return float(number)
     except OverflowError:
-        raise UsageError(f"{what} is a number of {number.bit_length()} bits: give a smaller one.") from None
+        raise UsageError(
+            f"{what} is a number of {number.bit_length()} bits: give a smaller one."
+        ) from None
 
 
 def suggestion(name: str, known: list[str]) -> str:

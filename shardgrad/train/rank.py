@@ -30,7 +30,9 @@ _STALL = 0.8  # fraction of the collectives' timeout: report before a backend en
 
 
 class Cause(IntEnum):
-    """How close a report is to the cause of a failure; the report with the lowest value is printed."""
+    """How close a report is to the cause of a failure; the report with the lowest value is
+    printed.
+    """
 
     OWN = 0  # the failure happened on this rank
     SHARED = 1  # all ranks found the failure together, with the same message
@@ -85,7 +87,8 @@ class Job:
 
 
 def run_rank(job: Job, *, init_method: str, launcher: int | None = None) -> Report:
-    """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...); reports how it ended.
+    """Trains as the rank given by the environment (`RANK`, `WORLD_SIZE`, ...); reports how it
+    ended.
 
     Args:
         job: what to run, the same on every rank.
@@ -103,10 +106,18 @@ def run_rank(job: Job, *, init_method: str, launcher: int | None = None) -> Repo
         from shardgrad.train.parallel import join, start_hang_watchdog
 
         world = join(job.config, init_method=init_method)
-        watchdog = start_hang_watchdog(world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall)
+        watchdog = start_hang_watchdog(
+            world, stall_s=_STALL * job.config.timeout, on_stall=_tell_of_stall
+        )
         # Ranks of torchrun each derive the folder's name from their clock: all use rank 0's.
         folder = Path(world.broadcast_text(str(folder)))
-        train(dataclasses.replace(job.config, run_dir=str(folder)), world, folder, stop, resume=job.resume)
+        train(
+            dataclasses.replace(job.config, run_dir=str(folder)),
+            world,
+            folder,
+            stop,
+            resume=job.resume,
+        )
         watchdog.close()
         dist.destroy_process_group()
     except BaseException as error:  # CheckpointException of torch is not an Exception
@@ -138,7 +149,9 @@ def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdo
     hint = "" if isinstance(failure, UsageError | CheckpointUnusable) else resume_hint(folder)
     if isinstance(error, TrainingError) or watchdog is None:
         cause = Cause.CONSEQUENCE if isinstance(failure, PeerLost) else Cause.SHARED
-        return Report(rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0)
+        return Report(
+            rank, failure.exit_status, str(failure), hint=hint, cause=cause, speaks=rank == 0
+        )
     if not isinstance(failure, PeerLost):
         watchdog.report_error(error)
         what = f"Rank {rank} failed at {watchdog.location}: {failure}"
@@ -156,7 +169,8 @@ def _failed(error: BaseException, rank: int, folder: Path, watchdog: HangWatchdo
         hint,
         Cause.CONSEQUENCE,
         # A rank that failed by itself prints its own report.
-        speaks and not any(answers[culprit].error for culprit in finding.culprits if culprit in answers),
+        speaks
+        and not any(answers[culprit].error for culprit in finding.culprits if culprit in answers),
         finding.stack,
     )
 
@@ -165,7 +179,13 @@ def _tell_of_stall(finding: Diagnosis, answers: dict[int, RankStatus]) -> None:
     """Prints which rank the others wait for, on the lowest waiting rank, once per stall."""
     waiting = [rank for rank, answer in answers.items() if rank not in finding.culprits]
     if finding.culprits and int(os.environ["RANK"]) == min(waiting, default=-1):
-        print(f"shardgrad train: {finding.sentence}", *finding.stack, sep="\n  ", file=sys.stderr, flush=True)
+        print(
+            f"shardgrad train: {finding.sentence}",
+            *finding.stack,
+            sep="\n  ",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _keep(finding: Diagnosis, answers: dict[int, RankStatus], folder: Path) -> None:

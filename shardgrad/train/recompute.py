@@ -33,14 +33,17 @@ def checkpointed(block: nn.Module, mode: str, *, preserve_rng_state: bool = True
 
     Args:
         block: the block, before `fully_shard`, so that it is recomputed with unsharded parameters.
-        mode: "none" returns the block itself; "full" keeps the block's inputs only; "selective" also keeps
-            the results of attention and of every second matrix product, which cost most to compute again.
+        mode: "none" returns the block itself; "full" keeps the block's inputs only; "selective"
+            also keeps the results of attention and of every second matrix product, which cost most
+            to compute again.
         preserve_rng_state: as for `torch.utils.checkpoint.checkpoint`.
     """
     if mode == "none":
         return block
     selective: dict[str, Any] = {"context_fn": _contexts} if mode == "selective" else {}
-    wrapped: nn.Module = checkpoint_wrapper(block, preserve_rng_state=preserve_rng_state, **selective)
+    wrapped: nn.Module = checkpoint_wrapper(
+        block, preserve_rng_state=preserve_rng_state, **selective
+    )
     return wrapped
 
 

@@ -32,7 +32,8 @@ class StepMetrics:
 
     Args:
         step: number of optimizer steps done.
-        loss: mean loss of the steps since the last metrics, over their global batches, in nats per byte.
+        loss: mean loss of the steps since the last metrics, over their global batches, in nats per
+            byte.
         lr: learning rate of the step.
         grad_norm: gradient norm before clipping.
         tokens_per_s: tokens per second of all ranks together, since the last metrics.
@@ -56,7 +57,8 @@ class RunRecord:
 
     - `config.json`: every setting, resolved; `--resume` reads it.
     - `environment.json`: versions, the commit of shardgrad, and hardware.
-    - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or checkpoint.
+    - `metrics.jsonl`: one JSON object per line; its `event` is start, step, validation or
+      checkpoint.
     - `loss.png`: the loss curve.
 
     Args:
@@ -68,7 +70,9 @@ class RunRecord:
         self._folder, self._sinks = folder, sinks
         self._metrics = folder / "metrics.jsonl"
 
-    def begin(self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]) -> str | None:
+    def begin(
+        self, config: TrainConfig, world: World, *, step: int, facts: dict[str, Any]
+    ) -> str | None:
         """Writes settings and environment, and removes the metrics of steps that will be repeated.
 
         Metrics that cannot be read are kept under another name.
@@ -84,7 +88,9 @@ class RunRecord:
         """
         make_folder(self._folder)
         replace_synced(self._folder / "config.json", config.to_json())
-        replace_synced(self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n")
+        replace_synced(
+            self._folder / "environment.json", json.dumps(_environment(world), indent=2) + "\n"
+        )
         events, unreadable = _read_events(self._metrics)
         warning = self._set_aside(unreadable) if unreadable else None
         kept = [event for event in events if event["step"] <= step]
@@ -93,7 +99,9 @@ class RunRecord:
         return warning
 
     def _set_aside(self, unreadable: int) -> str:
-        names = (self._metrics.with_name(f"{self._metrics.name}.unreadable{end}") for end in _endings())
+        names = (
+            self._metrics.with_name(f"{self._metrics.name}.unreadable{end}") for end in _endings()
+        )
         aside = next(path for path in names if not path.exists())
         self._metrics.rename(aside)
         lines = f"{unreadable} line{'' if unreadable == 1 else 's'}"
@@ -112,7 +120,9 @@ class RunRecord:
         self.write("step", **dataclasses.asdict(metrics))
 
     def events(self) -> list[dict[str, Any]]:
-        """Returns the readable events; each has an `event` and a `step`, and its `loss` is a number."""
+        """Returns the readable events; each has an `event` and a `step`, and its `loss` is a
+        number.
+        """
         return _read_events(self._metrics)[0]
 
     def draw(self, *, unigram_entropy: float) -> Path | None:
@@ -127,7 +137,9 @@ class RunRecord:
         for name, style in (("step", "-"), ("validation", "o")):
             points = [(event["step"], event["loss"]) for event in events if event["event"] == name]
             label = "training" if name == "step" else "validation"
-            axes.plot([step for step, _ in points], [loss for _, loss in points], style, label=label)
+            axes.plot(
+                [step for step, _ in points], [loss for _, loss in points], style, label=label
+            )
         axes.axhline(unigram_entropy, linestyle="--", color="grey", label="byte-unigram entropy")
         axes.legend()
         path = self._folder / "loss.png"
@@ -136,7 +148,9 @@ class RunRecord:
 
 
 def _read_events(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The events in a file, and how many lines are none; a last line cut short by a crash does not count."""
+    """The events in a file, and how many lines are none; a last line cut short by a crash does not
+    count.
+    """
     if not os.path.lexists(path):
         return [], 0
     try:

@@ -22,10 +22,11 @@ ShardModule = Callable[..., Any]
 
 
 def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> LanguageModel:
-    """Builds the model of `config`, sharded over `mesh`, with initial values that do not depend on the mesh.
+    """Builds the model of `config`, sharded over `mesh`, with initial values that do not depend on
+    the mesh.
 
-    A rank never holds all unsharded parameters of the built-in transformer: a block is materialized and
-    sharded before the next block is materialized.
+    A rank never holds all unsharded parameters of the built-in transformer: a block is materialized
+    and sharded before the next block is materialized.
 
     Returns:
         A module with `layers`, `forward(tokens) -> logits` and `loss(tokens, targets)`.
@@ -46,7 +47,9 @@ def build_model(config: TrainConfig, mesh: DeviceMesh, device: torch.device) -> 
     for name, block in list(model.layers.named_children()):
         materialise(model, block, device=device, seed=config.seed)
         block = checkpointed(block, config.activation_checkpointing)
-        if config.compile:  # with what is recomputed inside: operators that are compiled are not seen outside
+        if (
+            config.compile
+        ):  # with what is recomputed inside: operators that are compiled are not seen outside
             block.compile()
         model.layers.register_module(name, block)
         shard(block, mesh=mesh, mp_policy=policy, **stage)
@@ -72,7 +75,9 @@ def choose_engine(name: str, mesh: DeviceMesh) -> ShardModule:
     return _unsharded
 
 
-def _unsharded(module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy) -> nn.Module:
+def _unsharded(
+    module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy
+) -> nn.Module:
     if mp_policy.param_dtype is not None:
         raise UsageError(
             "--engine none computes in fp32: leave --precision out, or use an engine that shards."
@@ -81,7 +86,9 @@ def _unsharded(module: nn.Module, *, mesh: DeviceMesh, mp_policy: MixedPrecision
 
 
 def precision_policy(name: str) -> MixedPrecisionPolicy:
-    """Returns the policy of `--precision`: `bf16-mixed` computes in bf16 and reduces gradients in fp32."""
+    """Returns the policy of `--precision`: `bf16-mixed` computes in bf16 and reduces gradients in
+    fp32.
+    """
     if name == "fp32":
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

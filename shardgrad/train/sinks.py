@@ -28,7 +28,9 @@ class Sink(Protocol):
 
 
 def open_sinks(config: TrainConfig, folder: Path) -> list[Sink]:
-    """Returns the sinks that a run's settings ask for. Their packages are installed, which was checked."""
+    """Returns the sinks that a run's settings ask for. Their packages are installed, which was
+    checked.
+    """
     sinks: list[Sink] = []
     if config.tensorboard:
         sinks.append(_TensorBoard(folder))
@@ -45,7 +47,9 @@ def wandb_mode() -> str:
     """
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in _WANDB_MODES:
-        raise UsageError(f"WANDB_MODE can be {', '.join(_WANDB_MODES)}, not {mode!r:.50}: set it to one.")
+        raise UsageError(
+            f"WANDB_MODE can be {', '.join(_WANDB_MODES)}, not {mode!r:.50}: set it to one."
+        )
     return mode
 
 

@@ -29,15 +29,16 @@ _GOOD_ENDS = (0, Interrupted.exit_status)
 def spawn(job: Job, ranks: int) -> Report:
     """Trains in `ranks` processes on this machine and waits for all of them.
 
-    The first Ctrl-C or SIGTERM is passed to the ranks, which finish their step and save; a second one kills
-    them. When a rank fails, the others are killed after a grace period.
+    The first Ctrl-C or SIGTERM is passed to the ranks, which finish their step and save; a second
+    one kills them. When a rank fails, the others are killed after a grace period.
 
     Returns:
         The report closest to the cause of a failure, or rank 0's on success.
     """
     with tempfile.TemporaryDirectory(prefix="shardgrad-") as meeting:
         former = {number: signal.getsignal(number) for number in stop_signals()}
-        # Children inherit the ignored Ctrl-C until they install their handler: no tracebacks during imports.
+        # Children inherit the ignored Ctrl-C until they install their handler: no tracebacks during
+        # imports.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         children = [_start(job, rank, ranks, f"file://{meeting}/store") for rank in range(ranks)]
         watch = _Watch(job, children)
@@ -47,7 +48,8 @@ def spawn(job: Job, ranks: int) -> Report:
             reports = watch.until_all_ended()
         finally:
             for number, handler in former.items():
-                # After a request to stop, the final report is still to be printed: ignore further requests.
+                # After a request to stop, the final report is still to be printed: ignore further
+                # requests.
                 signal.signal(number, signal.SIG_IGN if watch.is_stopping else handler)
             for child in children:
                 child.process.kill()
@@ -58,9 +60,13 @@ def spawn(job: Job, ranks: int) -> Report:
 def _nearest_to_the_cause(reports: list[Report]) -> Report:
     """Returns the report to print, with another rank's `waits` if it has none."""
     best = min(reports, key=lambda report: (report.exit_status == 0, report.cause, report.rank))
-    waits = (report.waits for report in reports if report.cause is Cause.CONSEQUENCE and report.waits)
+    waits = (
+        report.waits for report in reports if report.cause is Cause.CONSEQUENCE and report.waits
+    )
     known = best.waits or (next(waits, "") if best.cause is Cause.OWN else "")
-    return replace(best, waits=known, speaks=True)  # all ranks share one terminal: one report is printed
+    return replace(
+        best, waits=known, speaks=True
+    )  # all ranks share one terminal: one report is printed
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,15 @@ class _Child:
             status, words = Interrupted.exit_status, "Stopped at once, without saving."
         elif status < 0:
             hint = _WHY.get(-status, "")
-            status, words = 1, f"Rank {self.rank} was ended by {signal.Signals(-status).name}{hint}."
+            status, words = (
+                1,
+                f"Rank {self.rank} was ended by {signal.Signals(-status).name}{hint}.",
+            )
         else:
-            status, words = status or 1, f"Rank {self.rank} ended with status {status} without a report."
+            status, words = (
+                status or 1,
+                f"Rank {self.rank} ended with status {status} without a report.",
+            )
         hint = resume_hint(job.folder)
         return Report(self.rank, status, words, hint=hint, cause=Cause.OWN, speaks=True)
 
@@ -104,7 +116,9 @@ def _start(job: Job, rank: int, ranks: int, init_method: str) -> _Child:
     return _Child(rank, process, ours)
 
 
-def _child_main(job: Job, rank: int, ranks: int, init_method: str, launcher: int, pipe: Connection) -> None:
+def _child_main(
+    job: Job, rank: int, ranks: int, init_method: str, launcher: int, pipe: Connection
+) -> None:
     """Sets the environment as torchrun does, and runs the rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
@@ -136,7 +150,9 @@ class _Watch:
         now_s = time.monotonic()
         if self._asked_s is None:
             self._asked_s = now_s
-            print("Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr, flush=True)
+            print(
+                "Stopping after this step; Ctrl-C again stops at once.", file=sys.stderr, flush=True
+            )
             for child in self._children:
                 child.process.terminate()
         elif now_s - self._asked_s > ECHO_S:
@@ -153,6 +169,8 @@ class _Watch:
             for child in [child for child in running if not child.process.is_alive()]:
                 running.remove(child)
                 reports.append(child.report(self._job, is_stopping=self.is_stopping))
-            if deadline_s is None and any(report.exit_status not in _GOOD_ENDS for report in reports):
+            if deadline_s is None and any(
+                report.exit_status not in _GOOD_ENDS for report in reports
+            ):
                 deadline_s = time.monotonic() + _GRACE_S
         return reports

@@ -28,8 +28,9 @@ _IGNORED_TARGET = -100  # what cross_entropy leaves out by default
 class TrainStep:
     """One optimizer step: reads the next batch, updates the weights, and advances the state.
 
-    All device work is in `update`, which takes and returns tensors and never waits for the device, so that it
-    can be captured as one CUDA graph (`--graph`). Schedule and counters are on the host and stay outside.
+    All device work is in `update`, which takes and returns tensors and never waits for the device,
+    so that it can be captured as one CUDA graph (`--graph`). Schedule and counters are on the host
+    and stay outside.
 
     Args:
         state: the state that steps change.
@@ -38,11 +39,13 @@ class TrainStep:
         world: this rank.
 
     Attributes:
-        update: function from micro-batches to loss, gradient norm and gradient sums; a `GraphedStep` if steps
-            are captured.
+        update: function from micro-batches to loss, gradient norm and gradient sums; a
+            `GraphedStep` if steps are captured.
     """
 
-    def __init__(self, state: TrainState, sampler: Sampler, config: TrainConfig, world: World) -> None:
+    def __init__(
+        self, state: TrainState, sampler: Sampler, config: TrainConfig, world: World
+    ) -> None:
         self._state = state
         self._sampler = sampler
         self._config = config
@@ -70,7 +73,9 @@ class TrainStep:
         """Returns this rank's part of the next global batch, on the host."""
         size, world = self._config.batch_size, self._world
         return [
-            self._sampler.batch(self._state.samples + (number * world.world_size + world.rank) * size, size)
+            self._sampler.batch(
+                self._state.samples + (number * world.world_size + world.rank) * size, size
+            )
             for number in range(self._config.accumulate)
         ]
 
@@ -92,7 +97,11 @@ class TrainStep:
         recorder.enter("clip")
         grad_sums = gradient_sums(self._parameters)
         # The norm is reported without clipping too: an infinite limit clips nothing.
-        clip = torch.nn.utils.clip_grad_norm_ if config.engine == "fsdp2" else shardgrad.clip_grad_norm_
+        clip = (
+            torch.nn.utils.clip_grad_norm_
+            if config.engine == "fsdp2"
+            else shardgrad.clip_grad_norm_
+        )
         grad_norm = clip(model.parameters(), config.clip or math.inf)
         recorder.enter("optimizer")
         self._state.optimizer.step()
@@ -108,14 +117,15 @@ def _is_graphed(config: TrainConfig, device: torch.device) -> bool:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, text: Tensor, config: TrainConfig, world: World) -> float:
-    """Computes the loss on the held-out text, with the same sequences on any number of ranks. A collective.
+    """Computes the loss on the held-out text, with the same sequences on any number of ranks. A
+    collective.
 
     Args:
         model: the model; switched to evaluation mode and back.
         text: uint8 `[bytes]`, the held-out text.
         config: settings; the number and length of sequences are used.
-        world: this rank. The ranks share the sequences, and all run the same number of forwards, since each
-            forward has collectives.
+        world: this rank. The ranks share the sequences, and all run the same number of forwards,
+            since each forward has collectives.
 
     Returns:
         Nats per byte.
@@ -124,7 +134,9 @@ def validation_loss(model: nn.Module, text: Tensor, config: TrainConfig, world: 
     per_round = world.world_size * config.batch_size
     total, count = 0.0, 0
     model.eval()
-    for first in range(world.rank * config.batch_size, -(-len(starts) // per_round) * per_round, per_round):
+    for first in range(
+        world.rank * config.batch_size, -(-len(starts) // per_round) * per_round, per_round
+    ):
         mine = starts[first : first + config.batch_size]
         padding = config.batch_size - len(mine)
         tokens, targets = windows(text, mine + [0] * padding, config.seq_len)

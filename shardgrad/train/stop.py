@@ -36,15 +36,17 @@ class StopRequest:
     """Records a request to stop this process; a second, later request ends the process at once.
 
     Args:
-        launcher: the process of `spawn` that has started this one; None for any other parent. Its end is a
-            request, too. It forwards the first request, seconds later on a loaded machine, and kills ranks
-            on a second one, so they do not end themselves.
+        launcher: the process of `spawn` that has started this one; None for any other parent. Its
+            end is a request, too. It forwards the first request, seconds later on a loaded machine,
+            and kills ranks on a second one, so they do not end themselves.
     """
 
     def __init__(self, launcher: int | None = None) -> None:
         self._first_s: float | None = None
         self._is_ended_by_launcher = launcher is not None
-        self._parent = os.getppid() if launcher is None else launcher  # which may have ended already
+        self._parent = (
+            os.getppid() if launcher is None else launcher
+        )  # which may have ended already
 
     def install(self) -> StopRequest:
         """Installs the signal handlers; only the main thread may call this."""

@@ -1,4 +1,6 @@
-"""The files of a text, and whether they are enough to train on. This module does not import PyTorch."""
+"""The files of a text, and whether they are enough to train on. This module does not import
+PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,17 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__", "test", "te
 
 def source_of(path: str | None) -> str:
     """Returns what a text is called."""
-    return f"Python's standard library ({sysconfig.get_paths()['stdlib']})" if path is None else path
+    return (
+        f"Python's standard library ({sysconfig.get_paths()['stdlib']})" if path is None else path
+    )
 
 
 def files_of(path: str | None) -> list[Path]:
     """Returns the files of a text, in their order.
 
     Args:
-        path: a file, or a folder whose visible files are read in the order of their relative paths; None
-            for the `*.py` files of Python's standard library.
+        path: a file, or a folder whose visible files are read in the order of their relative paths;
+            None for the `*.py` files of Python's standard library.
 
     Raises:
         UsageError: there is nothing at `path`.
@@ -34,13 +38,18 @@ def files_of(path: str | None) -> list[Path]:
     root = Path(sysconfig.get_paths()["stdlib"]) if path is None else Path(path)
     if not root.exists():
         raise UsageError(
-            f"There is no file or folder at {path}: correct --data, or leave it out of a new run to "
+            f"There is no file or folder at {path}: correct --data, or leave it out of a new run "
+            f"to "
             "train on the source of Python's standard library."
         )
-    return [root] if root.is_file() else list(_files_under(root, suffix=".py" if path is None else ""))
+    return (
+        [root] if root.is_file() else list(_files_under(root, suffix=".py" if path is None else ""))
+    )
 
 
-def require_text(path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int) -> None:
+def require_text(
+    path: str | None, *, limit_nbytes: int, validation_fraction: float, seq_len: int
+) -> None:
     """Refuses a text that is too short, by the sizes of its files.
 
     Args:
@@ -72,17 +81,22 @@ def held_out_nbytes(source: str, nbytes: int, validation_fraction: float, seq_le
     held_out = int(nbytes * validation_fraction)
     if min(held_out, nbytes - held_out) <= seq_len:
         raise UsageError(
-            f"{source} holds {nbytes} bytes, {held_out} of them for validation, too few for sequences of "
+            f"{source} holds {nbytes} bytes, {held_out} of them for validation, too few for "
+            f"sequences of "
             f"{seq_len}: give more text with --data, or lower --seq-len."
         )
     return held_out
 
 
 def _files_under(root: Path, *, suffix: str) -> Iterator[Path]:
-    """Yields the files below `root` in a fixed order, without hidden and skipped folders and files."""
+    """Yields the files below `root` in a fixed order, without hidden and skipped folders and
+    files.
+    """
     for folder, subfolders, names in os.walk(root):
         # Assigned in place: os.walk visits the folders of this list, in its order.
-        subfolders[:] = sorted(s for s in subfolders if s not in _SKIPPED_FOLDERS and not s.startswith("."))
+        subfolders[:] = sorted(
+            s for s in subfolders if s not in _SKIPPED_FOLDERS and not s.startswith(".")
+        )
         for name in sorted(names):
             # Regular files: opening a named pipe waits for a writer, and a device has no end.
             if name.endswith(suffix) and not name.startswith(".") and Path(folder, name).is_file():

@@ -1,4 +1,6 @@
-"""Processes that stand for engines, good or bad, without torch: each does what its name stands for here."""
+"""Processes that stand for engines, good or bad, without torch: each does what its name stands for
+here.
+"""
 
 from __future__ import annotations
 
@@ -58,4 +60,6 @@ class FakeEngine:
     def observe(self) -> Observation:
         if self._name == "collectives":
             os.kill(os.getpid(), signal.SIGABRT)
-        return Observation(100, 300 + self._worker.rank, timeline=[Span("compute", "aten::mm", 0.0, 5.0)])
+        return Observation(
+            100, 300 + self._worker.rank, timeline=[Span("compute", "aten::mm", 0.0, 5.0)]
+        )

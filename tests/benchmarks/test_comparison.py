@@ -1,4 +1,6 @@
-"""Comparisons in which engines fail: the rest goes on, and every failure is a row with its reason."""
+"""Comparisons in which engines fail: the rest goes on, and every failure is a row with its
+reason.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,16 @@ def compared(*names: str, folder: Path, length: Length = LENGTH, task: Task = TA
     return compare(task, length, names, folder, lambda words: None, serves=FAKES)
 
 
-def test_an_engine_that_crashes_between_rounds_becomes_a_row_with_its_signal(tmp_path: Path) -> None:
+def test_an_engine_that_crashes_between_rounds_becomes_a_row_with_its_signal(
+    tmp_path: Path,
+) -> None:
     outcome = compared("fsdp2", "fsdp1", "shardgrad", folder=tmp_path)
     assert "rank 1 was ended by SIGSEGV" in outcome.left_out["fsdp1"]
     assert "round 2" in outcome.left_out["fsdp1"]
-    assert {name: len(of.costs) for name, of in outcome.measured.items()} == {"fsdp2": 4, "shardgrad": 4}
+    assert {name: len(of.costs) for name, of in outcome.measured.items()} == {
+        "fsdp2": 4,
+        "shardgrad": 4,
+    }
 
 
 def test_an_engine_that_hangs_is_ended_after_the_time_limit(tmp_path: Path) -> None:
@@ -79,17 +86,25 @@ def test_losses_that_differ_keep_an_engine_out(tmp_path: Path) -> None:
     assert "its loss of step 3 is 1, that of fsdp2 is 0.5" in outcome.left_out["unsharded"]
 
 
-def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_later(tmp_path: Path) -> None:
+def test_an_engine_that_does_not_fit_with_the_others_is_measured_with_the_base_later(
+    tmp_path: Path,
+) -> None:
     outcome = compared("fsdp2", "shardgrad", "zero-redundancy", "compute", folder=tmp_path)
     assert not outcome.left_out
     assert outcome.measured["fsdp2"].rounds == [*range(8)]
-    assert outcome.measured["zero-redundancy"].rounds == outcome.measured["compute"].rounds == [4, 5, 6, 7]
+    assert (
+        outcome.measured["zero-redundancy"].rounds
+        == outcome.measured["compute"].rounds
+        == [4, 5, 6, 7]
+    )
     summary = summarise(outcome, TASK)
     # The base slows down from turn to turn; only ratios within a round are told.
     assert summary["shardgrad"]["ratio_to_base"]["median"] == pytest.approx(0.5)
     base, later = outcome.measured["fsdp2"].costs[4:], outcome.measured["zero-redundancy"].costs
     expected = sorted(b.wall_s / a.wall_s for a, b in zip(base, later, strict=True))
-    assert summary["zero-redundancy"]["ratio_to_base"]["median"] == pytest.approx(sum(expected[1:3]) / 2)
+    assert summary["zero-redundancy"]["ratio_to_base"]["median"] == pytest.approx(
+        sum(expected[1:3]) / 2
+    )
 
 
 def test_without_its_base_a_comparison_still_has_times(tmp_path: Path) -> None:
@@ -138,7 +153,10 @@ def test_how_far_losses_may_differ(
         ({"mesh": "2x2"}, "has room for 4 ranks, not 2: use --ranks 4"),
         ({"precision": "fp8"}, "no precision 'fp8'"),
         ({"device": "cuda", "ranks": 1000}, "1000 ranks need as many GPUs, and .* use --"),
-        ({"preset": "wide-moe", "seq_len": 17, "batch_size": 1}, "cannot be shared evenly by 16 experts"),
+        (
+            {"preset": "wide-moe", "seq_len": 17, "batch_size": 1},
+            "cannot be shared evenly by 16 experts",
+        ),
     ],
 )
 def test_impossible_tasks_are_refused_in_words(changes: dict[str, object], words: str) -> None:

@@ -35,7 +35,9 @@ def smoke_all(benchmark: str, out: Path, *options: str) -> list[dict[str, Any]]:
         assert set(record) == {"benchmark", "environment", "config", "samples", "summary"}
         assert record["benchmark"] == benchmark
         assert record["config"]["smoke"] is True
-        assert {"git", "torch", "python", "cpu", "cores", "ops_backend"} <= set(record["environment"])
+        assert {"git", "torch", "python", "cpu", "cores", "ops_backend"} <= set(
+            record["environment"]
+        )
     return records
 
 
@@ -132,7 +134,11 @@ def test_nothing_is_written_to_the_kept_records_unasked(tmp_path: Path, monkeypa
     [
         ([], ["training_step"], {"smoke": False, "out": None}),
         (["kernels", "calls"], ["kernels", "calls"], {"smoke": False, "out": None}),
-        (["calls", "--out", "x", "--list"], ["calls", "--list"], {"smoke": False, "out": Path("x")}),
+        (
+            ["calls", "--out", "x", "--list"],
+            ["calls", "--list"],
+            {"smoke": False, "out": Path("x")},
+        ),
         (["all", "--smoke"], [*BENCHMARKS], {"smoke": True, "out": None}),
         (["training_step", "--engine", "all"], ["training_step", "--engine", "all"], {}),
     ],
@@ -146,7 +152,15 @@ def test_smoke_and_out_may_stand_anywhere(args: list[str], names: list[str], opt
 
 
 def test_several_benchmarks_run_one_after_the_other(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks", "calls", "construction", "--smoke", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks",
+        "calls",
+        "construction",
+        "--smoke",
+        f"--out={tmp_path}",
+    ]
     done = processes.run(command, cwd=ROOT, timeout_s=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -189,7 +203,8 @@ def test_wire_dtype(tmp_path: Path) -> None:
     record = smoke("wire_dtype", tmp_path)
     of = record["summary"]
     assert of["float32"]["largest_relative_difference"] == 0
-    # Three steps move the loss; a rounding of 2^-9 of a gradient does not show much, another seed does.
+    # Three steps move the loss; a rounding of 2^-9 of a gradient does not show much, another seed
+    # does.
     assert 0 < of["bfloat16 on the wire"]["largest_relative_difference"] < 1e-4
     assert 0 < of["float8 on the wire"]["largest_relative_difference"] < 1e-3  # 2^-4 of a gradient
     assert of["float32, second seed"]["largest_relative_difference"] > 1e-4
@@ -205,10 +220,14 @@ def run_script(python: Path, out: Path) -> tuple[int, dict[str, str]]:
     )
     summary = (out / "summary.txt").read_text(encoding="utf-8")
     parts = [line.split("  ", 1) for line in summary.splitlines()[-5:]]
-    return done.returncode, {name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts}
+    return done.returncode, {
+        name.strip(): rest.strip().rpartition("  ")[0].strip() for name, rest in parts
+    }
 
 
-def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_that(tmp_path: Path) -> None:
+def test_the_script_for_gpus_goes_on_after_a_part_that_failed_and_repeats_only_that(
+    tmp_path: Path,
+) -> None:
     python, out = tmp_path / "python", tmp_path / "out"
     fails = 'case "$*" in *is_available*) echo cpu 0 cpu;; *"-m pytest "*) exit 1;; esac\n'
     python.write_text(f"#!/bin/sh\n{fails}")
@@ -264,7 +283,11 @@ def test_the_long_fuzzer_counts_what_came_of_every_input(tmp_path: Path) -> None
     record = json.loads((tmp_path / "fuzz.jsonl").read_text(encoding="utf-8"))
     rows = record["summary"]
     every = rows.pop("all")
-    assert every == {"inputs": sum(row["inputs"] for row in rows.values()), "untyped": 0, "hangs": 0}
+    assert every == {
+        "inputs": sum(row["inputs"] for row in rows.values()),
+        "untyped": 0,
+        "hangs": 0,
+    }
     assert every["inputs"] >= 100
 
 

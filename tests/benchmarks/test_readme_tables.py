@@ -16,7 +16,9 @@ from tests.benchmarks.test_report import make_record
 def with_time(time: str, **environment: Any) -> dict[str, Any]:
     record = make_record(spans=1)
     return record | {
-        "environment": record["environment"] | {"time": time, "ops_backend": "compiled"} | environment
+        "environment": record["environment"]
+        | {"time": time, "ops_backend": "compiled"}
+        | environment
     }
 
 
@@ -34,16 +36,24 @@ def test_the_tables_are_made_of_records_that_count(tmp_path: Path) -> None:
     noisy["noise"] = noisy["noise"] | {"is_quiet": False}
     changed = with_time("6", git_is_clean=False)
     found = newest(
-        results(written(tmp_path, [with_time("2", cores=4), with_time("3"), with_time("1"), noisy, changed]))
+        results(
+            written(
+                tmp_path, [with_time("2", cores=4), with_time("3"), with_time("1"), noisy, changed]
+            )
+        )
     )
     assert [record["environment"]["time"] for _, record in found] == ["3", "2"]
     text = "\n".join(tables(found))
     # The engines' times are 10, 20 and 80 ms; memory is alike.
     assert (
-        "| tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 cores, a processor | 11.95 | 2.00 (2.00 .. 2.00) |"
+        "| tiny, fp32, 2 ranks, 8 x 128 tokens each | 2 cores, a processor | 11.95 | 2.00 (2.00 .. "
+        "2.00) |"
     ) in text
     assert "| 0.25 | 1.00 | [record](results/a/bench.jsonl) |" in text
-    assert replaced(f"before\n{BEGIN}\nold\n{END}\nafter", text) == f"before\n{BEGIN}\n{text}\n{END}\nafter"
+    assert (
+        replaced(f"before\n{BEGIN}\nold\n{END}\nafter", text)
+        == f"before\n{BEGIN}\n{text}\n{END}\nafter"
+    )
     with pytest.raises(ValueError, match="lacks the marks"):
         replaced("no marks", text)
 
@@ -55,7 +65,9 @@ def test_the_small_table_has_ratios_and_links_from_the_root(tmp_path: Path) -> N
         "benchmark": "host_overhead",
         "environment": environment,
         "config": {"smoke": False},
-        "summary": {"2": {"10 units": {"shardgrad": {"ratio_to_fsdp2": ratio}}, "growth": {"shardgrad": {}}}},
+        "summary": {
+            "2": {"10 units": {"shardgrad": {"ratio_to_fsdp2": ratio}}, "growth": {"shardgrad": {}}}
+        },
     }
     folder = written(tmp_path, [with_time("1"), overhead])
     lines = list(small_table(newest(results(folder))))

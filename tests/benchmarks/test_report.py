@@ -23,7 +23,16 @@ from benchmarks.records import RESULTS, Record, read
 from benchmarks.report import render, show
 from benchmarks.tables import table_of, words
 
-NAMES = ("fsdp2", "shardgrad", "shardgrad-graphed", "fsdp2-keep", "fsdp1", "ddp", "compute", "collectives")
+NAMES = (
+    "fsdp2",
+    "shardgrad",
+    "shardgrad-graphed",
+    "fsdp2-keep",
+    "fsdp1",
+    "ddp",
+    "compute",
+    "collectives",
+)
 BROWSERS = (
     "chromium",
     "chromium-browser",
@@ -31,7 +40,9 @@ BROWSERS = (
     "chrome-headless-shell",
     "google-chrome",
 )
-BROWSER = os.environ.get("SHARDGRAD_BROWSER") or next(filter(None, map(shutil.which, BROWSERS)), None)
+BROWSER = os.environ.get("SHARDGRAD_BROWSER") or next(
+    filter(None, map(shutil.which, BROWSERS)), None
+)
 TIMEOUT_S = 100
 LEAST_FONT_PX = 12
 
@@ -53,11 +64,21 @@ def make_record(spans: int = 40, *, evil: str = "", task: Task | None = None) ->
     outcome.hardware = {
         "ops_backend": f"compiled{evil}",
         "matmul_flops_per_s": 1e9,
-        "model": {"numel": 10, "active_numel": 10, "units": 2, "attention_numel": 0, "vocab_size": 256},
+        "model": {
+            "numel": 10,
+            "active_numel": 10,
+            "units": 2,
+            "attention_numel": 0,
+            "vocab_size": 256,
+        },
     }
     for number, name in enumerate(NAMES, start=1):
-        timeline = [Span(LANES[i % len(LANES)], f"aten::op{i}{evil}", 10.0 * i, 8.0) for i in range(spans)]
-        observation = Observation(100, 2**26, traffic={"all-gather": Traffic(3, 1000)}, timeline=timeline)
+        timeline = [
+            Span(LANES[i % len(LANES)], f"aten::op{i}{evil}", 10.0 * i, 8.0) for i in range(spans)
+        ]
+        observation = Observation(
+            100, 2**26, traffic={"all-gather": Traffic(3, 1000)}, timeline=timeline
+        )
         costs = [Cost(number / 100 * (1 + i / 100), 0.01, 1.0, 1e6) for i in range(40)]
         outcome.measured[name] = Measured(costs, rounds=[*range(40)], observations=[observation])
     started = {
@@ -180,7 +201,11 @@ def test_the_report_asks_for_nothing_from_elsewhere() -> None:
 
 def test_a_record_without_any_number_is_still_a_report() -> None:
     record = record_of(
-        Task(), Length(), ["fsdp2"], Outcome(left_out={"fsdp2": "no & never"}), make_record()["environment"]
+        Task(),
+        Length(),
+        ["fsdp2"],
+        Outcome(left_out={"fsdp2": "no & never"}),
+        make_record()["environment"],
     )
     page = page_of(record)
     assert "no &amp; never" in page
@@ -216,7 +241,9 @@ def test_rows_are_the_innermost_dictionaries_of_a_summary() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.jsonl")), ids=lambda path: path.stem)
-def test_every_record_that_is_kept_can_be_shown(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_record_that_is_kept_can_be_shown(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if path.name == "drills.jsonl":
         with pytest.raises(ValueError, match="is not a record of a benchmark: leave the file out"):
             list(read(path))
@@ -256,7 +283,9 @@ def test_the_markup_has_what_a_screen_reader_needs() -> None:
     assert not re.search(r"<th(?![a-z])(?! scope=)", page), "a header says what it is the header of"
     assert '<th scope="col"></th>' not in page
     assert all("alt=" in tag for tag in re.findall(r"<img[^>]*>", page))
-    assert all('tabindex="0"' in tag for tag in re.findall(r'<(?:pre|div class="scroll")[^>]*>', page))
+    assert all(
+        'tabindex="0"' in tag for tag in re.findall(r'<(?:pre|div class="scroll")[^>]*>', page)
+    )
     assert "color-scheme: light dark" in page
 
 

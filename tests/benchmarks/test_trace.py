@@ -25,7 +25,9 @@ def event(
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "tid": tid, "cat": cat, "args": args}
 
 
-def sized(name: str, ts: float, *dims: list[int], kind: str = "float", **args: Any) -> dict[str, Any]:
+def sized(
+    name: str, ts: float, *dims: list[int], kind: str = "float", **args: Any
+) -> dict[str, Any]:
     return event(name, ts, 1.0, **{"Input Dims": [*dims], "Input type": [kind] * len(dims)}, **args)
 
 
@@ -76,11 +78,25 @@ def test_on_a_gpu_lanes_show_what_the_device_did() -> None:
         event("Optimizer.step#AdamW.step", 150, 10, cat="user_annotation"),
         event("cudaLaunchKernel", 151, 1, cat="cuda_runtime", correlation=2),
         event("gemm", 120, 10, tid=9, cat="kernel", correlation=1),
-        event("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL", 125, 10, tid=10, cat="kernel", correlation=3),
+        event(
+            "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+            125,
+            10,
+            tid=10,
+            cat="kernel",
+            correlation=3,
+        ),
         event("ncclDevKernel_AllGather_RING_LL", 105, 10, tid=10, cat="kernel", correlation=4),
-        event("multi_tensor", 250, 10, tid=9, cat="kernel", correlation=2),  # after the host has returned
+        event(
+            "multi_tensor", 250, 10, tid=9, cat="kernel", correlation=2
+        ),  # after the host has returned
     ]
-    assert [span.lane for span in lanes(events)] == ["all-gather", "compute", "reduce-scatter", "optimizer"]
+    assert [span.lane for span in lanes(events)] == [
+        "all-gather",
+        "compute",
+        "reduce-scatter",
+        "optimizer",
+    ]
     assert launches(events) == 2
 
 
@@ -120,7 +136,10 @@ def test_communication_counts_as_exposed_only_where_nothing_is_computed() -> Non
         Span("optimizer", "d", 30, 5),
     ]
     assert covered_us(spans, lanes=["all-gather", "reduce-scatter"]) == 15
-    assert uncovered_us(spans, lanes=["all-gather", "reduce-scatter"], beside=["compute", "optimizer"]) == 11
+    assert (
+        uncovered_us(spans, lanes=["all-gather", "reduce-scatter"], beside=["compute", "optimizer"])
+        == 11
+    )
 
 
 def test_a_long_timeline_keeps_its_longest_spans() -> None:

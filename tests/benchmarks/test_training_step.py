@@ -1,4 +1,6 @@
-"""Training steps of several engines on two ranks of this machine: what is measured, written and said."""
+"""Training steps of several engines on two ranks of this machine: what is measured, written and
+said.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_one_process_agrees_with_all_ranks_together(
     assert record["summary"]["unsharded"]["loss_difference"] < 1e-5
 
 
-def test_an_engine_that_is_not_installed_is_a_row(measured: tuple[Path, dict[str, Any], str]) -> None:
+def test_an_engine_that_is_not_installed_is_a_row(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
     from importlib.util import find_spec
 
     if find_spec("deepspeed") is not None:
@@ -98,30 +102,37 @@ def test_a_model_of_hugging_face_is_measured(tmp_path: Path) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config.write_text(json.dumps({"model_type": "llama", **shape, **heads}), encoding="utf-8")
     engines = [f"--engine={name}" for name in ("shardgrad", "ddp", "compute", "collectives")]
-    done = run("training_step", "--smoke", "--device=cpu", f"--hf={config}", f"--out={tmp_path}", *engines)
+    done = run(
+        "training_step", "--smoke", "--device=cpu", f"--hf={config}", f"--out={tmp_path}", *engines
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     record = json.loads((tmp_path / "training_step.jsonl").read_text(encoding="utf-8"))
     assert set(record["summary"]) == {"fsdp2", "shardgrad", "ddp", "compute", "collectives"}
     assert record["disagreed"] == []
     assert record["summary"]["shardgrad"]["loss_difference"] == 0
-    # Embedding and head, and in each block four projections, three of the feed-forward and two norms.
+    # Embedding and head, and in each block four projections, three of the feed-forward and two
+    # norms.
     block = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 64 + 2 * 32
     assert record["environment"]["model"]["numel"] == 2 * 256 * 32 + 2 * block + 32
 
 
-def test_records_can_be_shown_again(measured: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+def test_records_can_be_shown_again(
+    measured: tuple[Path, dict[str, Any], str], tmp_path: Path
+) -> None:
     folder, _, _ = measured
     done = run("report", f"--record={folder / 'training_step.jsonl'}", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == (folder / "report.html").read_text(
-        encoding="utf-8"
-    )
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == (
+        folder / "report.html"
+    ).read_text(encoding="utf-8")
 
 
 def test_an_impossible_mesh_is_a_row_for_every_engine_and_a_typing_error_starts_nothing(
     tmp_path: Path,
 ) -> None:
-    done = run("training_step", "--smoke", "--device=cpu", "--ranks=3", "--mesh=2x2", f"--out={tmp_path}")
+    done = run(
+        "training_step", "--smoke", "--device=cpu", "--ranks=3", "--mesh=2x2", f"--out={tmp_path}"
+    )
     assert done.returncode == 1
     assert "fsdp2: --mesh 2x2 has room for 4 ranks, not 3" in done.stdout
     done = run("training_step", "--engine=fsdp3", f"--out={tmp_path / 'none'}")
@@ -150,7 +161,9 @@ def test_of_all_engines_each_has_numbers_or_a_reason(tmp_path: Path) -> None:
         assert f"{name}: {reason[:40]}" in done.stdout
 
 
-def test_pictures_and_traces_lie_with_the_record(measured: tuple[Path, dict[str, Any], str]) -> None:
+def test_pictures_and_traces_lie_with_the_record(
+    measured: tuple[Path, dict[str, Any], str],
+) -> None:
     folder, record, _ = measured
     for name in ("charts-1.png", "timeline-1.png"):
         assert (folder / name).read_bytes().startswith(b"\x89PNG")

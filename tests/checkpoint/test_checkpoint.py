@@ -1,4 +1,6 @@
-"""Checkpoints in one process: what goes in comes out, whole or not at all, and nothing else is believed."""
+"""Checkpoints in one process: what goes in comes out, whole or not at all, and nothing else is
+believed.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def state(seed: int = 0, rows: int = ROWS) -> dict[str, Any]:
         },
         "step": torch.tensor(float(seed)),
         "nothing": torch.zeros(0, 3),
-        "groups": [{"lr": 0.1 + seed, "betas": (0.9, 0.95), "name": "é", "none": None, "on": True, 3: seed}],
+        "groups": [
+            {"lr": 0.1 + seed, "betas": (0.9, 0.95), "name": "é", "none": None, "on": True, 3: seed}
+        ],
     }
 
 
@@ -61,7 +65,9 @@ def saved(tmp_path: Path) -> Path:
 
 
 def refused(folder: Path, words: str, rows: int = ROWS, **changes: Any) -> None:
-    """Asserts that a checkpoint is refused, with these words, and that nothing of a state was changed."""
+    """Asserts that a checkpoint is refused, with these words, and that nothing of a state was
+    changed.
+    """
     ours = state(1, rows) | changes
     before = copy.deepcopy(ours)
     with pytest.raises(CheckpointError, match=words):
@@ -69,7 +75,8 @@ def refused(folder: Path, words: str, rows: int = ROWS, **changes: Any) -> None:
     assert same(ours, before)
 
 
-# -- round trips --------------------------------------------------------------------------------------------
+# -- round trips
+# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [ROWS, LARGE])
@@ -90,7 +97,9 @@ def test_every_dtype_comes_back_to_the_bit(dtype: torch.dtype, tmp_path: Path) -
     ours = {"x": torch.zeros_like(values), "scalar": torch.zeros_like(values[1])}
     checkpoint.load(ours, tmp_path / "c")
     for name, right in (("x", values), ("scalar", values[1])):
-        assert torch.equal(ours[name].reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+        assert torch.equal(
+            ours[name].reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8)
+        )
 
 
 def test_a_state_may_be_loaded_into_another_precision(saved: Path) -> None:
@@ -117,7 +126,8 @@ def test_a_checkpoint_of_torch_is_loaded_like_ours(tmp_path: Path) -> None:
     assert same(checkpoint.load(state(1), tmp_path), state())
 
 
-# -- atomicity ----------------------------------------------------------------------------------------------
+# -- atomicity
+# ----------------------------------------------------------------------------------------------
 
 WRITES = ("open", "fsync", "rename", "mkdir", "replace")
 
@@ -127,7 +137,9 @@ class Crash(BaseException):
 
 
 def crash_at(monkeypatch: pytest.MonkeyPatch, number: int) -> Callable[[], int]:
-    """Makes the `number`-th change to the disk end the program; returns how many there have been."""
+    """Makes the `number`-th change to the disk end the program; returns how many there have
+    been.
+    """
     count = itertools.count()
     seen = [0]
 
@@ -168,7 +180,9 @@ def test_a_crash_between_any_two_writes_leaves_the_old_checkpoint_or_the_new(
     for number in itertools.count():
         series = checkpoint.Series(tmp_path / str(number), keep=1)
         first_path, second_path = series.path_of(1), series.path_of(second)
-        checkpoint.save(small(1), first_path, then=lambda path=first_path, s=series: s.publish(path))
+        checkpoint.save(
+            small(1), first_path, then=lambda path=first_path, s=series: s.publish(path)
+        )
         with monkeypatch.context() as patch:
             crash_at(patch, number)
             try:
@@ -236,7 +250,13 @@ def test_a_name_that_is_taken_by_something_else_is_left_alone(tmp_path: Path) ->
 
 
 def test_what_is_no_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for odd in ({1, 2}, b"bytes", object(), torch.zeros(2).to_sparse(), torch.zeros(2, device="meta")):
+    for odd in (
+        {1, 2},
+        b"bytes",
+        object(),
+        torch.zeros(2).to_sparse(),
+        torch.zeros(2, device="meta"),
+    ):
         with pytest.raises(CheckpointError, match="odd"):
             checkpoint.save({"odd": odd}, tmp_path / "c")
     with pytest.raises(CheckpointError, match="two entries"):
@@ -259,7 +279,8 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
         assert newest(series) == 1_000_000
 
 
-# -- asynchronous saving ------------------------------------------------------------------------------------
+# -- asynchronous saving
+# ------------------------------------------------------------------------------------
 
 
 def test_an_asynchronous_save_holds_the_state_of_its_call(
@@ -314,7 +335,8 @@ def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
     assert list(tmp_path.iterdir()) == []
 
 
-# -- damage -------------------------------------------------------------------------------------------------
+# -- damage
+# -------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(tmp_path: Path) -> None:
@@ -352,7 +374,9 @@ def test_a_file_of_another_size_or_kind_is_refused(saved: Path, name: str, chang
 def test_a_file_that_the_system_cannot_read_is_named_with_its_reason(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)
     try:
-        with pytest.raises(CheckpointError, match=rf"{tmp_path.name} is missing or damaged(.|\n)*directory"):
+        with pytest.raises(
+            CheckpointError, match=rf"{tmp_path.name} is missing or damaged(.|\n)*directory"
+        ):
             read_range(descriptor, 0, 8, tmp_path)
     finally:
         os.close(descriptor)
@@ -364,17 +388,24 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
         "a/b~c": torch.zeros(3, dtype=torch.int64),
         "turned": torch.zeros(6, 4),
     }
-    refused(saved, r"model/a~1b~0c has torch.bfloat16 for torch.int64, model/weight has shape", model=wrong)
+    refused(
+        saved,
+        r"model/a~1b~0c has torch.bfloat16 for torch.int64, model/weight has shape",
+        model=wrong,
+    )
     refused(saved, "entries for more, other", more=1, other=torch.zeros(1))
     refused(saved, "step is a tensor, not a value", step=3)
-    refused(saved, "is a value, not a tensor", groups=[state()["groups"][0] | {"lr": torch.zeros(())}])
+    refused(
+        saved, "is a value, not a tensor", groups=[state()["groups"][0] | {"lr": torch.zeros(())}]
+    )
     ours = state(1)
     del ours["model"]["turned"]
     with pytest.raises(CheckpointError, match="also model/turned"):
         checkpoint.load(ours, saved)
 
 
-# -- hostile input ------------------------------------------------------------------------------------------
+# -- hostile input
+# ------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -407,7 +438,9 @@ def changes() -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
     yield "no pieces", entry(2, [])
     yield (
         "pieces twice",
-        lambda index: index["tensors"]["model/weight"][2].extend(index["tensors"]["model/weight"][2]),
+        lambda index: index["tensors"]["model/weight"][2].extend(
+            index["tensors"]["model/weight"][2]
+        ),
     )
     yield "no such file", piece(0, 5)
     yield "boolean file", piece(0, False)
@@ -424,7 +457,9 @@ def changes() -> Iterator[tuple[str, Callable[[dict[str, Any]], Any]]]:
 
 
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in changes()])
-def test_an_index_that_lies_is_refused(saved: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+def test_an_index_that_lies_is_refused(
+    saved: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
     rewrite(saved, change)
     refused(saved, "malformed")
 
@@ -434,10 +469,14 @@ def test_a_checkpoint_of_another_version_says_so_whatever_else_is_in_it(
     saved: Path, version: int, age: str
 ) -> None:
     rewrite(saved, lambda index: index.update(version=version, unknown={}))
-    refused(saved, rf"was written by {age} shardgrad[^?]*version 1 [^?]*version {version}[^?]*convert")
+    refused(
+        saved, rf"was written by {age} shardgrad[^?]*version 1 [^?]*version {version}[^?]*convert"
+    )
 
 
-@pytest.mark.parametrize("text", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b"9" * 5_000])
+@pytest.mark.parametrize(
+    "text", [b"", b"null", b"[" * 100_000, b"\xff\xfe", b'{"a":' * 50_000, b"9" * 5_000]
+)
 def test_an_index_that_is_no_json_table_is_refused(saved: Path, text: bytes) -> None:
     (saved / "index.json").write_bytes(text)
     (saved / "complete").write_text(marker_of(text))
@@ -488,7 +527,10 @@ def test_a_checkpoint_of_torch_that_lies_or_is_damaged_is_refused(tmp_path: Path
             (each(offset=1.5), "list of contents"),
             (lambda m: setattr(m, "planner_data", 3), "list of contents"),
             (each(transform_descriptors=["zip"]), "transformed by"),
-            (lambda m: place(m.state_dict_metadata["model.weight"], size=torch.Size([9, 9])), "make up"),
+            (
+                lambda m: place(m.state_dict_metadata["model.weight"], size=torch.Size([9, 9])),
+                "make up",
+            ),
             (lambda m: m.state_dict_metadata["model.weight"].chunks.clear(), "make up"),
             (lambda m: setattr(m, "storage_data", None), "list of contents"),
         ]
@@ -515,7 +557,8 @@ def test_names_from_a_file_cannot_steer_a_terminal() -> None:
     assert listed([f"n{i}" for i in range(5)], most=2) == "n0, n1 and 3 more"
 
 
-# -- boxes --------------------------------------------------------------------------------------------------
+# -- boxes
+# --------------------------------------------------------------------------------------------------
 
 
 def test_boxes_tile_a_tensor_only_if_they_cover_it_once() -> None:

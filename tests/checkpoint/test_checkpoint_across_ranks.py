@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: cut one way and loaded another, by either engine, agreed upon by all."""
+"""Checkpoints of several ranks: cut one way and loaded another, by either engine, agreed upon by
+all.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,11 @@ def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, number
 
 def nested(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
     saved = get_state_dict(model, optim)
-    return {"model": saved[0], "optim": saved[1], f"rank_{dist.get_rank()}": {"own": dist.get_rank()}}
+    return {
+        "model": saved[0],
+        "optim": saved[1],
+        f"rank_{dist.get_rank()}": {"own": dist.get_rank()},
+    }
 
 
 def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
@@ -211,7 +217,9 @@ def test_the_first_forward_after_a_load_computes_with_what_was_loaded(
 
 
 def nothing_unloadable_replaces_a_checkpoint(folder: str) -> list[str]:
-    """Tries to save what would not load, over a checkpoint that does; returns what every rank was told."""
+    """Tries to save what would not load, over a checkpoint that does; returns what every rank was
+    told.
+    """
     rank, told = dist.get_rank(), []
     mesh = init_device_mesh("cpu", (2,))
     state = {"x": distribute_tensor(torch.arange(10.0), mesh, [Shard(0)])}
@@ -225,7 +233,9 @@ def nothing_unloadable_replaces_a_checkpoint(folder: str) -> list[str]:
         told.append(str(caught.value))
 
     # Each rank has the whole of an "x", on a mesh of its own.
-    refused(lambda: checkpoint.save({"x": distribute_tensor(torch.zeros(10), own, [Shard(0)])}, folder))
+    refused(
+        lambda: checkpoint.save({"x": distribute_tensor(torch.zeros(10), own, [Shard(0)])}, folder)
+    )
     # The disk that rank 1 sees is not that of rank 0, but was when rank 0 was here and died.
     local = Path(folder + ".local" if rank else folder)
     local.with_name(local.name + ".tmp").mkdir(exist_ok=True)
@@ -242,7 +252,9 @@ def nothing_unloadable_replaces_a_checkpoint(folder: str) -> list[str]:
     return told
 
 
-def test_a_checkpoint_that_would_not_load_is_never_completed(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_that_would_not_load_is_never_completed(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
     ours, theirs = two_ranks.run(nothing_unloadable_replaces_a_checkpoint, str(tmp_path / "c"))
     assert ours == theirs
     assert "do not cover the tensor" in ours[0]
@@ -343,7 +355,9 @@ def an_export_without_room_on_one_rank_fails_on_all(folder: str) -> str:
     empty = torch.empty
 
     def full(*args: Any, **options: Any) -> torch.Tensor:
-        if dist.get_rank() and isinstance(args[0], torch.Size):  # of a whole parameter, not of a message
+        if dist.get_rank() and isinstance(
+            args[0], torch.Size
+        ):  # of a whole parameter, not of a message
             raise torch.OutOfMemoryError("no room for it")
         return empty(*args, **options)
 
@@ -362,12 +376,15 @@ def test_an_export_without_room_on_one_rank_fails_on_all_ranks_at_once(
     two_ranks: Ranks, tmp_path: Path
 ) -> None:
     pytest.importorskip("safetensors")
-    for words in two_ranks.run(an_export_without_room_on_one_rank_fails_on_all, str(tmp_path / "st")):
+    for words in two_ranks.run(
+        an_export_without_room_on_one_rank_fails_on_all, str(tmp_path / "st")
+    ):
         assert "rank 1" in words
     assert list(tmp_path.iterdir()) == []
 
 
-# -- memory -------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------
 
 TENSORS, TENSOR_NBYTES = 6, 16 * MIB
 
@@ -380,7 +397,10 @@ def peak_nbytes() -> int:
 def big(mesh: Any, value: float) -> dict[str, torch.Tensor]:
     rows = TENSOR_NBYTES // 4 // 1024
     local = torch.full((rows // mesh.size(), 1024), value)
-    return {f"t{i}": DTensor.from_local(local + i, mesh, [Shard(0)], run_check=False) for i in range(TENSORS)}
+    return {
+        f"t{i}": DTensor.from_local(local + i, mesh, [Shard(0)], run_check=False)
+        for i in range(TENSORS)
+    }
 
 
 def save_big(folder: str) -> None:

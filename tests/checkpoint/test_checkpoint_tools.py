@@ -17,17 +17,26 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from shardgrad import checkpoint
 from shardgrad.checkpoint.source import marker_of
 from shardgrad.cli import main
-from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError, PartnerUnavailableError
+from shardgrad.errors import (
+    CheckpointError,
+    CheckpointSaveError,
+    OptionError,
+    PartnerUnavailableError,
+)
 
 
 def state(value: float = 1.0) -> dict[str, Any]:
-    """Returns a small state with the structure of a model and its optimizer; the largest has two blocks."""
+    """Returns a small state with the structure of a model and its optimizer; the largest has two
+    blocks.
+    """
     weight = torch.arange(1300 * 1000, dtype=torch.float32).reshape(1300, 1000) * value
     return {
         "model": {"layers.0.weight": weight, "bias": torch.full((7,), value, dtype=torch.bfloat16)},
         "optim": {
             "state": {"bias": {"step": torch.tensor(value), "exp_avg": torch.full((7,), -value)}},
-            "param_groups": [{"params": ["layers.0.weight", "bias"], "lr": value, "nesterov": False}],
+            "param_groups": [
+                {"params": ["layers.0.weight", "bias"], "lr": value, "nesterov": False}
+            ],
         },
     }
 
@@ -97,7 +106,9 @@ def test_a_damaged_checkpoint_is_not_converted(saved: Path, tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_nothing_is_converted_onto_other_files_or_into_no_format(saved: Path, tmp_path: Path) -> None:
+def test_nothing_is_converted_onto_other_files_or_into_no_format(
+    saved: Path, tmp_path: Path
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     for form in ("shardgrad", "torch"):
@@ -109,7 +120,8 @@ def test_nothing_is_converted_onto_other_files_or_into_no_format(saved: Path, tm
 
 
 @pytest.mark.parametrize(
-    ("names", "to"), [(("a.b", "a/b"), "torch"), (("a", "a/b"), "torch"), (("a.b", "a/b"), "safetensors")]
+    ("names", "to"),
+    [(("a.b", "a/b"), "torch"), (("a", "a/b"), "torch"), (("a.b", "a/b"), "safetensors")],
 )
 def test_names_that_a_format_cannot_keep_apart_are_not_converted(
     names: tuple[str, str], to: str, tmp_path: Path
@@ -210,7 +222,9 @@ def test_verify_says_whether_every_byte_is_right(saved: Path) -> None:
 
 
 def test_inspect_lists_what_is_there_and_escapes_it(tmp_path: Path) -> None:
-    checkpoint.save({"a\x1b[2J": {"w": torch.zeros(2, 3)}, "text": "\x1b]0;boo\x07", "n": 3}, tmp_path / "c")
+    checkpoint.save(
+        {"a\x1b[2J": {"w": torch.zeros(2, 3)}, "text": "\x1b]0;boo\x07", "n": 3}, tmp_path / "c"
+    )
     result = run("inspect", tmp_path / "c", "--all")
     assert result.exit_code == 0
     assert "\x1b" not in result.output

@@ -1,4 +1,6 @@
-"""Checkpoints made to exhaust their reader are refused by a typed error within 5 CPU seconds and 256 MiB."""
+"""Checkpoints made to exhaust their reader are refused by a typed error within 5 CPU seconds and
+256 MiB.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def read_all(folder: Path) -> None:
 
 
 def refused(folder: Path, words: str) -> None:
-    """Asserts that reading a checkpoint in another process raises a `CheckpointError`, within the limits."""
+    """Asserts that reading a checkpoint in another process raises a `CheckpointError`, within the
+    limits.
+    """
     told, tells = os.pipe()
     child = os.fork()
     if child == 0:
@@ -60,7 +64,9 @@ def refused(folder: Path, words: str) -> None:
     _, status = os.waitpid(child, 0)
     with os.fdopen(told) as stream:
         said = stream.read()
-    assert status == 0, f"ended with {status} after {MOST_S} CPU seconds or for want of memory: {said}"
+    assert status == 0, (
+        f"ended with {status} after {MOST_S} CPU seconds or for want of memory: {said}"
+    )
     assert said.startswith("refused: "), said
     assert words in said
 
@@ -83,23 +89,30 @@ def nested(levels: int, leaf: Any = ("ha",)) -> Any:
 
 
 def exploding_key() -> bytes:
-    """Returns a pickle of a dictionary whose key has 2**60 leaves: the unpickler itself would hash it."""
+    """Returns a pickle of a dictionary whose key has 2**60 leaves: the unpickler itself would hash
+    it.
+    """
     content = b"\x80\x02}U\x02ha\x85q\x00"
     for i in range(60):
         content += b"h%ch%c\x86q%c" % (i, i, i + 1)
     return content + b"K\x01s."
 
 
-# -- pickles --------------------------------------------------------------------------------------------
+# -- pickles
+# --------------------------------------------------------------------------------------------
 
 
-def test_a_key_that_takes_for_ever_to_hash_is_refused_before_it_is_unpickled(tmp_path: Path) -> None:
+def test_a_key_that_takes_for_ever_to_hash_is_refused_before_it_is_unpickled(
+    tmp_path: Path,
+) -> None:
     (tmp_path / ".metadata").write_bytes(exploding_key())
     refused(tmp_path, "repeats more than")
 
 
 @pytest.mark.parametrize("attribute", ["relative_path", "offset", "length"])
-def test_an_attribute_that_takes_for_ever_to_print_is_refused(tmp_path: Path, attribute: str) -> None:
+def test_an_attribute_that_takes_for_ever_to_print_is_refused(
+    tmp_path: Path, attribute: str
+) -> None:
     def change(metadata: Any) -> None:
         for info in metadata.storage_data.values():
             object.__setattr__(info, attribute, nested(40))
@@ -148,7 +161,9 @@ def test_lists_that_grow_after_they_were_shared_are_refused() -> None:
         (b"\x80\x02(\x85.", "takes more"),
     ],
 )
-def test_what_plain_data_does_not_need_is_refused_before_it_is_unpickled(content: bytes, words: str) -> None:
+def test_what_plain_data_does_not_need_is_refused_before_it_is_unpickled(
+    content: bytes, words: str
+) -> None:
     with pytest.raises(pickle.UnpicklingError, match=words):
         check_pickle(content, names={"torch float32"}, calls=())
 
@@ -158,13 +173,16 @@ def test_what_torch_writes_for_a_large_model_passes(tmp_path: Path) -> None:
     state = {f"model.layers.{i}.attention.projection.weight": torch.ones(2) for i in range(2_000)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save({"model": state, "names": ["x" * 200] * 1_000}, checkpoint_id=tmp_path, no_dist=True)
+        dcp.save(
+            {"model": state, "names": ["x" * 200] * 1_000}, checkpoint_id=tmp_path, no_dist=True
+        )
     with checkpoint.open_checkpoint(tmp_path) as source:
         assert len(source.tensors) == 2_000
         assert len(source.values) == 1_000
 
 
-# -- archives -------------------------------------------------------------------------------------------
+# -- archives
+# -------------------------------------------------------------------------------------------
 
 
 def with_archive(folder: Path, key: str, content: bytes) -> Path:
@@ -185,7 +203,11 @@ def with_archive(folder: Path, key: str, content: bytes) -> Path:
 def archive(pickled: bytes, **members: bytes) -> bytes:
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w") as made:
-        for name, content in {"data.pkl": pickled, "version": b"3\n", "byteorder": b"little"}.items():
+        for name, content in {
+            "data.pkl": pickled,
+            "version": b"3\n",
+            "byteorder": b"little",
+        }.items():
             made.writestr(f"archive/{name}", content)
         for name, content in members.items():
             made.writestr(f"archive/data/{name}", content)
@@ -241,7 +263,9 @@ def test_a_tensor_whose_pickle_says_more_than_its_archive_holds_is_refused(tmp_p
 
 def test_members_of_an_archive_that_share_bytes_are_refused(tmp_path: Path) -> None:
     content = bytearray(archive(pickle.dumps(1, protocol=2), **{"0": bytes(64)}))
-    at = content.rindex(b"PK\x01\x02")  # the list's last entry: its sizes are 20 and 24 bytes behind
+    at = content.rindex(
+        b"PK\x01\x02"
+    )  # the list's last entry: its sizes are 20 and 24 bytes behind
     content[at + 20 : at + 28] = (2**20).to_bytes(4, "little") * 2
     refused(with_archive(tmp_path, "n.deep", bytes(content)), "undamaged")
 
@@ -266,7 +290,8 @@ def test_no_flipped_bit_of_an_archive_raises_an_untyped_error(tmp_path: Path) ->
     assert "refused" in outcomes
 
 
-# -- sizes ----------------------------------------------------------------------------------------------
+# -- sizes
+# ----------------------------------------------------------------------------------------------
 
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> Path:
@@ -333,7 +358,10 @@ def test_a_tensor_that_does_not_fit_into_memory_is_refused_by_a_typed_error(tmp_
     checkpoint.save({"w": torch.ones(3)}, folder)
     rewrite(folder, change)
     os.truncate(folder / "rank_00000.bin", nbytes)
-    with checkpoint.open_checkpoint(folder) as source, pytest.raises(CheckpointError, match="no room for w"):
+    with (
+        checkpoint.open_checkpoint(folder) as source,
+        pytest.raises(CheckpointError, match="no room for w"),
+    ):
         source.read("w")
 
 
@@ -348,7 +376,8 @@ def test_a_pointer_that_claims_40_gib_or_never_ends_is_no_pointer(tmp_path: Path
     assert series.latest() == series.path_of(7)
 
 
-# -- text -----------------------------------------------------------------------------------------------
+# -- text
+# -----------------------------------------------------------------------------------------------
 
 
 def test_text_is_cut_before_it_is_escaped_and_what_cannot_be_written_is_named() -> None:
@@ -366,9 +395,13 @@ def test_the_tests_own_pickles_are_what_they_claim() -> None:
     assert sum(code.name == "BINGET" for code, _, _ in pickletools.genops(exploding_key())) == 120
 
 
-def test_a_flipped_bit_in_any_block_of_a_tensor_is_found_the_last_and_partial_one_too(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_block_of_a_tensor_is_found_the_last_and_partial_one_too(
+    tmp_path: Path,
+) -> None:
     nbytes, block = 2 * 2**22 + 100, 2**22
-    checkpoint.save({"a": torch.ones(nbytes, dtype=torch.uint8), "b": torch.ones(1000)}, tmp_path / "c")
+    checkpoint.save(
+        {"a": torch.ones(nbytes, dtype=torch.uint8), "b": torch.ones(1000)}, tmp_path / "c"
+    )
     data = tmp_path / "c" / "rank_00000.bin"
     right = data.read_bytes()
     for begin, end in ((0, block), (block, 2 * block), (2 * block, nbytes)):
@@ -378,7 +411,8 @@ def test_a_flipped_bit_in_any_block_of_a_tensor_is_found_the_last_and_partial_on
             data.write_bytes(damaged)
             with pytest.raises(CheckpointError, match="a in the checkpoint is damaged"):
                 checkpoint.load(
-                    {"a": torch.zeros(nbytes, dtype=torch.uint8), "b": torch.zeros(1000)}, data.parent
+                    {"a": torch.zeros(nbytes, dtype=torch.uint8), "b": torch.zeros(1000)},
+                    data.parent,
                 )
     data.write_bytes(right)
     read_all(data.parent)

@@ -1,5 +1,5 @@
-"""A folder of checkpoints has one writer, which others can name; and `latest` is always there, and no older
-than before.
+"""A folder of checkpoints has one writer, which others can name; and `latest` is always there, and
+no older than before.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def small(number: int) -> dict[str, Any]:
 
 def save(series: Series, step: int, *, number: int | None = None) -> None:
     path = series.path_of(step)
-    checkpoint.save(small(step if number is None else number), path, then=lambda: series.publish(path))
+    checkpoint.save(
+        small(step if number is None else number), path, then=lambda: series.publish(path)
+    )
 
 
 def names(folder: Path) -> list[str]:
@@ -44,7 +46,9 @@ def names(folder: Path) -> list[str]:
 
 @contextmanager
 def elsewhere(work: Callable[[], None]) -> Iterator[int]:
-    """Does something in another process, which then lives until the end of the block; gives its number."""
+    """Does something in another process, which then lives until the end of the block; gives its
+    number.
+    """
     told, tells = os.pipe()
     child = os.fork()
     if child == 0:
@@ -64,7 +68,8 @@ def elsewhere(work: Callable[[], None]) -> Iterator[int]:
         os.close(told)
 
 
-# -- the lock -------------------------------------------------------------------------------------------
+# -- the lock
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> None:
@@ -85,7 +90,9 @@ def test_a_second_process_is_told_who_writes_and_since_when(tmp_path: Path) -> N
     assert series.latest() == series.path_of(2)
 
 
-def test_a_process_that_stands_still_keeps_its_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_stands_still_keeps_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lock, "RENEWAL_S", 0.05)
     path = tmp_path / ".lock"
     with elsewhere(lambda: FileLock.take(path, tmp_path)) as holder:
@@ -100,7 +107,8 @@ def test_two_processes_do_not_save_under_one_name_at_a_time(tmp_path: Path) -> N
 
     with elsewhere(begin) as holder:
         with pytest.raises(
-            CheckpointSaveError, match=rf"c is being written by another process(.|\n)*process {holder} "
+            CheckpointSaveError,
+            match=rf"c is being written by another process(.|\n)*process {holder} ",
         ):
             checkpoint.save(small(1), tmp_path / "c")
         checkpoint.save(small(1), tmp_path / "d")
@@ -175,7 +183,9 @@ time.sleep(600)
 def test_a_holder_on_a_host_whose_locks_do_not_arrive_is_known_by_its_renewals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "RENEWAL_S", 1.0)  # three of them, so a busy machine may delay those of 0.2 s
+    monkeypatch.setattr(
+        lock, "RENEWAL_S", 1.0
+    )  # three of them, so a busy machine may delay those of 0.2 s
     path = tmp_path / ".lock"
     holder = subprocess.Popen([sys.executable, "-c", HOLD, path], stdout=subprocess.PIPE, text=True)
     try:
@@ -244,7 +254,9 @@ def test_a_renewal_that_is_late_is_not_one_of_the_next_holder(
     assert (tmp_path / ".lock").stat().st_mtime == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 4000, b'{"host": 1, "process": "x"}', b"9" * 5000])
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 4000, b'{"host": 1, "process": "x"}', b"9" * 5000]
+)
 def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
     tmp_path: Path, content: bytes
 ) -> None:
@@ -253,11 +265,14 @@ def test_a_lock_with_anything_in_it_is_taken_over_when_nothing_holds_it(
     assert json.loads((tmp_path / ".lock").read_text())["process"] == os.getpid()
 
 
-# -- latest ---------------------------------------------------------------------------------------------
+# -- latest
+# ---------------------------------------------------------------------------------------------
 
 
 def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_path: Path) -> None:
-    """One of them is refused, however often it tries; there is always a whole checkpoint to read."""
+    """One of them is refused, however often it tries; there is always a whole checkpoint to
+    read.
+    """
 
     first = Series(tmp_path)
     save(first, 0)
@@ -279,7 +294,9 @@ def test_latest_is_always_there_and_never_older_while_two_processes_save(tmp_pat
         clock = FairClock()
         while len(seen) < 40:
             assert clock.elapsed_s() < 90, f"{len(seen)} checkpoints only"
-            assert all(os.waitpid(saver, os.WNOHANG) == (0, 0) for saver in savers), "a saver failed"
+            assert all(os.waitpid(saver, os.WNOHANG) == (0, 0) for saver in savers), (
+                "a saver failed"
+            )
             path = series.latest()
             assert path is not None, f"latest went away after step {seen[-1]}"
             step = int(path.name.removesuffix(".replaced")[5:])
@@ -324,7 +341,12 @@ def test_abandoned_checkpoints_stay_while_there_is_room_and_go_first(tmp_path: P
         save(series, step)
     (tmp_path / "latest").write_text("step_000010\n")
     save(series, 40)
-    assert names(tmp_path) == ["step_000010", "step_000020.abandoned", "step_000030.abandoned", "step_000040"]
+    assert names(tmp_path) == [
+        "step_000010",
+        "step_000020.abandoned",
+        "step_000030.abandoned",
+        "step_000040",
+    ]
     assert checkpoint.load(small(0), tmp_path / "step_000020.abandoned")["n"] == 20
     (tmp_path / "latest").unlink()
     assert series.latest() == series.path_of(40)
@@ -332,7 +354,9 @@ def test_abandoned_checkpoints_stay_while_there_is_room_and_go_first(tmp_path: P
     assert names(tmp_path) == ["step_000010", "step_000030.abandoned", "step_000040", "step_000050"]
 
 
-def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(tmp_path: Path) -> None:
+def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(
+    tmp_path: Path,
+) -> None:
     series = Series(tmp_path, keep=2)
     for step in (10, 20, 30):
         checkpoint.save(small(step), series.path_of(step))
@@ -343,7 +367,9 @@ def test_asynchronous_saves_that_end_in_another_order_leave_the_newest_latest(tm
     assert names(tmp_path) == ["step_000030", "step_000040"]
 
 
-def test_a_save_that_ends_late_is_there_when_it_returns_even_if_one_is_enough(tmp_path: Path) -> None:
+def test_a_save_that_ends_late_is_there_when_it_returns_even_if_one_is_enough(
+    tmp_path: Path,
+) -> None:
     series = Series(tmp_path, keep=1)
     for step in (10, 20):
         checkpoint.save(small(step), series.path_of(step))
@@ -357,8 +383,8 @@ def test_a_save_that_ends_late_is_there_when_it_returns_even_if_one_is_enough(tm
 def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reader has read the name; before it looks, two newer checkpoints are saved and the one it read is
-    removed.
+    """The reader has read the name; before it looks, two newer checkpoints are saved and the one it
+    read is removed.
     """
     series = Series(tmp_path, keep=1)
     save(series, 1)
@@ -373,5 +399,7 @@ def test_a_reader_between_the_name_and_its_removal_finds_the_newer_one(
 
     reader = Series(tmp_path)
     monkeypatch.setattr(Series, "_named", lambda self: slow(self) if self is reader else read(self))
-    monkeypatch.setattr(reader, "complete", list)  # each that it lists is removed before it looks at it
+    monkeypatch.setattr(
+        reader, "complete", list
+    )  # each that it lists is removed before it looks at it
     assert reader.latest() == series.path_of(3)

@@ -1,5 +1,5 @@
-"""After a power failure at any moment, what is left is loadable: complete, or older; and no `fsync` is for
-nothing.
+"""After a power failure at any moment, what is left is loadable: complete, or older; and no `fsync`
+is for nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def required(promises: Promises, path: Path | None) -> None:
     )
 
 
-# -- scenarios, and what is checked after each ----------------------------------------------------------
+# -- scenarios, and what is checked after each
+# ----------------------------------------------------------
 
 
 def one_name(root: Path, promises: Promises) -> None:
@@ -122,7 +123,9 @@ def check_series(folder: Path, promises: Promises) -> None:
     if checkpoints.is_dir():
         series.recover()
         series.release()
-        assert found is None or number_in(found.with_name(found.name.removesuffix(".replaced"))) >= 0
+        assert (
+            found is None or number_in(found.with_name(found.name.removesuffix(".replaced"))) >= 0
+        )
 
 
 def converted(root: Path, promises: Promises, to: str) -> None:
@@ -151,16 +154,24 @@ def recorded(root: Path, promises: Promises) -> None:
     for number in (1, 2):
         promises.saving(number)
         record = RunRecord(root / "runs" / "one")
-        record.begin(TrainConfig(steps=number, ranks=1), WORLD, step=number, facts={"digest": "abc"})
+        record.begin(
+            TrainConfig(steps=number, ranks=1), WORLD, step=number, facts={"digest": "abc"}
+        )
         promises.saved(number)
-        promises.events = len(record.events()) - 1  # those that were kept; not yet the start of this time
+        promises.events = (
+            len(record.events()) - 1
+        )  # those that were kept; not yet the start of this time
         for step in range(3):
             record.write("step", step=step, loss=1.0)
 
 
 def check_recorded(folder: Path, promises: Promises) -> None:
     run = folder / "runs" / "one"
-    number = TrainConfig(**read_settings(run / "config.json")).steps if (run / "config.json").exists() else 0
+    number = (
+        TrainConfig(**read_settings(run / "config.json")).steps
+        if (run / "config.json").exists()
+        else 0
+    )
     assert promises.least <= number <= promises.most
     record = RunRecord(run)
     if (run / "environment.json").exists():
@@ -190,7 +201,10 @@ def play(name: str, tmp_path: Path, *, ignored: str | None = None) -> PowerCut:
     for folder in ("root", "scratch"):
         (tmp_path / folder).mkdir(parents=True)
     model = PowerCut(
-        tmp_path / "root", lambda folder: check(folder, promises), tmp_path / "scratch", ignored=ignored
+        tmp_path / "root",
+        lambda folder: check(folder, promises),
+        tmp_path / "scratch",
+        ignored=ignored,
     )
     with model.watching():
         scenario(tmp_path / "root", promises)
@@ -207,7 +221,9 @@ def test_a_power_failure_at_any_moment_leaves_what_was_promised(name: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_every_sync_is_needed(tmp_path: Path) -> None:
-    """Each line that calls `fsync` is left out once; then something has to be lost in some scenario."""
+    """Each line that calls `fsync` is left out once; then something has to be lost in some
+    scenario.
+    """
     numbers = itertools.count()
     reached: dict[str, list[str]] = {}
     for name in SCENARIOS:

@@ -1,4 +1,6 @@
-"""What an optimizer step would lose is named before it: writes, gradients, hooks, another rank's state."""
+"""What an optimizer step would lose is named before it: writes, gradients, hooks, another rank's
+state.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_a_write_to_an_unsharded_parameter_is_named_once(two_ranks: Ranks) -> No
 
 
 def averaged_after_evaluations() -> None:
-    """Both models have been evaluated, so that their roots are unsharded; neither has an optimizer here."""
+    """Both models have been evaluated, so that their roots are unsharded; neither has an optimizer
+    here.
+    """
     model, average = net(), net()
     with torch.no_grad():
         for each in (model, average):
@@ -155,7 +159,9 @@ def saved_by_rank_0(folder: str, flat: bool) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["torch.optim", "shardgrad.optim"])
-def test_shards_that_another_rank_saved_are_refused(two_ranks: Ranks, tmp_path: Path, flat: bool) -> None:
+def test_shards_that_another_rank_saved_are_refused(
+    two_ranks: Ranks, tmp_path: Path, flat: bool
+) -> None:
     two_ranks.run(saved_by_rank_0, str(tmp_path), flat)
 
 

@@ -1,4 +1,6 @@
-"""Parameters used around their unit's forward: gradients are right, or the error says what to type."""
+"""Parameters used around their unit's forward: gradients are right, or the error says what to
+type.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def is_refused(way: Callable[[WithMethods], Any], trained_before: bool) -> None:
     token_loss(model, SHARDGRAD.tokens(1)).backward()  # nothing is broken by the refusal
 
 
-# -- what is right without help ---------------------------------------------------------------------------
+# -- what is right without help
+# ---------------------------------------------------------------------------
 
 
 def through_a_method_that_calls_forward(engine: Engine) -> Tensors:
@@ -198,7 +201,9 @@ def test_gradients_are_averaged_whatever_path_the_loss_took(
 
 
 @pytest.mark.parametrize("together", [True, False], ids=["one_backward", "two_backwards"])
-def test_a_unit_that_ran_before_its_root_is_reduced_like_the_others(two_ranks: Ranks, together: bool) -> None:
+def test_a_unit_that_ran_before_its_root_is_reduced_like_the_others(
+    two_ranks: Ranks, together: bool
+) -> None:
     two_ranks.run(close_to_unsharded, a_unit_before_its_root, together)
 
 

@@ -1,4 +1,6 @@
-"""Hooks on optimizers are there while a sharded model is, and change nothing for other optimizers."""
+"""Hooks on optimizers are there while a sharded model is, and change nothing for other
+optimizers.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,9 @@ def other_optimizers() -> None:
     assert model is not None
 
 
-def test_an_optimizer_without_sharded_parameters_is_neither_checked_nor_counted(two_ranks: Ranks) -> None:
+def test_an_optimizer_without_sharded_parameters_is_neither_checked_nor_counted(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(other_optimizers)
 
 
@@ -90,12 +94,16 @@ def sharded_after_a_first_look() -> None:
     assert kept is not None
 
 
-def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded(two_ranks: Ranks) -> None:
+def test_an_optimizer_is_looked_at_again_after_its_parameters_were_sharded(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(sharded_after_a_first_look)
 
 
 def dies_during_a_step() -> None:
-    """torch iterates over its hooks then, so removing them would break the step of another optimizer."""
+    """torch iterates over its hooks then, so removing them would break the step of another
+    optimizer.
+    """
     gc.collect()
     models = [SHARDGRAD.fully_shard(stack(5, 3))]
     plain = nn.Linear(5, 3)
@@ -126,7 +134,9 @@ def test_a_model_may_die_during_the_step_of_another_optimizer(two_ranks: Ranks) 
 
 
 def a_fused_step() -> None:
-    """Version counters do not see it; parameters that stay unsharded are gathered again nevertheless."""
+    """Version counters do not see it; parameters that stay unsharded are gathered again
+    nevertheless.
+    """
     model = stack(5, 3)
     shardgrad.fully_shard(model, reshard_after_forward=False)
     model.set_reshard_after_backward(False)

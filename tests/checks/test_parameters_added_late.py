@@ -179,7 +179,8 @@ def test_only_what_is_under_the_called_part_is_looked_at(two_ranks: Ranks) -> No
     two_ranks.run(a_part_called_by_itself)
 
 
-# -- around the units ---------------------------------------------------------------------------------------
+# -- around the units
+# ---------------------------------------------------------------------------------------
 
 
 class Agent(nn.Module):
@@ -215,7 +216,9 @@ def frozen_around_units() -> None:
 
 
 def replicated_around_units() -> None:
-    loss_of(SHARDGRAD, Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))).backward()
+    loss_of(
+        SHARDGRAD, Agent(blocks(SHARDGRAD), DistributedDataParallel(nn.Linear(WIDTH, 1)))
+    ).backward()
     loss_of(SHARDGRAD, replicate(Agent(blocks(SHARDGRAD), nn.Linear(WIDTH, 1)))).backward()
 
 

@@ -1,4 +1,6 @@
-"""Trainable parameters next to a sharded model, in its optimizer: named, or looked after by the program."""
+"""Trainable parameters next to a sharded model, in its optimizer: named, or looked after by the
+program.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,10 @@ def a_head_is_named_once() -> None:
 
 def names_are_told() -> None:
     modules = parts()
-    named = [*modules[0].named_parameters(prefix="model"), *modules[1].named_parameters(prefix="head")]
+    named = [
+        *modules[0].named_parameters(prefix="model"),
+        *modules[1].named_parameters(prefix="head"),
+    ]
     (text,) = steps(modules, torch.optim.SGD(named, lr=0.1))
     assert f"head.weight, of shape (2, {WIDTH}); head.bias, of shape (2,)" in text, text
 
@@ -102,7 +107,9 @@ def the_line_was_added(engine: Engine) -> Tensors:
 def ignored() -> Parts:
     torch.manual_seed(0)
     head = nn.Linear(WIDTH, 2)
-    return shardgrad.fully_shard(nn.Linear(WIDTH, WIDTH), ignored_params=set(head.parameters())), head
+    return shardgrad.fully_shard(
+        nn.Linear(WIDTH, WIDTH), ignored_params=set(head.parameters())
+    ), head
 
 
 def ignored_inside() -> Parts:
@@ -150,7 +157,9 @@ def later_steps_look_at_nothing() -> None:
     modules = parts()
     optimizer = torch.optim.SGD(modules[0].parameters(), lr=0.1)
     steps(modules, optimizer, 1)
-    with mock.patch.object(unowned_params, "_may_drift", side_effect=AssertionError("in a later step")):
+    with mock.patch.object(
+        unowned_params, "_may_drift", side_effect=AssertionError("in a later step")
+    ):
         steps(modules, optimizer)
 
 
@@ -158,7 +167,9 @@ def test_a_head_next_to_the_model_is_named_once_with_the_line_to_add(two_ranks: 
     two_ranks.run(a_head_is_named_once)
 
 
-def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows(two_ranks: Ranks) -> None:
+def test_parameters_next_to_the_model_have_the_names_that_the_optimizer_knows(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(names_are_told)
 
 
@@ -166,7 +177,9 @@ def test_parameters_that_are_added_to_the_optimizer_later_are_named(two_ranks: R
     two_ranks.run(one_that_was_added_later)
 
 
-def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(two_ranks: Ranks) -> None:
+def test_a_head_next_to_the_model_trains_like_unsharded_once_the_line_is_added(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(close_to_unsharded, the_line_was_added)
 
 

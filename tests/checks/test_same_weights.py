@@ -1,4 +1,6 @@
-"""Ranks that had different weights are told so, and those that were loaded or initialised later are not."""
+"""Ranks that had different weights are told so, and those that were loaded or initialised later are
+not.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def drifted_replicas() -> str:
     return str(caught.value)
 
 
-# -- what is not compared -----------------------------------------------------------------------------------
+# -- what is not compared
+# -----------------------------------------------------------------------------------
 
 
 def from_meta() -> bool:
@@ -132,7 +135,12 @@ def test_replicas_that_differ_are_told_on_every_rank(four_ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     "program",
-    [from_meta, loaded_from_rank_0, initialised_on_one_rank_after_sharding, broadcast_before_sharding],
+    [
+        from_meta,
+        loaded_from_rank_0,
+        initialised_on_one_rank_after_sharding,
+        broadcast_before_sharding,
+    ],
 )
 def test_weights_that_were_loaded_or_initialised_since_train(
     two_ranks: Ranks, program: Callable[[], bool]

@@ -75,9 +75,13 @@ def silence_when_all_is_well() -> None:
 
 
 def a_gradient_that_is_only_rounding_is_not_spoken_of() -> None:
-    """A normalization takes away what a bias in front of it adds: its gradient is a sum that cancels."""
+    """A normalization takes away what a bias in front of it adds: its gradient is a sum that
+    cancels.
+    """
     torch.manual_seed(0)
-    model = SHARDGRAD.fully_shard(nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3)))
+    model = SHARDGRAD.fully_shard(
+        nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 3))
+    )
     optim = torch.optim.SGD(model.parameters(), lr=1e-4)
     for number in range(4):
         model(SHARDGRAD.inputs(number, 64)).square().mean().backward()
@@ -93,11 +97,15 @@ def a_warm_up_from_zero_is_waited_for() -> None:
     backward(model)
     assert not said(optim.step)
     optim.param_groups[0]["lr"] = 1e-30
-    assert said(optim.step), "the first step that should have moved something is the one that counts"
+    assert said(optim.step), (
+        "the first step that should have moved something is the one that counts"
+    )
 
 
 def a_pretended_step_is_waited_for() -> None:
-    """torch's state dict functions take a step with a learning rate and gradients of zero to make state."""
+    """torch's state dict functions take a step with a learning rate and gradients of zero to make
+    state.
+    """
     model = SHARDGRAD.fully_shard(stack(5, 3).to(torch.bfloat16))
     optim = torch.optim.AdamW(model.parameters(), lr=1e-9)
     assert not said(lambda: get_optimizer_state_dict(model, optim))
@@ -108,7 +116,9 @@ def a_pretended_step_is_waited_for() -> None:
 
 def a_group_that_is_warmed_up_later_is_not_spoken_of() -> None:
     model = SHARDGRAD.fully_shard(stack(5, 3))
-    optim = torch.optim.SGD([{"params": [model[0].weight], "lr": 0.0}, {"params": [model[0].bias]}], lr=0.1)
+    optim = torch.optim.SGD(
+        [{"params": [model[0].weight], "lr": 0.0}, {"params": [model[0].bias]}], lr=0.1
+    )
     backward(model)
     assert not said(optim.step)
 

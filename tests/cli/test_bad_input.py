@@ -1,4 +1,6 @@
-"""Input that makes no sense: a sentence and exit status 2 within a second, before PyTorch is imported."""
+"""Input that makes no sense: a sentence and exit status 2 within a second, before PyTorch is
+imported.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,13 @@ ROOT = Path(__file__).parents[2]
 # In a folder with what `in_folder` puts there.
 LINES = [
     *("nothing", "--nothing", "train --nothing", "checkpoint nothing", "doctor --nothing"),
-    *("train --steps x", "train --steps 0", "train --lr nan", "train --lr 1e400", "train --batch-size 1.5"),
+    *(
+        "train --steps x",
+        "train --steps 0",
+        "train --lr nan",
+        "train --lr 1e400",
+        "train --batch-size 1.5",
+    ),
     *("train --ranks 0", "train --ranks 100000", "train --mesh 2x", "train --mesh 3 --ranks 2"),
     *("train --preset huge", "train --engine ddp", "train --precision fp8", "train --stage 7"),
     *("train --data missing", "train --data empty", "train --data text --seq-len 1000000"),
@@ -26,7 +34,11 @@ LINES = [
         "train --resume started",
         "train --ranks 2 --run-dir text/run",
     ),
-    *("train --run-dir text/run", "train --resume ran --steps 60", "train --resume ran --preset small"),
+    *(
+        "train --run-dir text/run",
+        "train --resume ran --steps 60",
+        "train --resume ran --preset small",
+    ),
     *("train --resume ran --steps 99 --ranks 3", "train --resume ran --steps 99 --run-dir other"),
     *(
         "train --preset small --hf kind.json",
@@ -34,10 +46,26 @@ LINES = [
         "train --hf kind.json",
         "train --hf nothing",
     ),
-    *("plan --preset nothing", "plan --ranks 0", "plan --mesh 0x4", "plan --device a10000", "plan --tp 2"),
+    *(
+        "plan --preset nothing",
+        "plan --ranks 0",
+        "plan --mesh 0x4",
+        "plan --device a10000",
+        "plan --tp 2",
+    ),
     *("plan --network pigeon", "plan --mfu 0", "plan --stage hfsdp", "plan --reshard-to 3"),
-    *("plan --search 17", "plan --picture plan.txt", "plan --picture text/plan.png", "plan --trace text/x"),
-    *("plan --model nothing:f", "plan --model json", "plan --hf kind.json", "plan --override width=7"),
+    *(
+        "plan --search 17",
+        "plan --picture plan.txt",
+        "plan --picture text/plan.png",
+        "plan --trace text/x",
+    ),
+    *(
+        "plan --model nothing:f",
+        "plan --model json",
+        "plan --hf kind.json",
+        "plan --override width=7",
+    ),
     *("plan --model build:with_arguments", "plan --model raises:f", "plan --model build:"),
     *("plan --preset tiny --hf gpt2", "plan --model build:number --override width=8"),
     *(
@@ -47,21 +75,41 @@ LINES = [
     ),
     *("plan --unit Nothing", "plan --preset moe-670b --unit Expert", "plan --measure"),
     *("plan --hf sizes.json", "plan --hf gpt2 --override n_head=5 --override n_embd=768"),
-    *("train --device accelerator", "train --hf sizes.json", "train --hf llama --override vocab_size=17"),
+    *(
+        "train --device accelerator",
+        "train --hf sizes.json",
+        "train --hf llama --override vocab_size=17",
+    ),
     *("train --hf llama --override num_hidden_layers=-2", "train --hf gpt2 --override n_embd=wide"),
     *("train --hf llama --override hidden=64", "plan --hf gpt2 --override n_heads=4"),
-    *("train --hf llama --override num_attention_heads=7", "plan --hf qwen3 --override rms_norm_eps=small"),
+    *(
+        "train --hf llama --override num_attention_heads=7",
+        "plan --hf qwen3 --override rms_norm_eps=small",
+    ),
     *("plan --hf llama --override hidden_act=3", "train --hf typed.json"),
     *("train --run-dir /proc/x", "train --run-dir text/run --ranks 2"),
     *("checkpoint convert ran text --to torch", "checkpoint convert ran folder --to safetensors"),
     *("checkpoint convert ran exported --to torch", "checkpoint convert ran empty --to shardgrad"),
-    *("checkpoint convert ran missing/out --to torch", "checkpoint convert ran /proc/x --to shardgrad"),
+    *(
+        "checkpoint convert ran missing/out --to torch",
+        "checkpoint convert ran /proc/x --to shardgrad",
+    ),
     *("plan --search 65536 --accumulate 2", "plan --search 65536 --trace x.json"),
     *("doctor --ranks 3", "doctor --audit build:number --cpu"),
     *("doctor --audit nothing", "doctor --audit nothing:f", "doctor --audit build:missing"),
-    *("doctor --audit build:with_arguments", "doctor --audit build:number", "doctor --audit raises:f"),
+    *(
+        "doctor --audit build:with_arguments",
+        "doctor --audit build:number",
+        "doctor --audit raises:f",
+    ),
     *("doctor --audit exits:f", "doctor --audit broken:f"),
-    *("explain missing", "explain started", "explain broken.json", "explain empty.json", "explain text"),
+    *(
+        "explain missing",
+        "explain started",
+        "explain broken.json",
+        "explain empty.json",
+        "explain text",
+    ),
     *("generate missing", "generate started --bytes 0", "generate started --prompt ''"),
     *("generate started", "generate wrong"),
     *(
@@ -74,7 +122,15 @@ LINES = [
 ]
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 3}
 # Its name is more than a pipe holds.
-LONG_OPERATION = {"ph": "X", "cat": "cpu_op", "name": "x" * 100_000, "pid": 1, "tid": 1, "ts": 0, "dur": 5}
+LONG_OPERATION = {
+    "ph": "X",
+    "cat": "cpu_op",
+    "name": "x" * 100_000,
+    "pid": 1,
+    "tid": 1,
+    "ts": 0,
+    "dur": 5,
+}
 CALL = """
 import json, shlex, sys, time
 from click.testing import CliRunner
@@ -118,7 +174,9 @@ def test_bad_input_is_refused_in_a_sentence_within_a_second(tmp_path: Path) -> N
     assert len(LINES) > 40
     in_folder(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = run([sys.executable, "-c", CALL, json.dumps(LINES)], cwd=tmp_path, env=environment, timeout_s=60)
+    done = run(
+        [sys.executable, "-c", CALL, json.dumps(LINES)], cwd=tmp_path, env=environment, timeout_s=60
+    )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert [row[0] for row in rows] == LINES
@@ -136,7 +194,9 @@ def written_to(output: str, *command: str) -> tuple[int, str]:
     """Runs a command with its output somewhere; returns its exit status, and its standard error."""
     line = shlex.join([sys.executable, "-m", "shardgrad", *command])
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    done = run(["bash", "-c", f"set -o pipefail; {line} {output}"], cwd=ROOT, env=buffered, timeout_s=60)
+    done = run(
+        ["bash", "-c", f"set -o pipefail; {line} {output}"], cwd=ROOT, env=buffered, timeout_s=60
+    )
     return done.returncode, done.stderr
 
 

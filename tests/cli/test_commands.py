@@ -1,4 +1,6 @@
-"""The command line's own answers: what has moved, what is missing, and a program run inside the patch."""
+"""The command line's own answers: what has moved, what is missing, and a program run inside the
+patch.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ def test_bench_says_where_it_has_moved_and_fails() -> None:
     assert "python -m benchmarks" in done.output
 
 
-def test_without_the_extra_the_command_line_names_it_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_the_extra_the_command_line_names_it_and_fails(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with mock.patch.dict(sys.modules, {"rich": None}), pytest.raises(SystemExit) as ended:
         entry()
     assert ended.value.code == 2
     assert "pip install" in capsys.readouterr().err
 
 
-def test_a_patched_script_finds_what_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_script_finds_what_lies_next_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "next_to_it.py").write_text("NUMBER = 7\n")
     script = tmp_path / "script.py"
     script.write_text(
@@ -88,7 +94,8 @@ def test_doctor_says_that_there_is_no_gpu_where_torch_is_built_for_one(
 
 def test_options_are_listed_in_sections_and_those_of_no_section_under_others() -> None:
     lines = {
-        name: CliRunner().invoke(main, [name, "--help"]).output.splitlines() for name in ("train", "doctor")
+        name: CliRunner().invoke(main, [name, "--help"]).output.splitlines()
+        for name in ("train", "doctor")
     }
     assert {"Model and data:", "Other options:"} <= set(lines["train"])
     assert "Options:" not in lines["train"]

@@ -1,4 +1,6 @@
-"""A world of its own: frameworks keep global state, and importing them takes longer than most tests."""
+"""A world of its own: frameworks keep global state, and importing them takes longer than most
+tests.
+"""
 
 from __future__ import annotations
 

@@ -46,7 +46,9 @@ def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
-    def fit(module: pl.LightningModule, folder: str, epochs: int, resumed: str | None = None) -> pl.Trainer:
+    def fit(
+        module: pl.LightningModule, folder: str, epochs: int, resumed: str | None = None
+    ) -> pl.Trainer:
         trainer = pl.Trainer(
             accelerator="cpu",
             devices=2,
@@ -64,7 +66,9 @@ def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
         return trainer
 
     with shared_folder() as folder:
-        os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun does; Lightning then launches nothing
+        os.environ["LOCAL_RANK"] = os.environ[
+            "RANK"
+        ]  # as torchrun does; Lightning then launches nothing
         first, checkpoint = Module(), f"{folder}/half"
         fit(first, folder, 1).save_checkpoint(checkpoint)
         second = Module()
@@ -74,7 +78,9 @@ def with_lightnings_trainer() -> tuple[nn.Module, Tensors]:
 
 
 def loader() -> Any:
-    tokens, targets = torch.randint(13, (2, 8 * ROWS, 5), generator=torch.Generator().manual_seed(3))
+    tokens, targets = torch.randint(
+        13, (2, 8 * ROWS, 5), generator=torch.Generator().manual_seed(3)
+    )
     rows = torch.utils.data.TensorDataset(tokens, targets)
     return torch.utils.data.DataLoader(rows, batch_size=ROWS)
 

@@ -38,7 +38,8 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Te
     return loss.detach()
 
 
-# -- reinforcement learning, preference learning ----------------------------------------------------------
+# -- reinforcement learning, preference learning
+# ----------------------------------------------------------
 
 
 class Policy(nn.Module):
@@ -98,7 +99,8 @@ def alignment() -> tuple[nn.Module, Tensors]:
     return model, notes
 
 
-# -- averages, hooks, steps inside backward ---------------------------------------------------------------
+# -- averages, hooks, steps inside backward
+# ---------------------------------------------------------------
 
 
 def moving_average() -> tuple[nn.Module, Tensors]:
@@ -168,7 +170,8 @@ def gradient_read_between() -> tuple[nn.Module, Tensors]:
 
 
 @pytest.mark.parametrize(
-    "program", [alignment, moving_average, hooks_on_activations, optimizer_in_backward, gradient_read_between]
+    "program",
+    [alignment, moving_average, hooks_on_activations, optimizer_in_backward, gradient_read_between],
 )
 def test_a_loop_written_for_fsdp2_equals_it(client_ranks: Ranks, program: Any) -> None:
     client_ranks.run(same_bits_under_both, program, timeout_s=100)

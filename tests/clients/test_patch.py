@@ -33,7 +33,12 @@ def is_theirs(function: object) -> bool:
 
 
 def test_every_place_that_programs_look_in_is_patched_and_put_back() -> None:
-    places = (torch_fsdp, composable, stage, sys.modules[torch_fsdp.fully_shard.__wrapped__.__module__])
+    places = (
+        torch_fsdp,
+        composable,
+        stage,
+        sys.modules[torch_fsdp.fully_shard.__wrapped__.__module__],
+    )
     with shardgrad.patch():
         assert not any(is_theirs(place.fully_shard) for place in places)
         assert all(place.fully_shard.__wrapped__ is shardgrad.fully_shard for place in places)

@@ -1,4 +1,6 @@
-"""torchao's float8 training, emulated on the CPU: linear layers that cast weights, inputs and gradients."""
+"""torchao's float8 training, emulated on the CPU: linear layers that cast weights, inputs and
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -44,4 +46,6 @@ def float8_layers(*, gathers_float8: bool) -> tuple[nn.Module, Tensors]:
 @pytest.mark.parametrize("gathers_float8", [False, True])
 def test_float8_layers_equal_fsdp2(client_ranks: Ranks, *, gathers_float8: bool) -> None:
     """`gathers_float8` makes weights a tensor subclass with FSDP2's hooks around the all-gather."""
-    client_ranks.run(same_bits_under_both, float8_layers, gathers_float8=gathers_float8, timeout_s=STARTUP_S)
+    client_ranks.run(
+        same_bits_under_both, float8_layers, gathers_float8=gathers_float8, timeout_s=STARTUP_S
+    )

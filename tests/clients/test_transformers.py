@@ -30,7 +30,9 @@ def sharded_by_hand(name: str, *, bf16: bool = False) -> tuple[nn.Module, Tensor
     model = MODELS[name]()
     options: dict[str, Any] = {}
     if bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     for block in blocks(model):
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -38,7 +40,9 @@ def sharded_by_hand(name: str, *, bf16: bool = False) -> tuple[nn.Module, Tensor
 
 
 def sharded_while_it_is_loaded() -> tuple[nn.Module, Tensors]:
-    """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights in."""
+    """`from_pretrained` builds on meta, shards by the model's own plan, and streams the weights
+    in.
+    """
     import transformers
 
     from tests.support.tiny_models import llama, train
@@ -65,7 +69,9 @@ def checkpointed_activations() -> tuple[nn.Module, Tensors]:
 
 
 def generates_between_steps() -> tuple[nn.Module, Tensors]:
-    """As a loop of reinforcement learning does: `generate` is not forward, and calls it many times."""
+    """As a loop of reinforcement learning does: `generate` is not forward, and calls it many
+    times.
+    """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     from tests.support.tiny_models import batch, blocks, llama, train
@@ -78,7 +84,11 @@ def generates_between_steps() -> tuple[nn.Module, Tensors]:
     notes = train(model, steps=1)
     prompt = batch(model, 7)["input_ids"]
     notes["generated"] = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False, synced_gpus=True
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=4,
+        do_sample=False,
+        synced_gpus=True,
     )
     model.reshard()  # else the next optimizer would be built over what generate has left whole
     notes.update(train(model))
@@ -104,7 +114,9 @@ def test_what_transformers_does_itself_equals_fsdp2(client_ranks: Ranks, program
 
 
 def weights_there_and_back() -> None:
-    """Sharded, exported in several files, read by `from_pretrained`, and loaded onto shards again."""
+    """Sharded, exported in several files, read by `from_pretrained`, and loaded onto shards
+    again.
+    """
     import transformers
 
     from shardgrad import checkpoint, fully_shard

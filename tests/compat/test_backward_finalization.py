@@ -1,4 +1,6 @@
-"""Backwards that the program ends by hand, as in pipeline stages of torch 2.15; whole memory that stays."""
+"""Backwards that the program ends by hand, as in pipeline stages of torch 2.15; whole memory that
+stays.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ in_torch = pytest.mark.skipif(
 )
 
 
-def train(engine: Engine, *, async_op: bool = False, stage: int | None = None, sync: bool = False) -> Tensors:
+def train(
+    engine: Engine, *, async_op: bool = False, stage: int | None = None, sync: bool = False
+) -> Tensors:
     """Trains two steps of several backwards each, which are finalized by hand."""
     model: Any = tower()
     engine.shard_tower(model, **({} if stage is None else {"zero_stage": stage}))
@@ -67,7 +71,13 @@ def trains_like_unsharded(**options: Any) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"async_op": True}, {"stage": 1, "sync": True}, {"stage": 2, "async_op": True}, {"sync": True}],
+    [
+        {},
+        {"async_op": True},
+        {"stage": 1, "sync": True},
+        {"stage": 2, "async_op": True},
+        {"sync": True},
+    ],
     ids=str,
 )
 def test_backwards_finalized_by_hand_equal_an_unsharded_run(
@@ -96,7 +106,9 @@ def test_a_failed_backward_leaves_nothing_to_finalize(two_ranks: Ranks) -> None:
 
 @in_torch
 @pytest.mark.parametrize("async_op", [False, True])
-def test_backwards_finalized_by_hand_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, async_op: bool) -> None:
+def test_backwards_finalized_by_hand_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, async_op: bool
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train, async_op=async_op)
 
 
@@ -190,7 +202,10 @@ def train_with_memory_that_stays(engine: Engine, keep: bool) -> Tensors:
 
 
 def memory_changes_no_bit() -> None:
-    ours = train_with_memory_that_stays(SHARDGRAD, True), train_with_memory_that_stays(SHARDGRAD, False)
+    ours = (
+        train_with_memory_that_stays(SHARDGRAD, True),
+        train_with_memory_that_stays(SHARDGRAD, False),
+    )
     assert all(torch.equal(value, ours[1][name]) for name, value in ours[0].items())
 
 

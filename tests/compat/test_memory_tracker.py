@@ -67,9 +67,14 @@ def sees_memory_and_leaves_the_model_as_it_was() -> None:
     assert peak[_FSDPRefType.OPT] > 0
     for unit in (model, model.embedding, *model.layers):
         snapshots = tracker.memory_tracking[unit].snapshots
-        (before,), (after,) = snapshots[_FSDPModState.BEF_PRE_FW], snapshots[_FSDPModState.AFT_PRE_FW]
+        (before,), (after,) = (
+            snapshots[_FSDPModState.BEF_PRE_FW],
+            snapshots[_FSDPModState.AFT_PRE_FW],
+        )
         whole = sum(p.numel() * p.element_size() for p in _own(unit, model))
-        gained = after[CPU][_FSDPRefType.UNSHARDED_PARAM] - before[CPU][_FSDPRefType.UNSHARDED_PARAM]
+        gained = (
+            after[CPU][_FSDPRefType.UNSHARDED_PARAM] - before[CPU][_FSDPRefType.UNSHARDED_PARAM]
+        )
         assert gained >= whole, "what pre-forward gathers is not seen"
         assert _FSDPModState.AFT_POST_FW in snapshots
         assert _FSDPModState.AFT_PRE_BW in snapshots
@@ -93,7 +98,9 @@ def refuses_a_unit_of_several_modules() -> None:
     shardgrad.fully_shard([model[0], model[2]])
     shardgrad.fully_shard(model)
     with (
-        pytest.raises(UnsupportedError, match=r"FSDPMemTracker over .*, a unit of several modules, yet"),
+        pytest.raises(
+            UnsupportedError, match=r"FSDPMemTracker over .*, a unit of several modules, yet"
+        ),
         FSDPMemTracker(model),
     ):
         pass

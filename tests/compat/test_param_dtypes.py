@@ -1,4 +1,6 @@
-"""Dtypes of single parameters, and what `reduce_dtype=None` means: as in the FSDP2 that is installed."""
+"""Dtypes of single parameters, and what `reduce_dtype=None` means: as in the FSDP2 that is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import shardgrad
 from shardgrad.errors import OptionError, UnsupportedError, UnsupportedParameterError
 from shardgrad.policies import REDUCES_IN_GRAD_DTYPE
-from tests.support.parity import FSDP2, SHARDGRAD, Engine, Tensors, same_bits_as_fsdp2, stack, tower, train
+from tests.support.parity import (
+    FSDP2,
+    SHARDGRAD,
+    Engine,
+    Tensors,
+    same_bits_as_fsdp2,
+    stack,
+    tower,
+    train,
+)
 from tests.support.ranks import Ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -71,7 +82,9 @@ def same_bits(policy: MixedPrecisionPolicy, *args: Any, **options: Any) -> None:
 
 
 def same_but_for_rounding(policy: MixedPrecisionPolicy, *args: Any, **options: Any) -> None:
-    """Sums of two ranks, or of micro-batches, that FSDP2 rounds to 16 bits are wider here: 2^-9 each."""
+    """Sums of two ranks, or of micro-batches, that FSDP2 rounds to 16 bits are wider here: 2^-9
+    each.
+    """
     ours = train_tower(SHARDGRAD, policy, *args, steps=1, **options)
     theirs = train_tower(FSDP2, policy, *args, steps=1, **options)
     assert list(ours) == list(theirs)
@@ -80,7 +93,9 @@ def same_but_for_rounding(policy: MixedPrecisionPolicy, *args: Any, **options: A
         assert (ours[name] - right).norm() <= 2**-6 * right.norm(), name
 
 
-@pytest.mark.parametrize("accumulation", [{}, {"micro_batches": 2, "sync_each": False}], ids=["one", "two"])
+@pytest.mark.parametrize(
+    "accumulation", [{}, {"micro_batches": 2, "sync_each": False}], ids=["one", "two"]
+)
 def test_without_a_reduce_dtype_gradients_are_reduced_as_under_fsdp2(
     two_ranks: Ranks, accumulation: dict[str, Any]
 ) -> None:
@@ -97,20 +112,28 @@ def test_a_model_cast_after_sharding_is_reduced_as_under_fsdp2(
 
 
 @from_2_15
-@pytest.mark.parametrize("policy", [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": FP32}])
+@pytest.mark.parametrize(
+    "policy", [{}, {"param_dtype": BF16}, {"param_dtype": BF16, "reduce_dtype": FP32}]
+)
 def test_gradients_of_several_dtypes_in_one_unit_are_reduced_in_one_that_holds_all(
     two_ranks: Ranks, policy: dict[str, torch.dtype]
 ) -> None:
     if policy:  # else FSDP2 rounds each rank's 32 bits to 16, too
         two_ranks.run(same_bits, MixedPrecisionPolicy(**policy), narrow_matrices)
-    two_ranks.run(same_but_for_rounding, MixedPrecisionPolicy(**policy), narrow_matrices, micro_batches=2)
+    two_ranks.run(
+        same_but_for_rounding, MixedPrecisionPolicy(**policy), narrow_matrices, micro_batches=2
+    )
 
 
 @from_2_15
 @pytest.mark.parametrize("prepare", [all_narrow, all_wide])
-def test_gradients_have_the_dtype_that_their_parameter_asks_for(two_ranks: Ranks, prepare: Prepare) -> None:
+def test_gradients_have_the_dtype_that_their_parameter_asks_for(
+    two_ranks: Ranks, prepare: Prepare
+) -> None:
     two_ranks.run(same_but_for_rounding, MixedPrecisionPolicy(), prepare)
-    two_ranks.run(same_but_for_rounding, MixedPrecisionPolicy(param_dtype=BF16), prepare, micro_batches=2)
+    two_ranks.run(
+        same_but_for_rounding, MixedPrecisionPolicy(param_dtype=BF16), prepare, micro_batches=2
+    )
 
 
 @from_2_15
@@ -120,7 +143,9 @@ def test_a_parameter_that_takes_any_dtype_gets_that_of_the_reduction(two_ranks: 
 
 @from_2_15
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
-def test_single_parameters_keep_their_dtype(two_ranks: Ranks, reduce_dtype: torch.dtype | None) -> None:
+def test_single_parameters_keep_their_dtype(
+    two_ranks: Ranks, reduce_dtype: torch.dtype | None
+) -> None:
     policy = MixedPrecisionPolicy(
         param_dtype=BF16, reduce_dtype=reduce_dtype, param_dtype_override_fn=scalars_in_full
     )
@@ -139,7 +164,9 @@ def shows_dtypes() -> None:
     asked: list[nn.Parameter] = []
     model = stack(4, 4)
     params = list(model.parameters())
-    shardgrad.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=asked.append))
+    shardgrad.fully_shard(
+        model, mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=asked.append)
+    )
     assert list(map(id, asked)) == list(map(id, params))
 
 
@@ -149,7 +176,9 @@ def test_the_override_is_asked_once_and_decides_what_computes(two_ranks: Ranks) 
 
 
 class _Wide(torch.autograd.Function):
-    """A product whose gradient of the weight is in 32 bits, as kernels that accumulate in place give it."""
+    """A product whose gradient of the weight is in 32 bits, as kernels that accumulate in place
+    give it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -200,8 +229,12 @@ def test_a_field_of_a_policy_that_we_do_not_know_is_refused_by_name(two_ranks: R
 
 
 def refuses_dtypes() -> None:
-    policy = MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16)
-    with pytest.raises(OptionError, match=r"must return None, param_dtype, or the parameter's original"):
+    policy = MixedPrecisionPolicy(
+        param_dtype=BF16, param_dtype_override_fn=lambda param: torch.float16
+    )
+    with pytest.raises(
+        OptionError, match=r"must return None, param_dtype, or the parameter's original"
+    ):
         shardgrad.fully_shard(stack(4, 4), mp_policy=policy)
     model = stack(4, 4)
     any_dtype(model)
@@ -209,7 +242,9 @@ def refuses_dtypes() -> None:
         shardgrad.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
     model = shardgrad.fully_shard(stack(4, 4))
     all_narrow(model)
-    with pytest.raises(UnsupportedParameterError, match=r"grad_dtype of parameter 0\.weight was set after"):
+    with pytest.raises(
+        UnsupportedParameterError, match=r"grad_dtype of parameter 0\.weight was set after"
+    ):
         model(torch.ones(1, 4))
 
 

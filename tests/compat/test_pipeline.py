@@ -51,7 +51,8 @@ MICRO_BATCHES = 4
 ROWS = 2  # of a micro-batch on a rank
 WIDTH = 6
 STEPS = 2
-# Of 64-bit numbers with 53 bits, and of 32-bit ones with 24, that go through some thousand operations.
+# Of 64-bit numbers with 53 bits, and of 32-bit ones with 24, that go through some thousand
+# operations.
 TOLERANCE, TOLERANCE_IN_32_BITS = 1e-12, 1e-5
 
 
@@ -99,7 +100,8 @@ def optimizer(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
-# -- the oracle ---------------------------------------------------------------------------------------------
+# -- the oracle
+# ---------------------------------------------------------------------------------------------
 
 
 def train_unsharded(case: Case) -> Tensors:
@@ -110,7 +112,9 @@ def train_unsharded(case: Case) -> Tensors:
     for step in range(STEPS):
         losses = []
         for replica in range(2):
-            for x, target in zip(*(part.chunk(MICRO_BATCHES) for part in batch(step, replica)), strict=True):
+            for x, target in zip(
+                *(part.chunk(MICRO_BATCHES) for part in batch(step, replica)), strict=True
+            ):
                 if case.in_32_bits:
                     cast = {name: param.float() for name, param in model.named_parameters()}
                     loss = F.mse_loss(functional_call(model, cast, x.float()), target)
@@ -131,7 +135,8 @@ def train_unsharded(case: Case) -> Tensors:
     return found | {name: param.detach() for name, param in model.named_parameters()}
 
 
-# -- the pipeline -------------------------------------------------------------------------------------------
+# -- the pipeline
+# -------------------------------------------------------------------------------------------
 
 
 def indices_of(schedule: str, rank: int) -> tuple[int, ...]:
@@ -153,9 +158,15 @@ def clip(params: Sequence[nn.Parameter], max_norm: float) -> Tensor:
 
 
 def train(engine: Engine, schedule: str, case: Case) -> Tensors:
-    """Trains on two pipeline ranks of two data-parallel ranks each; returns what this rank's stages have."""
+    """Trains on two pipeline ranks of two data-parallel ranks each; returns what this rank's stages
+    have.
+    """
     mesh = grid()
-    rank, replica, group = mesh.get_local_rank("pp"), mesh.get_local_rank("dp"), mesh.get_group("pp")
+    rank, replica, group = (
+        mesh.get_local_rank("pp"),
+        mesh.get_local_rank("dp"),
+        mesh.get_group("pp"),
+    )
     indices = indices_of(schedule, rank)
     parts = [part(index) for index in indices]
     modules = [nn.Sequential(*parts)] if schedule in ONE_STAGE_A_RANK else parts
@@ -203,7 +214,9 @@ def train(engine: Engine, schedule: str, case: Case) -> Tensors:
         optim.step()
         optim.zero_grad()
     for index, module in zip(indices, parts, strict=True):
-        found |= {f"{index}.{name}": param.full_tensor() for name, param in module.named_parameters()}
+        found |= {
+            f"{index}.{name}": param.full_tensor() for name, param in module.named_parameters()
+        }
     return found
 
 
@@ -223,7 +236,9 @@ def assert_trains_the_model(schedule: str, case: Case) -> None:
     assert sorted(ours) == names
     tolerance = TOLERANCE_IN_32_BITS if case.in_32_bits else TOLERANCE
     assert_close(
-        {name: ours[name] for name in names}, {name: theirs[name] for name in names}, tolerance=tolerance
+        {name: ours[name] for name in names},
+        {name: theirs[name] for name in names},
+        tolerance=tolerance,
     )
 
 
@@ -247,7 +262,9 @@ def test_a_schedule_trains_the_unsharded_model(four_ranks: Ranks, schedule: str)
 
 @pytest.mark.long
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_schedule_trains_the_unsharded_model_with_all_settings(four_ranks: Ranks, schedule: str) -> None:
+def test_a_schedule_trains_the_unsharded_model_with_all_settings(
+    four_ranks: Ranks, schedule: str
+) -> None:
     four_ranks.run(all_train_the_model, schedule, COMBINATIONS, timeout_s=300)
 
 

@@ -52,7 +52,8 @@ def train_stack(engine: Engine, model: nn.Module, steps: int = 3, width: int = 5
     return engine.snapshot(model)
 
 
-# -- meshes -------------------------------------------------------------------------------------------------
+# -- meshes
+# -------------------------------------------------------------------------------------------------
 
 
 def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
@@ -61,7 +62,9 @@ def train_on_a_mesh_of_groups(engine: Engine, replicas: int) -> Tensors:
     else:
         sliced = hsdp_mesh(replicas, dist.get_world_size() // replicas)
         groups = [sliced.get_group(name) for name in ("replicate", "shard")]
-        mesh = DeviceMesh.from_group(groups, "cpu", mesh=sliced.mesh, mesh_dim_names=("replicate", "shard"))
+        mesh = DeviceMesh.from_group(
+            groups, "cpu", mesh=sliced.mesh, mesh_dim_names=("replicate", "shard")
+        )
     return train(engine, engine.shard_tower(tower(), mesh=mesh))
 
 
@@ -95,7 +98,8 @@ def test_shards_can_be_broadcast_across_replicas_in_place(four_ranks: Ranks) -> 
     four_ranks.run(broadcast_equals_a_plain_start)
 
 
-# -- construction and calls ---------------------------------------------------------------------------------
+# -- construction and calls
+# ---------------------------------------------------------------------------------
 
 
 def train_sharded_while_built(engine: Engine) -> Tensors:
@@ -225,7 +229,9 @@ def train_a_child_several_times(engine: Engine, where: str) -> Tensors:
 
 
 @pytest.mark.parametrize("where", ["with gradients", "no_grad"])
-def test_trainable_and_frozen_units_run_several_times_in_a_forward(two_ranks: Ranks, where: str) -> None:
+def test_trainable_and_frozen_units_run_several_times_in_a_forward(
+    two_ranks: Ranks, where: str
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_a_child_several_times, where)
 
 
@@ -247,11 +253,13 @@ def test_units_without_a_common_root_are_unfrozen_later(two_ranks: Ranks) -> Non
     two_ranks.run(same_bits_as_fsdp2, train_without_a_root)
 
 
-# -- beside torch's data parallelism ------------------------------------------------------------------------
+# -- beside torch's data parallelism
+# ------------------------------------------------------------------------
 
 
 def train_inside_replicate(engine: Engine) -> Tensors:
-    """Units inside a module that torch's composable DDP replicates: it leaves their parameters alone.
+    """Units inside a module that torch's composable DDP replicates: it leaves their parameters
+    alone.
 
     The module's own forward begins to gather its units ahead of their use.
     """
@@ -274,7 +282,9 @@ def train_inside_replicate(engine: Engine) -> Tensors:
         with implicit_replication():
             optim.step()
         optim.zero_grad()
-    inner = engine.snapshot(model[2]) | {f"last {k}": v for k, v in engine.snapshot(model[4]).items()}
+    inner = engine.snapshot(model[2]) | {
+        f"last {k}": v for k, v in engine.snapshot(model[4]).items()
+    }
     return inner | {"outer": model[0].weight.detach().clone()}
 
 
@@ -293,7 +303,8 @@ def test_replicating_a_sharded_module_is_refused(two_ranks: Ranks) -> None:
     two_ranks.run(replicating_a_unit_is_refused)
 
 
-# -- what collectives leave ----------------------------------------------------------------------------------
+# -- what collectives leave
+# ----------------------------------------------------------------------------------
 
 
 def half_is_left() -> None:
@@ -331,11 +342,14 @@ def test_the_switch_for_asynchronous_unshards_changes_nothing(two_ranks: Ranks) 
     two_ranks.run(same_bits_as_fsdp2, train_with_unshards_that_wait)
 
 
-# -- everything at once -------------------------------------------------------------------------------------
+# -- everything at once
+# -------------------------------------------------------------------------------------
 
 
 def train_hsdp_with_everything(engine: Engine) -> Tensors:
-    """Replicas, recomputation, micro-batches without synchronisation, sizes that no rank count divides."""
+    """Replicas, recomputation, micro-batches without synchronisation, sizes that no rank count
+    divides.
+    """
     model = engine.shard_tower(recompute(tower()), mesh=hsdp_mesh(2, 2))
     return train(engine, model, micro_batches=3, sync_each=False)
 

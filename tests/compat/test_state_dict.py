@@ -95,7 +95,9 @@ def state_dict_round_trip(kind: str) -> None:
     addresses = {name: param.to_local().data_ptr() for name, param in model.named_parameters()}
     expected = train(SHARDGRAD, model, optimizer="sgd", first_step=1)
     model.load_state_dict(state)
-    assert {name: param.to_local().data_ptr() for name, param in model.named_parameters()} == addresses
+    assert {
+        name: param.to_local().data_ptr() for name, param in model.named_parameters()
+    } == addresses
     assert_same_bits(train(SHARDGRAD, model, optimizer="sgd", first_step=1), expected)
 
 
@@ -124,8 +126,12 @@ def checkpoint_moves_between_engines(source: str, target: str) -> None:
     state_model, state_optim = get_state_dict(other, other_optim)
     state = {"model": state_model, "optim": state_optim}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
-    assert_same_bits(continue_training(reader, other, other_optim), continue_training(writer, model, optim))
+    set_state_dict(
+        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
+    assert_same_bits(
+        continue_training(reader, other, other_optim), continue_training(writer, model, optim)
+    )
 
 
 def full_state_from_rank_0() -> None:
@@ -140,7 +146,9 @@ def full_state_from_rank_0() -> None:
 
 
 def train_from_a_set_state(engine: Engine, from_rank_0: bool) -> Tensors:
-    """torch's function fills a model on the meta device, from a whole state on every rank or on one."""
+    """torch's function fills a model on the meta device, from a whole state on every rank or on
+    one.
+    """
     model = meta_tower(engine)
     state = {} if from_rank_0 and dist.get_rank() else tower(seed=3).state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=from_rank_0)
@@ -239,7 +247,8 @@ def test_a_full_state_loads_into_a_plain_model(two_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")]
+    ("source", "target"),
+    [("shardgrad", "shardgrad"), ("shardgrad", "fsdp2"), ("fsdp2", "shardgrad")],
 )
 def test_a_checkpoint_of_one_engine_continues_in_the_other(
     two_ranks: Ranks, source: str, target: str
@@ -252,11 +261,15 @@ def test_a_full_state_on_rank_0_is_broadcast_into_the_shards(two_ranks: Ranks) -
 
 
 @pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
-def test_torchs_function_fills_a_meta_model_as_under_fsdp2(two_ranks: Ranks, from_rank_0: bool) -> None:
+def test_torchs_function_fills_a_meta_model_as_under_fsdp2(
+    two_ranks: Ranks, from_rank_0: bool
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_from_a_set_state, from_rank_0)
 
 
-@pytest.mark.parametrize("program", [train_from_meta, train_from_assigned_state, train_reset_modules])
+@pytest.mark.parametrize(
+    "program", [train_from_meta, train_from_assigned_state, train_reset_modules]
+)
 def test_late_data_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, program: object) -> None:
     two_ranks.run(same_bits_as_fsdp2, program)
 
@@ -266,7 +279,9 @@ def test_a_model_cast_after_sharding_trains_like_fsdp2_in_its_first_step(two_ran
 
 
 def every_gradient_arrives_after_every_cast() -> None:
-    """Each cast makes new whole parameters, some at the addresses of old ones, and each needs its hook."""
+    """Each cast makes new whole parameters, some at the addresses of old ones, and each needs its
+    hook.
+    """
     model = SHARDGRAD.shard_tower(tower())
     for cast in range(24):
         model.to(torch.float64 if cast % 2 else torch.float32)
@@ -280,7 +295,8 @@ def test_no_gradient_is_lost_however_often_a_model_is_cast(two_ranks: Ranks) -> 
 
 
 def test_a_model_cast_between_steps_trains_on_like_an_unsharded_one(two_ranks: Ranks) -> None:
-    # The first step is in fp32, whose sums differ by their order (2^-24), with a margin for Adam's division.
+    # The first step is in fp32, whose sums differ by their order (2^-24), with a margin for Adam's
+    # division.
     two_ranks.run(close_to_unsharded, train_to_float64_after_a_step, tolerance=1e-4)
 
 

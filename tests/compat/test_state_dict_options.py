@@ -67,7 +67,8 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer) -> Tensors:
     return found
 
 
-# -- between worlds and meshes ------------------------------------------------------------------------------
+# -- between worlds and meshes
+# ------------------------------------------------------------------------------
 
 
 def save(engine: str, folder: str, replicas: int) -> Tensors:
@@ -108,11 +109,14 @@ def test_a_checkpoint_of_one_engine_loads_in_the_other_in_another_world(
     worlds[readers].run(load, target, str(tmp_path), read_replicas, right)
 
 
-# -- options ------------------------------------------------------------------------------------------------
+# -- options
+# ------------------------------------------------------------------------------------------------
 
 
 def plain(state: Any) -> Any:
-    """Returns a nested state with DTensors replaced by what they are: placements and this rank's part."""
+    """Returns a nested state with DTensors replaced by what they are: placements and this rank's
+    part.
+    """
     if isinstance(state, DTensor):
         return (str(state.placements), tuple(state.shape), state.to_local())
     if isinstance(state, dict):
@@ -123,7 +127,11 @@ def plain(state: Any) -> Any:
 def assert_same_state(ours: Any, theirs: Any, where: str = "") -> None:
     """Requires the same structure, devices and bits."""
     if isinstance(theirs, torch.Tensor):
-        assert (ours.dtype, ours.device, ours.shape) == (theirs.dtype, theirs.device, theirs.shape), where
+        assert (ours.dtype, ours.device, ours.shape) == (
+            theirs.dtype,
+            theirs.device,
+            theirs.shape,
+        ), where
         assert torch.equal(ours, theirs), where
     elif isinstance(theirs, dict):
         assert list(ours) == list(theirs), where
@@ -167,7 +175,9 @@ def options_agree(options: StateDictOptions) -> None:
 def test_state_dicts_are_fsdp2s_with_every_option(
     two_ranks: Ranks, full: bool, cpu: bool, flatten: bool
 ) -> None:
-    options = StateDictOptions(full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flatten)
+    options = StateDictOptions(
+        full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flatten
+    )
     two_ranks.run(options_agree, options)
 
 
@@ -187,7 +197,8 @@ def full_state_goes_everywhere(source: str, target: str, from_rank_0: bool, repl
 
 @pytest.mark.parametrize("from_rank_0", [False, True], ids=["on all ranks", "from rank 0"])
 @pytest.mark.parametrize(
-    ("source", "target"), [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2"), ("shardgrad", "shardgrad")]
+    ("source", "target"),
+    [("fsdp2", "shardgrad"), ("shardgrad", "fsdp2"), ("shardgrad", "shardgrad")],
 )
 def test_a_full_state_of_one_engine_loads_in_the_other(
     two_ranks: Ranks, source: str, target: str, from_rank_0: bool
@@ -238,7 +249,8 @@ def test_the_state_of_several_optimizers_crosses_at_once(
     two_ranks.run(several_optimizers_at_once, source, target, full)
 
 
-# -- parts --------------------------------------------------------------------------------------------------
+# -- parts
+# --------------------------------------------------------------------------------------------------
 
 
 def parts_load_only_when_allowed() -> None:
@@ -266,7 +278,9 @@ def frozen_parameters_are_left_out_when_asked() -> None:
         model = tower()
         model.layers[1].requires_grad_(False)
         engine.shard_tower(model)
-        states.append(get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True)))
+        states.append(
+            get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+        )
     assert list(states[0]) == list(states[1])
     assert not any(name.startswith("layers.1.") for name in states[0])
 
@@ -275,16 +289,21 @@ def test_frozen_parameters_are_left_out_when_asked(two_ranks: Ranks) -> None:
     two_ranks.run(frozen_parameters_are_left_out_when_asked)
 
 
-# -- asynchronous saving ------------------------------------------------------------------------------------
+# -- asynchronous saving
+# ------------------------------------------------------------------------------------
 
 
 def async_save_holds_the_moment(folder: str) -> None:
-    """torch's `async_save` copies the state before it returns; the steps after it leave no trace in it."""
+    """torch's `async_save` copies the state before it returns; the steps after it leave no trace in
+    it.
+    """
     group = dist.new_group(backend="gloo")
     model, optim = trained(SHARDGRAD)
     right = whole(model, optim)
     saved = get_state_dict(model, optim)
-    saving = dcp.async_save({"model": saved[0], "optim": saved[1]}, checkpoint_id=folder, process_group=group)
+    saving = dcp.async_save(
+        {"model": saved[0], "optim": saved[1]}, checkpoint_id=folder, process_group=group
+    )
     for step in range(5, 8):
         token_loss(model, SHARDGRAD.tokens(step)).backward()
         optim.step()

@@ -1,4 +1,6 @@
-"""Every name of the installed torch's FSDP2 surface is answered here, none inherited by accident."""
+"""Every name of the installed torch's FSDP2 surface is answered here, none inherited by
+accident.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.support.surface import rows_of, surface
 
 PAGE = Path(__file__).parents[2] / "docs/reference/fsdp2_surface.md"
 
-# What torch has under a leading underscore and other programs call: pipelines, frameworks, nn.Module itself.
+# What torch has under a leading underscore and other programs call: pipelines, frameworks,
+# nn.Module itself.
 PRIVATE_BUT_USED = {"_apply", "_get_fsdp_state", "_set_unshard_async_op"}
 
 METHODS = sorted(
@@ -27,7 +30,9 @@ METHODS = sorted(
 
 def parameters(function: Any) -> dict[str, tuple[Any, Any]]:
     """Returns kind and default by name, defaults compared by their text."""
-    return {p.name: (p.kind, repr(p.default)) for p in inspect.signature(function).parameters.values()}
+    return {
+        p.name: (p.kind, repr(p.default)) for p in inspect.signature(function).parameters.values()
+    }
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -43,7 +48,9 @@ def test_each_method_takes_what_torchs_takes(name: str) -> None:
     if inspect.signature(ours).return_annotation == "NoReturn":
         # Refused by name: it must accept the call in order to refuse it.
         names = [p for p in inspect.signature(theirs).parameters if p != "self"]
-        inspect.signature(ours).bind(None, **{name: None for name in names if name not in ("args", "kwargs")})
+        inspect.signature(ours).bind(
+            None, **{name: None for name in names if name not in ("args", "kwargs")}
+        )
     elif name != "_apply":
         assert parameters(ours) == parameters(theirs)
 
@@ -98,4 +105,6 @@ def test_every_method_of_every_version_is_here() -> None:
 
 
 def test_register_fsdp_forward_method_takes_what_torchs_takes() -> None:
-    assert parameters(shardgrad.register_fsdp_forward_method) == parameters(fsdp.register_fsdp_forward_method)
+    assert parameters(shardgrad.register_fsdp_forward_method) == parameters(
+        fsdp.register_fsdp_forward_method
+    )

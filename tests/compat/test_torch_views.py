@@ -28,6 +28,8 @@ def test_a_group_is_gathered_and_given_back_by_hand(model: nn.Module) -> None:
     assert not group.is_unsharded
     group.unshard()
     assert group.is_unsharded
-    assert torch.equal(torch.nn.functional.linear(torch.ones(2, 4), model.weight, model.bias), expected)
+    assert torch.equal(
+        torch.nn.functional.linear(torch.ones(2, 4), model.weight, model.bias), expected
+    )
     group.reshard()
     assert not group.is_unsharded

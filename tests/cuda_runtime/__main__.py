@@ -1,10 +1,11 @@
 """Sets up a venv whose CUDA build of torch runs on the host: `python -m tests.cuda_runtime VENV`.
 
 Nothing is done again that is done already: the venv is made anew if what is installed changes, the
-libraries if a source of theirs does, our ops if one of `csrc/` does. Torch takes 1.7 GB of disk; no package
-of NVIDIA's is needed.
+libraries if a source of theirs does, our ops if one of `csrc/` does. Torch takes 1.7 GB of disk; no
+package of NVIDIA's is needed.
 
-Exit status: 0 if the venv is ready; 3, with a sentence, if something that is needed cannot be had here.
+Exit status: 0 if the venv is ready; 3, with a sentence, if something that is needed cannot be had
+here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ TOOLS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.cuda_runtime", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.cuda_runtime", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("venv", type=Path)
     parser.add_argument("--torch", default=TORCH, help=f"version of torch, by default {TORCH}")
     options = parser.parse_args()
@@ -115,7 +118,9 @@ def _install(folder: Path, python: Path, version: str) -> None:
 
 
 def _link_torch(folder: Path, site_packages: Path, version: str) -> bool:
-    """Takes the files of the same torch from the venv of `make test-torch`; returns False if it has none."""
+    """Takes the files of the same torch from the venv of `make test-torch`; returns False if it has
+    none.
+    """
     found = f".venv-torch-{version}/lib/{site_packages.parent.name}/site-packages/torch-{version}.dist-info"
     dist_info = folder.parent / found
     try:
@@ -130,7 +135,9 @@ def _link_torch(folder: Path, site_packages: Path, version: str) -> bool:
 
 
 def _provide_ops(folder: Path, python: Path, made_of: Sequence[str]) -> None:
-    """Takes the ops of a venv beside this one, or builds them: every version of torch has the same."""
+    """Takes the ops of a venv beside this one, or builds them: every version of torch has the
+    same.
+    """
     for other in folder.parent.glob(".venv-cuda*/hostcuda"):
         if _is_done(other / "ops", made_of) and (other / "shardgrad").exists():
             for built in ("shardgrad", "kernels"):
@@ -140,20 +147,30 @@ def _provide_ops(folder: Path, python: Path, made_of: Sequence[str]) -> None:
 
 
 def _build_ops(folder: Path, python: Path) -> None:
-    """Compiles csrc/ with nvcc, and its kernels for the host. Without an nvcc the ops are the references."""
+    """Compiles csrc/ with nvcc, and its kernels for the host. Without an nvcc the ops are the
+    references.
+    """
     from tests.ops.on_host.build import compile_library, copy_sources
 
     if shutil.which("nvcc") is None:
         print("cuda_runtime: there is no nvcc, so the ops on CUDA are the Python references")
         return
     command = [str(python), "setup.py", "-q", "build_ext"]
-    command += ["--build-temp", str(folder / "hostcuda/objects"), "--build-lib", str(folder / "hostcuda")]
+    command += [
+        "--build-temp",
+        str(folder / "hostcuda/objects"),
+        "--build-lib",
+        str(folder / "hostcuda"),
+    ]
     environment = {**os.environ, "TORCH_CUDA_ARCH_LIST": "9.0", "SHARDGRAD_CUDA_RUNTIME": "shared"}
     subprocess.run(command, check=True, cwd=REPOSITORY, env=environment)
     sources = copy_sources(folder / "hostcuda/kernels/csrc")
     checked = ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
     compile_library(
-        folder / "hostcuda/kernels/kernels.so", [*sources, ON_HOST / "control.cpp"], checked, checked
+        folder / "hostcuda/kernels/kernels.so",
+        [*sources, ON_HOST / "control.cpp"],
+        checked,
+        checked,
     )
 
 

@@ -3,10 +3,11 @@
     .venv-cuda/bin/python -m tests.cuda_runtime.audit
     .venv-cuda/bin/python -m tests.cuda_runtime.audit --only grad_collector "hooks on a side stream"
 
-Every edge that the programs of `tests/simulated` make is taken out in turn, then all marks of one place. A
-removal is noticed if, in one of a few legal orders, a loss of a program that makes the edge differs from that
-of the whole engine, or a rank fails; or, if no loss does, where work that shares memory has no order. A
-program counts only in orders in which the whole engine has the right losses and no conflict.
+Every edge that the programs of `tests/simulated` make is taken out in turn, then all marks of one
+place. A removal is noticed if, in one of a few legal orders, a loss of a program that makes the
+edge differs from that of the whole engine, or a rank fails; or, if no loss does, where work that
+shares memory has no order. A program counts only in orders in which the whole engine has the right
+losses and no conflict.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from tests.support.ranks import RankError, Ranks
 
 ORDERS = ("late", "1", "2", "3")
 MOST_TRIED = 18  # programs, for one removal
-NEVER = 10**9  # is an event complete because the allocator has asked: what it knows would be an order
+NEVER = (
+    10**9
+)  # is an event complete because the allocator has asked: what it knows would be an order
 
 Losses = list[list[float]]
 
@@ -49,12 +52,16 @@ class Run:
     conflicts: list[str]
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and repr(self.losses) == repr(other.losses)  # two NaNs are equal
+        return isinstance(other, Run) and repr(self.losses) == repr(
+            other.losses
+        )  # two NaNs are equal
 
 
 @dataclass(frozen=True)
 class Removal:
-    """An edge that is not made, or a place whose marks are not recorded; `by` which programs, how often."""
+    """An edge that is not made, or a place whose marks are not recorded; `by` which programs, how
+    often.
+    """
 
     name: str
     by: dict[str, int]
@@ -101,7 +108,9 @@ class Audit:
             ranks.stop()
 
     def noticed(self, removal: Removal) -> tuple[str, bool]:
-        """Returns which program notices a removal, and how; and whether a loss is wrong. "" if none does."""
+        """Returns which program notices a removal, and how; and whether a loss is wrong. "" if none
+        does.
+        """
         conflict = ""
         for name in _tried(removal.by):
             for order in ORDERS:
@@ -123,14 +132,17 @@ class Audit:
         runs = self.run(name, order)
         conflicts = [text for run in runs for text in run.conflicts]
         if runs != self.run(name, "host") or conflicts:
-            raise AssertionError(f"the whole engine is wrong: {name}, order {order}: {conflicts[:1]}")
+            raise AssertionError(
+                f"the whole engine is wrong: {name}, order {order}: {conflicts[:1]}"
+            )
 
 
 def _tried(by: Mapping[str, int]) -> list[str]:
-    """Returns the most frequent makers of each number of ranks, in turn: one rank alone sends nothing.
+    """Returns the most frequent makers of each number of ranks, in turn: one rank alone sends
+    nothing.
 
-    First those with units, or branches of them, whose inputs get no gradient. Others free their memory when
-    it is there, after waits that stand in for one that is gone.
+    First those with units, or branches of them, whose inputs get no gradient. Others free their
+    memory when it is there, after waits that stand in for one that is gone.
     """
 
     def order(name: str) -> tuple[bool, int]:
@@ -161,7 +173,10 @@ def removals(names: Iterable[str], audit: Audit) -> list[Removal]:
             for edge, by in sorted(edges.items())
             if edge not in NOT_IN_THE_MATRIX
         ),
-        *(Removal(f"the marks of {place}", by, not_recorded=place) for place, by in sorted(places.items())),
+        *(
+            Removal(f"the marks of {place}", by, not_recorded=place)
+            for place, by in sorted(places.items())
+        ),
     ]
 
 
@@ -185,7 +200,8 @@ def main(names: Sequence[str], only: str) -> int:
     noticed = len(chosen) - len(missed)
     seconds = time.monotonic() - began_s
     print(
-        f"{len(chosen)} removals, {noticed} noticed, {by_values} of them by wrong losses, in {seconds:.0f} s"
+        f"{len(chosen)} removals, {noticed} noticed, {by_values} of them by wrong losses, in "
+        f"{seconds:.0f} s"
     )
     return bool(missed) or not chosen
 

@@ -1,7 +1,8 @@
-"""Compiles the libraries that stand for NVIDIA's, and puts them where a CUDA build of torch looks for them.
+"""Compiles the libraries that stand for NVIDIA's, and puts them where a CUDA build of torch looks
+for them.
 
-What torch imports and no source in `csrc/` defines becomes a function that logs its name and says "not
-supported".
+What torch imports and no source in `csrc/` defines becomes a function that logs its name and says
+"not supported".
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class Library:
     Attributes:
         folder: under site-packages/nvidia.
         prefix: pattern of its functions' names.
-        refusal: what a function without a source returns; None for cuBLAS, whose functions are launches.
+        refusal: what a function without a source returns; None for cuBLAS, whose functions are
+            launches.
         sources: in csrc/.
     """
 
@@ -103,7 +105,10 @@ def build(site_packages: Path, scratch: Path, headers: Path) -> None:
     runtime, *others = LIBRARIES
     _compile(runtime, imported, site_packages, scratch, headers)  # the others link it
     with ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(_compile, each, imported, site_packages, scratch, headers) for each in others]
+        jobs = [
+            pool.submit(_compile, each, imported, site_packages, scratch, headers)
+            for each in others
+        ]
         jobs.append(pool.submit(_compile_values, site_packages, headers))
         for job in jobs:
             job.result()
@@ -132,7 +137,12 @@ def _compile(
         "-o",
         str(target),
     ]
-    command += [f"-Wl,-soname,{library.name}", f"-Wl,--version-script,{versions}", "-ldl", "-lpthread"]
+    command += [
+        f"-Wl,-soname,{library.name}",
+        f"-Wl,--version-script,{versions}",
+        "-ldl",
+        "-lpthread",
+    ]
     command += ["-Wl,-rpath,$ORIGIN/../../cu13/lib"]
     if library.name != RUNTIME:
         command += [f"-L{site_packages}/nvidia/cu13/lib", f"-l:{RUNTIME}"]
@@ -144,7 +154,13 @@ def _compile_values(site_packages: Path, headers: Path) -> None:
     target = cuda / "libhostcuda_values.so"
     command = ["g++", *FLAGS, "-w", f"-I{CSRC}", f"-isystem{torch}/include", f"-isystem{headers}"]
     command += [str(CSRC / "values.cpp"), "-o", str(target), f"-L{torch}/lib", f"-L{cuda}"]
-    command += ["-ltorch_cpu", "-lc10", "-lc10_cuda", f"-l:{RUNTIME}", f"-Wl,-rpath,{torch}/lib:{cuda}"]
+    command += [
+        "-ltorch_cpu",
+        "-lc10",
+        "-lc10_cuda",
+        f"-l:{RUNTIME}",
+        f"-Wl,-rpath,{torch}/lib:{cuda}",
+    ]
     subprocess.run(command, check=True)
 
 
@@ -171,16 +187,24 @@ def _defined(source: Path) -> set[str]:
 
 
 def _stubs(library: Library, names: list[str]) -> str:
-    lines = ["#include <cstddef>", "namespace hostcuda { void unsupported(const char*); }", 'extern "C" {']
+    lines = [
+        "#include <cstddef>",
+        "namespace hostcuda { void unsupported(const char*); }",
+        'extern "C" {',
+    ]
     if library.refusal is None:
         lines.append("struct Handle; int hostcuda_cublas_launch(const char*, struct Handle*);")
     for name in names:
         if name in ANSWERS:
             lines.append(ANSWERS[name])
         elif library.refusal is None:  # the handle comes first, and knows its stream
-            lines.append(f'int {name}(struct Handle* h) {{ return hostcuda_cublas_launch("{name}", h); }}')
+            lines.append(
+                f'int {name}(struct Handle* h) {{ return hostcuda_cublas_launch("{name}", h); }}'
+            )
         else:
-            lines.append(f'int {name}() {{ hostcuda::unsupported("{name}"); return {library.refusal}; }}')
+            lines.append(
+                f'int {name}() {{ hostcuda::unsupported("{name}"); return {library.refusal}; }}'
+            )
     return "\n".join([*lines, "}\n"])
 
 
@@ -190,4 +214,6 @@ def cuda_headers() -> Path | None:
     roots = [Path("/usr/local/cuda")]
     if nvcc is not None:
         roots.insert(0, Path(nvcc).resolve().parents[1])
-    return next((root / "include" for root in roots if (root / "include/cuda_runtime_api.h").exists()), None)
+    return next(
+        (root / "include" for root in roots if (root / "include/cuda_runtime_api.h").exists()), None
+    )

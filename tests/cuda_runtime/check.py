@@ -1,9 +1,10 @@
-"""Checks a training program on CUDA without a GPU: can it be captured, and does every wait have its place?
+"""Checks a training program on CUDA without a GPU: can it be captured, and does every wait have its
+place?
 
     .venv-cuda/bin/python -m tests.cuda_runtime.check my_program:train --ranks 2
 
-The function builds its model on "cuda", takes some steps, and returns losses: numbers, or tensors, in a list.
-It is called once for each order of work, on every rank, with a process group of NCCL.
+The function builds its model on "cuda", takes some steps, and returns losses: numbers, or tensors,
+in a list. It is called once for each order of work, on every rank, with a process group of NCCL.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def run(name: str, order: str) -> dict[str, Any]:
         torch.cuda.synchronize()
         conflicts = inspection.conflicts(inspection.log())
         inspection.trace(False)
-        leaves = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(value)]
+        leaves = [
+            leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in tree_leaves(value)
+        ]
     captured = [inspection.graph(index) for index in range(graphs, inspection.graphs())]
     waits = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
     return {
@@ -43,7 +46,9 @@ def run(name: str, order: str) -> dict[str, Any]:
         "conflicts": conflicts,
         "findings": inspection.findings(forget=True),
         "nodes": [len(graph["nodes"]) for graph in captured if graph],
-        "edges": [sum(len(node["before"]) for node in graph["nodes"]) for graph in captured if graph],
+        "edges": [
+            sum(len(node["before"]) for node in graph["nodes"]) for graph in captured if graph
+        ],
         "replays": [graph["launches"] for graph in captured if graph],
         "waits": sum(inspection.calls().get(each, 0) - before.get(each, 0) for each in waits),
     }
@@ -70,7 +75,10 @@ def check(name: str, world_size: int, orders: Sequence[str] = ORDERS) -> list[st
             first = seen[0]
             sizes = zip(first["nodes"], first["edges"], first["replays"], strict=True)
             graphs = ", ".join(f"{n} nodes, {e} edges, {r} replays" for n, e, r in sizes) or "none"
-            print(f"order {order}: graphs: {graphs}; the host waited {first['waits']} times", flush=True)
+            print(
+                f"order {order}: graphs: {graphs}; the host waited {first['waits']} times",
+                flush=True,
+            )
     finally:
         ranks.stop()
     return wrong
@@ -85,13 +93,16 @@ def main() -> int:
     options = parser.parse_args()
     if not inspection.installed():
         sys.exit(
-            "torch.cuda does not run on the host here: make test-cuda sets up .venv-cuda, whose Python does"
+            "torch.cuda does not run on the host here: make test-cuda sets up .venv-cuda, whose "
+            "Python does"
         )
     wrong = check(options.function, options.ranks)
     for each in dict.fromkeys(wrong):
         print(each)
     print(
-        f"{len(wrong)} things are wrong" if wrong else "the same bits in every order, and nothing to report"
+        f"{len(wrong)} things are wrong"
+        if wrong
+        else "the same bits in every order, and nothing to report"
     )
     return bool(wrong)
 

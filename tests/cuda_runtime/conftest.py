@@ -1,4 +1,6 @@
-"""These tests run where torch.cuda runs on the host (`make test-cuda`), and are skipped elsewhere."""
+"""These tests run where torch.cuda runs on the host (`make test-cuda`), and are skipped
+elsewhere.
+"""
 
 from __future__ import annotations
 

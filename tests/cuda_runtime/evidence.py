@@ -1,8 +1,9 @@
 """A captured step as evidence: what its nodes and edges say of collectives, joins and memory.
 
-A replay keeps no order but that of the graph's edges. So that it gives what the eager step gave, each
-collective has to come after every writer of what it sends and before every reader of what it receives, all
-work has to come before the end of the capture, and no node may use memory that was handed back.
+A replay keeps no order but that of the graph's edges. So that it gives what the eager step gave,
+each collective has to come after every writer of what it sends and before every reader of what it
+receives, all work has to come before the end of the capture, and no node may use memory that was
+handed back.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def evidence(
 
     Args:
         graph: of `inspection.graph()`, or on a GPU of `tests/gpu/captured_graph.py`.
-        segments: torch's allocator now, `torch.cuda.memory_snapshot()`, by default that of this process; the
-            graph's own memory is that of pools other than the default one.
+        segments: torch's allocator now, `torch.cuda.memory_snapshot()`, by default that of this
+            process; the graph's own memory is that of pools other than the default one.
         device_memory: addresses that count, by default those of the runtime.
     """
     nodes: list[Work] = [

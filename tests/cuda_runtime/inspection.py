@@ -59,7 +59,9 @@ def _runtime() -> ctypes.CDLL:
 
 
 def graph(index: int = -1) -> Work | None:
-    """Returns an instantiated graph: its nodes in the order of recording, each with those `before` it."""
+    """Returns an instantiated graph: its nodes in the order of recording, each with those `before`
+    it.
+    """
     found: Work | None = json.loads(_runtime().hostcuda_exec(index))
     return found
 
@@ -70,7 +72,9 @@ def graphs() -> int:
 
 
 def findings(*, forget: bool = False) -> list[str]:
-    """Returns what is no error of CUDA's and still worth knowing, and why captures were invalidated."""
+    """Returns what is no error of CUDA's and still worth knowing, and why captures were
+    invalidated.
+    """
     found: list[str] = json.loads(_runtime().hostcuda_findings(int(forget)))
     return found
 
@@ -104,8 +108,8 @@ def order(how: str, questions: int | None = None, *, lends_at_once: bool = False
     Args:
         how: "host", "late", or the seed of a random order, as in HOSTCUDA_ORDER.
         questions: how often an event is asked about until it may look complete.
-        lends_at_once: memory is another's as soon as it is freed, as if another thread allocated all the
-            time; else from the next allocation for its stream on.
+        lends_at_once: memory is another's as soon as it is freed, as if another thread allocated
+            all the time; else from the next allocation for its stream on.
     """
     import torch
 
@@ -133,22 +137,28 @@ def short_name(name: str) -> str:
         start, size = match.end(), int(match.group(1))
         parts.append(rest[start : start + size])
         rest = rest[start + size :]
-    useful = [p for p in parts if p not in ("at", "native", "detail", "c10") and not p.startswith("_GLOBAL")]
+    useful = [
+        p
+        for p in parts
+        if p not in ("at", "native", "detail", "c10") and not p.startswith("_GLOBAL")
+    ]
     return "::".join(useful[:3]) or name[:40]
 
 
 def conflicts(work: list[Work], limit: int = 20) -> list[str]:
-    """Returns pairs of work that share memory, one of them writing, with no order between them, in words.
+    """Returns pairs of work that share memory, one of them writing, with no order between them, in
+    words.
 
     Args:
-        work: of `log()`, or the nodes of a `graph()`. What an operator touches is known where operators have
-            values; copies, fills and collectives are always known.
+        work: of `log()`, or the nodes of a `graph()`. What an operator touches is known where
+            operators have values; copies, fills and collectives are always known.
         limit: of pairs.
     """
     clocks, chains, positions = _clocks(work)
     ranges = [(start, start + size) for each in work for start, size, _ in each["ranges"]]
     bounds = sorted({bound for both in ranges for bound in both})
-    # For each piece of memory between two bounds, by chain, the latest that wrote it, and that read it.
+    # For each piece of memory between two bounds, by chain, the latest that wrote it, and that read
+    # it.
     writers: list[dict[int, int]] = [{} for _ in bounds]
     readers: list[dict[int, int]] = [{} for _ in bounds]
     found: dict[tuple[int, int], str] = {}
@@ -172,8 +182,8 @@ def conflicts(work: list[Work], limit: int = 20) -> list[str]:
 def _clocks(work: list[Work]) -> tuple[list[dict[int, int]], list[int], list[int]]:
     """Returns for each piece of work what is before it, its chain, and its position there.
 
-    A chain is work of which each piece comes after the one before. What is before a piece is, of each chain,
-    all up to a position.
+    A chain is work of which each piece comes after the one before. What is before a piece is, of
+    each chain, all up to a position.
     """
     place = {each.get("id", number): number for number, each in enumerate(work)}
     clocks: list[dict[int, int]] = []
@@ -185,7 +195,9 @@ def _clocks(work: list[Work]) -> tuple[list[dict[int, int]], list[int], list[int
         for before in (place[other] for other in each["before"] if other in place):
             for key, position in clocks[before].items():
                 clock[key] = max(clock.get(key, -1), position)
-        chain = next((key for key, position in clock.items() if positions[ends[key]] == position), len(ends))
+        chain = next(
+            (key for key, position in clock.items() if positions[ends[key]] == position), len(ends)
+        )
         if chain == len(ends):
             ends.append(number)
         ends[chain] = number

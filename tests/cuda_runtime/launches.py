@@ -2,8 +2,8 @@
 
     HOSTCUDA_VALUES=0 .venv-cuda/bin/python -m tests.cuda_runtime.launches shardgrad 8
 
-Nothing has values, so one process stands for rank 0 of a world of any size. A step clips and updates, if an
-engine is named; `none` is the model by itself, in bfloat16, forward and backward.
+Nothing has values, so one process stands for rank 0 of a world of any size. A step clips and
+updates, if an engine is named; `none` is the model by itself, in bfloat16, forward and backward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ LAYERS = 2, 4  # of the models that are compared
 
 def work_of_a_step(engine: str, layers: int) -> Counter[str]:
     """Counts kernels, collectives and copies, and our kernels by name."""
-    config = TransformerConfig(width=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, vocab_size=1024)
+    config = TransformerConfig(
+        width=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, vocab_size=1024
+    )
     with torch.device("meta"):
         model = Transformer(config)
     if engine == "none":
@@ -36,7 +38,9 @@ def work_of_a_step(engine: str, layers: int) -> Counter[str]:
     else:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for part in (*model.layers, model):
-            (shardgrad.fully_shard if engine == "shardgrad" else torch_fully_shard)(part, mp_policy=policy)
+            (shardgrad.fully_shard if engine == "shardgrad" else torch_fully_shard)(
+                part, mp_policy=policy
+            )
     model.to_empty(device="cuda")
     params = list(model.parameters())
     clip = shardgrad.clip_grad_norm_ if engine == "shardgrad" else torch.nn.utils.clip_grad_norm_

@@ -3,9 +3,9 @@
     export HOSTCUDA_DEVICES=4
     .venv-cuda/bin/python -m pytest -p tests.cuda_runtime.on_cuda tests/simulated/test_matrix.py
 
-Stands where the simulated accelerator is. Ranks are processes with a device each; they look for work without
-an order in what they launch, and run it in the order that ON_CUDA_ORDER names (`inspection.order`). Tests of
-the simulated accelerator itself have nothing to say here.
+Stands where the simulated accelerator is. Ranks are processes with a device each; they look for
+work without an order in what they launch, and run it in the order that ON_CUDA_ORDER names
+(`inspection.order`). Tests of the simulated accelerator itself have nothing to say here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _worlds: dict[int, Ranks] = {}
 
 @contextlib.contextmanager
 def checked(*, raises: bool = True) -> Iterator[list[str]]:
-    """Collects pairs of work without an order, of this process and of ranks that are started inside."""
+    """Collects pairs of work without an order, of this process and of ranks that are started
+    inside.
+    """
     found: list[str] = []
     _looking.append(found)
     inspection.trace(True)

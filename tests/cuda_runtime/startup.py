@@ -75,7 +75,9 @@ def _values(torch: Any) -> Any:
     # Only the plain form of attention has a CPU kernel of the same name.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
-    values = ctypes.CDLL(str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libhostcuda_values.so"))
+    values = ctypes.CDLL(
+        str(Path(torch.__file__).parents[1] / "nvidia/cu13/lib/libhostcuda_values.so")
+    )
     values.hostcuda_values.argtypes = [ctypes.c_char_p]
     _add_cpu_kernels(torch)
     values.hostcuda_values(b"aten")
@@ -95,7 +97,11 @@ def _add_cpu_kernels(torch: Any) -> None:
         "CompositeExplicitAutogradNonFunctional",
     ]
     for op, by in torch._decomp.decomposition_table.items():
-        if not isinstance(op, torch._ops.OpOverload) or op.namespace != "aten" or not has(op.name(), "CUDA"):
+        if (
+            not isinstance(op, torch._ops.OpOverload)
+            or op.namespace != "aten"
+            or not has(op.name(), "CUDA")
+        ):
             continue
         if not any(has(op.name(), key) for key in keys):
             library.impl(op.name().removeprefix("aten::"), by, "CPU")

@@ -1,4 +1,6 @@
-"""Attention in its plain form under a graph: eager bits, unless a capture makes the program another one."""
+"""Attention in its plain form under a graph: eager bits, unless a capture makes the program another
+one.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ HEADS, GROUPS, WIDTH = 4, 2, 8
 class Attention(nn.Module):
     """Causal attention with grouped keys.
 
-    Transformers 5 asks whether it is captured, since it cannot look at the batch there, and then repeats the
-    keys itself, in their dtype, where torch would repeat them in float32: `asks`.
+    Transformers 5 asks whether it is captured, since it cannot look at the batch there, and then
+    repeats the keys itself, in their dtype, where torch would repeat them in float32: `asks`.
     """
 
     def __init__(self, *, asks: bool) -> None:

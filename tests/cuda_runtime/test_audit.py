@@ -22,7 +22,16 @@ def test_every_wait_of_the_engine_is_needed_on_torch_cuda() -> None:
 
 def test_the_audit_notices_a_wait_that_is_gone() -> None:
     program, edge = "one stream, two ranks", "GradPacker.pack by Slot.finish_writing"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.cuda_runtime.audit", "--only", edge, program]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "tests.cuda_runtime.audit",
+        "--only",
+        edge,
+        program,
+    ]
     done = run(command, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout_s=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "2 removals, 2 noticed, 2 of them by wrong losses" in done.stdout

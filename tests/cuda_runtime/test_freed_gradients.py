@@ -1,4 +1,6 @@
-"""Memory of gradients is not another's before all that reads it, in whatever order the streams allow."""
+"""Memory of gradients is not another's before all that reads it, in whatever order the streams
+allow.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ WIDTH = 64
 
 
 def thawed_between_backwards(order: str) -> list[torch.Tensor]:
-    """Weights begin to require grad between two backwards that accumulate: gradients get other places."""
-    blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+    """Weights begin to require grad between two backwards that accumulate: gradients get other
+    places.
+    """
+    blocks = (
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(3)
+    )
     model = nn.Sequential(*blocks).cuda()
     for block in model:
         shardgrad.fully_shard(block)
@@ -40,14 +46,18 @@ def test_gradients_that_get_other_places_are_the_same_in_every_order() -> None:
     try:
         right = ranks.run(thawed_between_backwards, "host")
         for order in ("late", "1", "2"):
-            for expected, got in zip(right, ranks.run(thawed_between_backwards, order), strict=True):
+            for expected, got in zip(
+                right, ranks.run(thawed_between_backwards, order), strict=True
+            ):
                 assert all(map(torch.equal, expected, got)), order
     finally:
         ranks.stop()
 
 
 def kept_beside_another_stream(order: str) -> bool:
-    """The next forward runs on another stream, and frees; the first one goes on beside it, and allocates."""
+    """The next forward runs on another stream, and frees; the first one goes on beside it, and
+    allocates.
+    """
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).cuda()
     shardgrad.fully_shard(model)
     x = torch.ones(4, WIDTH, device="cuda")

@@ -1,4 +1,6 @@
-"""What the graph of a training step shows: collectives in order with writers and readers, nothing loose."""
+"""What the graph of a training step shows: collectives in order with writers and readers, nothing
+loose.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +36,13 @@ def with_replicas() -> dict[str, Any]:
 
 
 def captured(options: Options) -> tuple[Evidence, list[list[str]]]:
-    """Captures a step; returns what its graph shows, and what is wrong without the edges of a collective."""
+    """Captures a step; returns what its graph shows, and what is wrong without the edges of a
+    collective.
+    """
     torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))).cuda()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))
+    ).cuda()
     for unit in (*model, model):
         shardgrad.fully_shard(unit, **options())
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -80,7 +86,9 @@ def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(
     assert first.wrong == second.wrong == []
     assert (first.nodes, first.edges) == (second.nodes, second.edges)
     assert first.collectives >= UNITS
-    assert first.writers >= UNITS  # gradients are packed; parameters may be sent from where they stay
+    assert (
+        first.writers >= UNITS
+    )  # gradients are packed; parameters may be sent from where they stay
     assert first.readers >= first.collectives
     assert all(without), "a collective without its edges has an order all the same"
 

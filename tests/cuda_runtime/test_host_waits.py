@@ -1,4 +1,6 @@
-"""In an eager step the host waits for nothing, but once a backward is launched, for flags it has to know."""
+"""In an eager step the host waits for nothing, but once a backward is launched, for flags it has to
+know.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,10 @@ def test_a_steady_eager_step_waits_for_flags_of_missed_parameters_alone(
     for number in range(4):
         loss = model(inputs).square().mean()
         backward = waits_during(loss.backward)
-        assert all((param.grad is None) == name.endswith("spare") for name, param in model.named_parameters())
+        assert all(
+            (param.grad is None) == name.endswith("spare")
+            for name, param in model.named_parameters()
+        )
         rest = waits_during(lambda: (optimizer.step(), optimizer.zero_grad(), model(inputs)))
         if number == 3:
             assert backward == in_backward

@@ -1,4 +1,6 @@
-"""Our kernels run with the arguments of their launches, as their order allows: the bits of the CPU ops."""
+"""Our kernels run with the arguments of their launches, as their order allows: the bits of the CPU
+ops.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def on_both(call: Callable[[torch.device], list[Tensor]]) -> None:
 @pytest.mark.parametrize("dtypes", list(itertools.product(DTYPES, DTYPES)), ids=str)
 def test_movement(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     shapes, ranks, chunk_numel = (9001, 0, 40), 2, 4600
-    table = torch.tensor([[9001, 4501, 4510, 3, 1], [0, 0, 0, 4513, 9003], [40, 20, 20, 4520, 9003]])
+    table = torch.tensor(
+        [[9001, 4501, 4510, 3, 1], [0, 0, 0, 4513, 9003], [40, 20, 20, 4520, 9003]]
+    )
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(n, generator=generator).to(dtypes[0]) for n in shapes]
 
@@ -82,7 +86,8 @@ def test_updates_and_norms(param: torch.dtype) -> None:
         run_sgd("compiled", s, nesterov=True)
         run_adam("compiled", s, found_inf=torch.ones(1, device=device))
         norms = [
-            run_norm("compiled", s, norm_type) for norm_type in (2.0, 1.0, 0.0, 3.0, torch.inf, -torch.inf)
+            run_norm("compiled", s, norm_type)
+            for norm_type in (2.0, 1.0, 0.0, 3.0, torch.inf, -torch.inf)
         ]
         # In float32: the kernels for CPU and CUDA add in different orders.
         return [*s.written().values(), torch.tensor(norms)]

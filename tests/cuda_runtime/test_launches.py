@@ -1,4 +1,6 @@
-"""What a layer of Llama-8B launches in a step beside FSDP2, counted by `tests.cuda_runtime.launches`."""
+"""What a layer of Llama-8B launches in a step beside FSDP2, counted by
+`tests.cuda_runtime.launches`.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 def of_a_layer(engine: str, ranks: int) -> Counter[str]:
     command = [sys.executable, "-m", "tests.cuda_runtime.launches", engine, str(ranks)]
     environment = os.environ | {"HOSTCUDA_VALUES": "0"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return Counter(json.loads(done.stdout.splitlines()[-1]))
 
@@ -37,7 +41,8 @@ def test_a_layer_of_nine_parameters_of_which_five_travel_alone_is_three_nccl_lau
 def test_a_layer_adds_no_more_kernels_than_fsdp2_and_at_most_ten() -> None:
     fsdp2 = of_a_layer("fsdp2", 8)
     theirs = fsdp2["kernel"] + fsdp2["memcpy"] - of_a_layer("none", 1)["kernel"]
-    # An all-gather: a cast for each message's kind, and a copy-out; both twice. Then pack, sum, norm, update.
+    # An all-gather: a cast for each message's kind, and a copy-out; both twice. Then pack, sum,
+    # norm, update.
     assert ours_alone(8) == 2 * (1 + 1 + 1) + 4 <= theirs
     assert "memcpy" not in of_a_layer("shardgrad", 8)
 

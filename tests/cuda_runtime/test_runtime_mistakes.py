@@ -18,7 +18,9 @@ from tests.mistakes.apart import named_apart
 from tests.mistakes.models import Net, batch, net
 
 BACKEND = "cpu:gloo,cuda:nccl"
-DEVICE_S = 3.0  # what a program that waits longer for the device is asked after; 30 outside of tests
+DEVICE_S = (
+    3.0  # what a program that waits longer for the device is asked after; 30 outside of tests
+)
 WITHIN_S = 30.0
 
 Program = Callable[[], None]
@@ -48,7 +50,9 @@ def a_state_dict_on_one_rank() -> None:
     model = sharded()
     train(model, 1)
     if dist.get_rank() == 0:
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
 
 
 def a_loss_on_one_rank() -> None:
@@ -78,7 +82,8 @@ def more_steps_on_one_rank() -> None:
         ),
         (
             a_loss_on_one_rank,
-            "ranks wait for each other in different collectives: rank 0 in evaluate at test_runtime",
+            "ranks wait for each other in different collectives: rank 0 in evaluate at "
+            "test_runtime",
             "every rank has to come to the barrier: take it out of `if rank == 0:`",
         ),
         (
@@ -88,7 +93,9 @@ def more_steps_on_one_rank() -> None:
         ),
     ],
 )
-def test_what_one_rank_alone_does_is_named_over_nccl(program: Program, says: str, cure: str) -> None:
+def test_what_one_rank_alone_does_is_named_over_nccl(
+    program: Program, says: str, cure: str
+) -> None:
     def is_named(text: str) -> bool:
         return text.startswith("WaitingRanksWarning: shardgrad: ") and says in text and cure in text
 

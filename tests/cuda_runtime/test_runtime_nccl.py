@@ -11,7 +11,8 @@ from shardgrad.engine.transports import MessageTag, NcclTransport
 from tests.cuda_runtime import inspection
 from tests.support.ranks import Ranks
 
-# The process group that torch 2.15 has for NCCL launches collectives that were coalesced one by one.
+# The process group that torch 2.15 has for NCCL launches collectives that were coalesced one by
+# one.
 LAUNCHES_EACH = hasattr(dist, "ProcessGroupNCCL2")
 
 
@@ -31,7 +32,10 @@ def collectives() -> None:
     assert half.float().tolist() == [size * (size + 1) / 2] * 4
     dist.broadcast(mine, src=size - 1)
     assert mine.tolist() == [float(size)] * 4
-    sent, got = torch.arange(float(size), device="cuda") + 10 * rank, torch.empty(size, device="cuda")
+    sent, got = (
+        torch.arange(float(size), device="cuda") + 10 * rank,
+        torch.empty(size, device="cuda"),
+    )
     dist.all_to_all_single(got, sent)
     assert got.tolist() == [10.0 * r + rank for r in range(size)]
     smallest = torch.tensor([rank], device="cuda")
@@ -53,7 +57,10 @@ def messages_both_ways() -> None:
 
 def groups_of_ranks() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
-    groups = [dist.new_group([r for r in range(size) if r % 2 == parity]) for parity in range(min(2, size))]
+    groups = [
+        dist.new_group([r for r in range(size) if r % 2 == parity])
+        for parity in range(min(2, size))
+    ]
     value = torch.tensor([1.0], device="cuda")
     dist.all_reduce(value, group=groups[rank % 2])
     assert value.item() == sum(1 for r in range(size) if r % 2 == rank % 2)
@@ -79,7 +86,9 @@ def captured() -> None:
 
 
 def the_host_of_a_peer_is_elsewhere() -> None:
-    """Rank 0 waits for the device, the others for rank 0's host: their devices go on all the same."""
+    """Rank 0 waits for the device, the others for rank 0's host: their devices go on all the
+    same.
+    """
     hosts = dist.new_group(backend="gloo")
     value = torch.ones(4, device="cuda")
     dist.all_reduce(value)
@@ -95,13 +104,16 @@ def messages_of_a_group_together() -> None:
     sent = [torch.full((count,), 10.0 * rank + count, device="cuda") for count in (2, 3)]
     places = [torch.empty(size, each.numel(), device="cuda") for each in sent]
     messages = [
-        (each, Chunks(place.view(-1), place.unbind()), tag) for each, place in zip(sent, places, strict=True)
+        (each, Chunks(place.view(-1), place.unbind()), tag)
+        for each, place in zip(sent, places, strict=True)
     ]
     before = inspection.calls().get("nccl", 0)
     with transport.together(messages):
         works = [transport.all_gather(*each) for each in messages]
     for work, place, count in zip(works, places, (2, 3), strict=True):
-        assert [chunk.tolist() for chunk in work.wait()] == [[10.0 * r + count] * count for r in range(size)]
+        assert [chunk.tolist() for chunk in work.wait()] == [
+            [10.0 * r + count] * count for r in range(size)
+        ]
         assert torch.equal(torch.stack(work.wait()), place)
     packed = [(chunks, Chunks(each[:0], ()), tag) for each, chunks, _ in messages]
     with transport.together(packed):

@@ -1,4 +1,6 @@
-"""Threads that wait for the device while others keep Python's lock in calls of torch: none stands still."""
+"""Threads that wait for the device while others keep Python's lock in calls of torch: none stands
+still.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,16 @@ def while_another_thread_waits(call: Callable[[], object]) -> None:
 
 
 def tensors_of_python_are_copied() -> None:
-    """What a copy holds is let go by the thread that runs it, which may need Python's lock for that."""
+    """What a copy holds is let go by the thread that runs it, which may need Python's lock for
+    that.
+    """
     large = torch.ones(512, 512, device="cuda")
     with inspection.order("late"):
         for _ in range(5):
             host = [torch.full((4,), float(number)).pin_memory() for number in range(16)]
-            _ = large @ large  # takes long enough for this thread to have Python's lock when the copies begin
+            _ = (
+                large @ large
+            )  # takes long enough for this thread to have Python's lock when the copies begin
             device = [each.cuda(non_blocking=True) for each in host]
             while_another_thread_waits(lambda: torch.Event("cuda").record())  # keeps Python's lock
             assert [int(each[0]) for each in device] == list(range(16))
@@ -49,7 +55,9 @@ def an_operator_is_written_in_python() -> None:
             assert event.query()
 
 
-@pytest.mark.parametrize("program", [tensors_of_python_are_copied, an_operator_is_written_in_python])
+@pytest.mark.parametrize(
+    "program", [tensors_of_python_are_copied, an_operator_is_written_in_python]
+)
 def test_threads_do_not_wait_for_each_other(program: Callable[[], None]) -> None:
     ranks = Ranks(1)
     try:

@@ -1,4 +1,6 @@
-"""The CPU's bits on CUDA, eagerly and in replays, in every order that streams allow; and not in any other."""
+"""The CPU's bits on CUDA, eagerly and in replays, in every order that streams allow; and not in any
+other.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def losses(device: str, *, graphed: bool) -> list[float]:
     layers = nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 8)
     model = nn.Sequential(*layers).to(device)
     lr = torch.tensor(1e-2, device=device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True, capturable=device == "cuda")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=lr, fused=True, capturable=device == "cuda"
+    )
     x = torch.zeros(4, 8, device=device)
 
     def step() -> Tensor:
@@ -138,7 +142,9 @@ def test_pinned_memory_that_the_host_reads_too_early_is_stale(deferred: str, wai
 
 
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_source_on_the_host_is_read_late_only_if_it_is_pinned(deferred: str, pinned: bool) -> None:
+def test_a_source_on_the_host_is_read_late_only_if_it_is_pinned(
+    deferred: str, pinned: bool
+) -> None:
     source = torch.ones(4).pin_memory() if pinned else torch.ones(4)
     there = torch.empty(4, device="cuda")
     there.copy_(source, non_blocking=True)

@@ -1,4 +1,6 @@
-"""`shardgrad train` from start to end, and blocks that torch.compile has compiled, on torch.cuda and NCCL."""
+"""`shardgrad train` from start to end, and blocks that torch.compile has compiled, on torch.cuda
+and NCCL.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,25 @@ STEPS = 6
 MICRO = [
     *("--steps", str(STEPS), "--checkpoint-every", "3", "--seq-len", "32", "--log-every", "1"),
     *("--override", "width=32", "--override", "layers=2", "--override", "hidden=64"),
-    *("--override", "heads=2", "--override", "kv_heads=2", "--eval-samples", "8", "--warmup-steps", "2"),
+    *(
+        "--override",
+        "heads=2",
+        "--override",
+        "kv_heads=2",
+        "--eval-samples",
+        "8",
+        "--warmup-steps",
+        "2",
+    ),
     *("--batch-size", "4", "--device", "accelerator"),
     *("--data", argparse.__file__, "--no-plot", "--sample-bytes", "0", "--clip", "0.1"),
 ]
 
 
 def trained(folder: Path, *options: str) -> list[tuple[str, float]]:
-    """Trains on devices of the runtime; returns every loss that was written, of steps and of validations."""
+    """Trains on devices of the runtime; returns every loss that was written, of steps and of
+    validations.
+    """
     command = [sys.executable, "-W", "ignore", "-m", "shardgrad", "train", *MICRO, *options]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HOSTCUDA_DEVICES": "2"}
     done = run([*command, "--run-dir", str(folder)], env=environment, timeout_s=200)
@@ -49,18 +62,23 @@ def test_one_and_two_ranks_train_alike_and_graphed_steps_as_eager_ones(tmp_path:
         environment = json.loads((folder / "graphed/environment.json").read_text())
         assert (environment["world_size"], environment["device"]) == (ranks, "cuda")
     assert [name for name, _ in curves[1]] == [name for name, _ in curves[2]]
-    assert [loss for _, loss in curves[1]] == pytest.approx([loss for _, loss in curves[2]], rel=1e-5)
+    assert [loss for _, loss in curves[1]] == pytest.approx(
+        [loss for _, loss in curves[2]], rel=1e-5
+    )
     assert curves[1][-1][1] < curves[1][0][1]
 
 
 def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3)))
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+    )
     model.cuda()
     for block in model:
         if compiled:
-            # Inductor needs triton. From torch 2.15 on no hook of FSDP2, or of ours, may be in a full graph.
+            # Inductor needs triton. From torch 2.15 on no hook of FSDP2, or of ours, may be in a
+            # full graph.
             block.compile(backend="aot_eager", fullgraph=torch.__version__ < "2.15")
         shardgrad.fully_shard(block)
     shardgrad.fully_shard(model)
@@ -75,7 +93,9 @@ def losses(*, compiled: bool, graphed: bool) -> torch.Tensor:
         return loss.detach()
 
     taken = shardgrad.graphed_step(model, optimizer)(step) if graphed else step
-    found = [taken(torch.full((4, 8), 0.1 * number, device="cuda")).clone() for number in range(1, 7)]
+    found = [
+        taken(torch.full((4, 8), 0.1 * number, device="cuda")).clone() for number in range(1, 7)
+    ]
     if graphed:
         assert taken.captures == 1
         taken.close()

@@ -45,7 +45,9 @@ def who_left_the_order() -> str:
     group = dist.new_group(backend="gloo")
     line, chunk = recorder.group_log(group), torch.zeros(8)
     for what in ("all-gather of layers.0", "all-gather of layers.1"):
-        line.record("all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk)
+        line.record(
+            "all-gather of head" if dist.get_rank() == 1 and what.endswith("1") else what, chunk
+        )
     with pytest.raises(DesyncError) as caught:
         require_same_collectives(dist.group.WORLD)
     return str(caught.value)
@@ -81,7 +83,9 @@ def journal_of_a_save(folder: str) -> list[tuple[str, int]]:
     return [(entry.name, entry.fingerprint) for entry in recorder.group_log(group).recent]
 
 
-def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_every_collective_of_a_save_is_in_the_journal_of_all_ranks(
+    two_ranks: Ranks, tmp_path: Path
+) -> None:
     ours, theirs = two_ranks.run(journal_of_a_save, str(tmp_path / "c"))
     assert ours == theirs
     assert [what for what, _ in ours] == [f"{part} of the checkpoint" for part in SAVE]
@@ -97,7 +101,9 @@ def awaited_while_another_rank_publishes(folder: str) -> str:
     require_same_collectives(dist.group.WORLD)  # where a thread is does not count
     accounts: list[RankStatus] = []
     trains = threading.get_ident()
-    look = threading.Timer(0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains, error=None)))
+    look = threading.Timer(
+        0.5, lambda: accounts.append(rank_status(recorder, 1, thread=trains, error=None))
+    )
     look.start()
     saving.wait(60)
     look.join()
@@ -140,7 +146,9 @@ def busy_for(seconds: float) -> None:
         time.sleep(0.01)
 
 
-def test_a_late_rank_is_asked_through_the_store_and_answers_with_its_stack(two_ranks: Ranks) -> None:
+def test_a_late_rank_is_asked_through_the_store_and_answers_with_its_stack(
+    two_ranks: Ranks,
+) -> None:
     culprits, sentence, stack = two_ranks.run(ask_a_late_rank)[0]
     assert culprits == (1,)
     assert sentence.startswith("Rank 1 is late, at step 7, data, in ")
@@ -161,7 +169,9 @@ def differences_after(damage: str) -> tuple[str, dict[str, tuple[tuple[int, ...]
         optim.step()
         if step == 0:
             optim.zero_grad()
-    name, param = next((n, p) for n, p in model.named_parameters() if n.startswith(UNIT) and p.ndim == 2)
+    name, param = next(
+        (n, p) for n, p in model.named_parameters() if n.startswith(UNIT) and p.ndim == 2
+    )
     if dist.get_rank() == 1 and damage:
         found = {"parameter": param, "gradient": param.grad}.get(damage)
         tensor = optim.state[param][damage] if found is None else found

@@ -12,7 +12,9 @@ from shardgrad.diagnosis.hang_watchdog import HangWatchdog
 
 
 def test_closing_waits_for_a_look_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that comes back from the store while the interpreter ends would abort the process."""
+    """A thread that comes back from the store while the interpreter ends would abort the
+    process.
+    """
     is_looking = threading.Event()
 
     def slow_round(watchdog: HangWatchdog, store: dist.Store) -> tuple[int, int, bool]:

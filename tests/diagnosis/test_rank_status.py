@@ -62,7 +62,8 @@ def test_a_silent_rank_is_named_with_who_waits_for_it_and_where() -> None:
     finding = diagnose(heard, 3)
     assert finding.culprits == (1,)
     assert finding.sentence == (
-        "Rank 1 does not answer: it ended, or was stopped or cut off. Ranks 0 and 2 were waiting for it in "
+        "Rank 1 does not answer: it ended, or was stopped or cut off. Ranks 0 and 2 were waiting "
+        "for it in "
         "the reduce-scatter of layers.1, step 412, forward."
     )
 
@@ -82,7 +83,8 @@ def test_a_rank_that_has_begun_less_is_late_and_shows_its_stack() -> None:
 @pytest.mark.parametrize("late", [0, 1, 2])
 def test_the_late_rank_is_found_wherever_it_stands(late: int) -> None:
     ranks = {
-        rank: rank_that_began(UNITS[:2] if rank == late else UNITS, waits=rank != late) for rank in range(3)
+        rank: rank_that_began(UNITS[:2] if rank == late else UNITS, waits=rank != late)
+        for rank in range(3)
     }
     finding = diagnose({rank: account_of(rank, recorder) for rank, recorder in ranks.items()}, 3)
     assert finding.culprits == (late,)

@@ -33,7 +33,8 @@ def test_ranks_in_different_collectives_are_told_all_places_and_the_cures() -> N
     finding = explain({0: IN_FULL, 1: IN_FORWARD}, 2, 0)
     assert finding is not None
     assert finding.what == (
-        "ranks wait for each other in different collectives: rank 0 in full_tensor() at train.py:12; "
+        "ranks wait for each other in different collectives: rank 0 in full_tensor() at "
+        "train.py:12; "
         "rank 1 in the all-gather of layers.0, forward() at train.py:30"
     )
     assert finding.fix.startswith("full_tensor() is a collective: call it on every rank")
@@ -45,14 +46,18 @@ def test_a_rank_that_goes_on_may_still_come() -> None:
     assert explain({0: IN_FULL, 1: IN_FORWARD}, 3, 0) is None
 
 
-def test_ranks_on_one_line_that_wait_for_the_device_are_told_apart_by_what_they_have_started() -> None:
+def test_ranks_on_one_line_that_wait_for_the_device_are_told_apart_by_what_they_have_started() -> (
+    None
+):
     here = Post(0, "train at train.py:30", started="reduce-scatter of layers.0, number 12")
     there = replace(here, rank=1, started="all-gather of layers.1, number 11")
     finding = explain({0: here, 1: there}, 2, 0)
     assert finding is not None
     assert finding.what == (
-        "ranks wait for each other in different collectives: rank 0 in train at train.py:30, after the "
-        "reduce-scatter of layers.0, number 12; rank 1 in train at train.py:30, after the all-gather of "
+        "ranks wait for each other in different collectives: rank 0 in train at train.py:30, after "
+        "the "
+        "reduce-scatter of layers.0, number 12; rank 1 in train at train.py:30, after the "
+        "all-gather of "
         "layers.1, number 11"
     )
     assert "call the same collectives in the same order" in finding.fix
@@ -71,7 +76,9 @@ def test_ranks_in_one_collective_wait_for_the_network() -> None:
 
 
 def test_a_rank_that_has_failed_ends_the_wait_with_its_own_fix() -> None:
-    failed = Post(0, "forward() at train.py:30", error="UnownedParameterError: no unit owns x", fix="y")
+    failed = Post(
+        0, "forward() at train.py:30", error="UnownedParameterError: no unit owns x", fix="y"
+    )
     finding = explain({0: failed, 1: IN_FORWARD}, 3, 1)
     assert finding is not None
     assert finding.is_final
@@ -169,7 +176,9 @@ def ends_where_no_thread_can_be_started() -> list[bool]:
     SHARDGRAD.shard_tower(tower())
     watch, key = rank_watch._watches.current, str(dist.get_rank())
     assert watch is not None
-    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("at interpreter shutdown")):
+    with mock.patch.object(
+        threading.Thread, "start", side_effect=RuntimeError("at interpreter shutdown")
+    ):
         rank_watch._say_farewell()
     post = Post.from_json(watch._store.get(key).decode())
     watch._take_back()
@@ -193,7 +202,9 @@ def what_is_known_of_a_wait() -> tuple[float, str]:
         return 0.0, ""
     thread, seen = TrainingThread(), []
     watching = threading.Thread(
-        target=lambda: [seen.append((thread.look(), thread.call())) or time.sleep(0.1) for _ in range(8)]
+        target=lambda: [
+            seen.append((thread.look(), thread.call())) or time.sleep(0.1) for _ in range(8)
+        ]
     )
     watching.start()
     param.full_tensor()
@@ -201,7 +212,9 @@ def what_is_known_of_a_wait() -> tuple[float, str]:
     return max(seen)
 
 
-def test_one_that_waits_inside_of_torch_is_known_by_what_the_program_called(two_ranks: Ranks) -> None:
+def test_one_that_waits_inside_of_torch_is_known_by_what_the_program_called(
+    two_ranks: Ranks,
+) -> None:
     waited_s, call = two_ranks.run(what_is_known_of_a_wait)[0]
     assert 0.3 < waited_s < 10
     assert call.startswith("full_tensor() at test_rank_watch.py:")

@@ -12,8 +12,9 @@ from shardgrad.diagnosis import thread_stacks as module
 from shardgrad.diagnosis.thread_stacks import LIMIT, Call, thread_stacks
 from tests.support.processes import run
 
-# Each thread is new, so its frames have no objects yet: `sys._current_frames()` makes some, and begins a
-# collection that finalizes the garbage. The finalizer does so, too, as the callback of a forgotten model did.
+# Each thread is new, so its frames have no objects yet: `sys._current_frames()` makes some, and
+# begins a collection that finalizes the garbage. The finalizer does so, too, as the callback of a
+# forgotten model did.
 FORGETS_WHILE_LOOKING = """
 import faulthandler, gc, threading, weakref
 from shardgrad.diagnosis.thread_stacks import thread_stacks
@@ -86,7 +87,9 @@ def test_what_a_function_has_named_goes_with_its_end_while_its_stack_is_looked_a
 
 def test_names_that_are_not_ascii_are_read_as_they_are() -> None:
     found: dict[str, object] = {"look": thread_stacks}
-    exec(compile("def größe():\n    return look()\nstacks = größe()", "/mü/数/🙂.py", "exec"), found)
+    exec(
+        compile("def größe():\n    return look()\nstacks = größe()", "/mü/数/🙂.py", "exec"), found
+    )
     assert found["stacks"][threading.get_ident()][:2] == (
         Call(module.__file__, found["stacks"][threading.get_ident()][0].line, "thread_stacks"),
         Call("/mü/数/🙂.py", 2, "größe"),

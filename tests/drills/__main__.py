@@ -1,4 +1,6 @@
-"""`python -m tests.drills`: inject faults into the training program and judge the outcome of each."""
+"""`python -m tests.drills`: inject faults into the training program and judge the outcome of
+each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option(
-    "--count", type=click.IntRange(min=1), default=None, help="Number of drills.  [default: one of each kind]"
+    "--count",
+    type=click.IntRange(min=1),
+    default=None,
+    help="Number of drills.  [default: one of each kind]",
 )
 @click.option(
     "--kind",
@@ -28,14 +33,18 @@ if TYPE_CHECKING:
     help="Run only kinds whose name contains TEXT; may be repeated.",
 )
 @click.option(
-    "--seed", type=int, default=0, help="Seed of the drawn ranks, steps and locations.  [default: 0]"
+    "--seed",
+    type=int,
+    default=0,
+    help="Seed of the drawn ranks, steps and locations.  [default: 0]",
 )
 @click.option(
     "--bound",
     "bound_s",
     type=float,
     default=40.0,
-    help="Seconds allowed from the fault to the last exit; a longer run counts as a hang.  [default: 40]",
+    help="Seconds allowed from the fault to the last exit; a longer run counts as a hang.  "
+    "[default: 40]",
 )
 @click.option(
     "--record",
@@ -44,13 +53,18 @@ if TYPE_CHECKING:
 )
 @click.option("--list", "is_list", is_flag=True, help="List the kinds of faults and exit.")
 def main(
-    count: int | None, kinds: tuple[str, ...], seed: int, bound_s: float, record: Path | None, is_list: bool
+    count: int | None,
+    kinds: tuple[str, ...],
+    seed: int,
+    bound_s: float,
+    record: Path | None,
+    is_list: bool,
 ) -> None:
     """Inject every kind of fault into the training program, and judge the outcome.
 
-    A tiny model trains on 1 to 4 ranks on this machine's CPU, with one fault. Every rank has to exit in the
-    bound and to report which rank failed, where and why; a resumed run has to give the same losses as an
-    undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
+    A tiny model trains on 1 to 4 ranks on this machine's CPU, with one fault. Every rank has to
+    exit in the bound and to report which rank failed, where and why; a resumed run has to give the
+    same losses as an undisturbed one. The exit status is 1 if any drill had an unexpected outcome.
     """
     from benchmarks.records import environment
     from shardgrad.cli import main as command
@@ -69,7 +83,9 @@ def main(
         missing = [kind.name for kind in chosen if isinstance(kind, Fault) and kind.needs_hosts]
         chosen = [kind for kind in chosen if kind.name not in missing]
         if missing:
-            console.print(f"Left out, since network namespaces are not permitted: {', '.join(missing)}.")
+            console.print(
+                f"Left out, since network namespaces are not permitted: {', '.join(missing)}."
+            )
     if not chosen:
         raise click.UsageError(f"No kind of fault is called {' or '.join(kinds)}: see --list.")
     verdicts = []
@@ -80,7 +96,9 @@ def main(
             verdict = judge.hold(chosen[number % len(chosen)], seed + number // len(chosen))
             verdicts.append(verdict)
             mark = "wrong" if verdict.problems else "right"
-            console.print(f"{mark}: {verdict.kind} ({verdict.place}), {verdict.exit_s:.1f} s", markup=False)
+            console.print(
+                f"{mark}: {verdict.kind} ({verdict.place}), {verdict.exit_s:.1f} s", markup=False
+            )
             for line in verdict.problems or (verdict.sentence,):
                 console.print(f"    {line}", markup=False)
             if record is not None:
@@ -96,7 +114,11 @@ def _summarize(console: Console, verdicts: list[Verdict]) -> None:
     table = Table("kind", "drills", "wrong", "median s", "worst s")
     for each in tallies(verdicts):
         table.add_row(
-            each.kind, str(each.held), str(each.wrong), f"{each.median_s:.1f}", f"{each.worst_s:.1f}"
+            each.kind,
+            str(each.held),
+            str(each.wrong),
+            f"{each.median_s:.1f}",
+            f"{each.worst_s:.1f}",
         )
     console.print(table)
     wrong = sum(bool(verdict.problems) for verdict in verdicts)

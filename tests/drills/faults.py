@@ -54,7 +54,8 @@ class Fault:
     def draw(self, random: random.Random) -> tuple[Program, Plan]:
         """Draws a program and a plan of this kind."""
         program, point = random.choice(self.programs), random.choice(self.points)
-        # The first rank creates a checkpoint's folder, index and name; other ranks write one file each.
+        # The first rank creates a checkpoint's folder, index and name; other ranks write one file
+        # each.
         is_of_the_first = isinstance(point, FilePoint) and point.operation > 1
         rank = 0 if is_of_the_first else random.randrange(program.ranks)
         return program, Plan(self.action, rank, random.choice(self.steps), point, self.seconds)
@@ -76,7 +77,10 @@ class Tampering:
 
 
 _FORWARD = (PhasePoint("forward"), *(PhasePoint("forward", number) for number in (1, 2, 3)))
-_BACKWARD = (PhasePoint("backward"), *(PhasePoint("backward", number) for number in (1, 2, 3, 4, 5)))
+_BACKWARD = (
+    PhasePoint("backward"),
+    *(PhasePoint("backward", number) for number in (1, 2, 3, 4, 5)),
+)
 _OPTIMIZER = (PhasePoint("optimizer"),)
 _CLIP = (PhasePoint("clip"), PhasePoint("clip", 1))
 _CHECKPOINT: tuple[InjectionPoint, ...] = (
@@ -122,12 +126,18 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     *_everywhere("stopped", "stop", words=("does not answer",)),
     *_everywhere("slowed for a moment", "sleep", seconds=0.7, expects=_E.SURVIVES),
     Fault(
-        "slowed beyond the limit", "sleep", (*_DATA, *_OPTIMIZER), seconds=3 * TIMEOUT_S, words=("is late",)
+        "slowed beyond the limit",
+        "sleep",
+        (*_DATA, *_OPTIMIZER),
+        seconds=3 * TIMEOUT_S,
+        words=("is late",),
     ),
     Fault("segmentation fault", "crash", (*_FORWARD, *_BACKWARD), words=("ended by SIGSEGV",)),
     Fault("abort in a library", "abort", (*_FORWARD, *_BACKWARD), words=("ended by SIGABRT",)),
     Fault("exit without a word", "exit", (*_FORWARD, *_OPTIMIZER), words=("ended with status 7",)),
-    Fault("exception on one rank", "raise", (*_FORWARD, *_BACKWARD, *_CLIP), words=("a mistake in",)),
+    Fault(
+        "exception on one rank", "raise", (*_FORWARD, *_BACKWARD, *_CLIP), words=("a mistake in",)
+    ),
     Fault("data ends early on one rank", "end data", _DATA, words=("the data loader has ended",)),
     Fault("out of memory in forward", "out of memory", _FORWARD, words=("Memory ran out",)),
     Fault("out of memory in backward", "out of memory", _BACKWARD, words=("Memory ran out",)),
@@ -166,7 +176,9 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
         words=("step",),
         needs_hosts=True,
     ),
-    Fault("crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES),
+    Fault(
+        "crash between writes of a checkpoint", "kill", _WRITES, words=("SIGKILL",), steps=_SAVES
+    ),
     Fault(
         "killed in a checkpoint on a thread",
         "kill",
@@ -199,7 +211,12 @@ CATALOGUE: tuple[Fault | Tampering, ...] = (
     Fault("Ctrl-C twice", "interrupt twice", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("terminated by a scheduler", "terminate", (*_FORWARD, *_BACKWARD), _E.STOPS),
     Fault("launcher killed", "kill launcher", (*_FORWARD, *_BACKWARD), _E.STOPS),
-    Fault("NaN in the loss", "poison loss", (PhasePoint("data"),), words=("finite", "the loss of rank")),
+    Fault(
+        "NaN in the loss",
+        "poison loss",
+        (PhasePoint("data"),),
+        words=("finite", "the loss of rank"),
+    ),
     Fault(
         "NaN in a gradient",
         "poison gradient",

@@ -1,4 +1,6 @@
-"""Two hosts on one machine: network namespaces joined by a link that can be cut, and the ranks' store."""
+"""Two hosts on one machine: network namespaces joined by a link that can be cut, and the ranks'
+store.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Hosts:
 
     def __init__(self, count: int, folder: Path) -> None:
         self.count = count
-        self._names = [f"drill{os.getpid()}h{number}" for number in range(count)] if count > 1 else []
+        self._names = (
+            [f"drill{os.getpid()}h{number}" for number in range(count)] if count > 1 else []
+        )
         self._request = folder / _CUT
         self._until_s: float | None = None
         self._store: int | None = None
@@ -40,14 +44,30 @@ class Hosts:
             _ip("-n", name, "link", "set", "lo", "up")
         if self._names:
             first, second = self._names
-            _ip("-n", first, "link", "add", "cable", "type", "veth", "peer", "name", "cable", "netns", second)
+            _ip(
+                "-n",
+                first,
+                "link",
+                "add",
+                "cable",
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                second,
+            )
             for number, name in enumerate(self._names):
                 _ip("-n", name, "addr", "add", f"{_address(number)}/24", "dev", "cable")
                 _ip("-n", name, "link", "set", "cable", "up")
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end_store()
         for name in self._names:
@@ -108,11 +128,16 @@ class Hosts:
 
 
 def can_have_hosts() -> bool:
-    """Returns whether this process may create network namespaces, and the `ip` tool is installed."""
+    """Returns whether this process may create network namespaces, and the `ip` tool is
+    installed.
+    """
     if shutil.which("ip") is None or os.geteuid() != 0:
         return False
     name = f"drill{os.getpid()}probe"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode == 0
+    made = (
+        subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode
+        == 0
+    )
     subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
     return made
 
@@ -126,7 +151,9 @@ def _ip(*words: str) -> None:
 
 
 def _enter(name: str) -> None:
-    """Moves the calling thread to a named network namespace; os.setns is younger than our oldest Python."""
+    """Moves the calling thread to a named network namespace; os.setns is younger than our oldest
+    Python.
+    """
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
         if ctypes.CDLL(None, use_errno=True).setns(descriptor, _CLONE_NEWNET):

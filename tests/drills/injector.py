@@ -1,7 +1,7 @@
 """The fault injector: waits inside a rank for a point in the program and runs an action there.
 
-The training program contains no code for fault injection. The injector wraps functions in the process that
-the ranks are forked from, and observes file operations through Python's audit events.
+The training program contains no code for fault injection. The injector wraps functions in the
+process that the ranks are forked from, and observes file operations through Python's audit events.
 """
 
 from __future__ import annotations
@@ -35,7 +35,15 @@ from shardgrad.train.step import TrainStep
 __all__ = ["FilePoint", "InjectionPoint", "PhasePoint", "Plan", "Trace", "arm"]
 
 _HOUR_S = 3600.0
-_FILE_EVENTS = ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.link", "shutil.rmtree")
+_FILE_EVENTS = (
+    "open",
+    "os.rename",
+    "os.remove",
+    "os.mkdir",
+    "os.rmdir",
+    "os.link",
+    "shutil.rmtree",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,8 @@ class PhasePoint:
 
     Args:
         part: name of the phase in the flight recorder.
-        collective: 0 for the beginning of the phase, else the number of the collective, counted from 1.
+        collective: 0 for the beginning of the phase, else the number of the collective, counted
+            from 1.
     """
 
     part: str
@@ -242,7 +251,8 @@ def _after(home: type, name: str, listen: Callable[..., Any]) -> None:
     setattr(home, name, wrapped)
 
 
-# -- actions ------------------------------------------------------------------------------------------------
+# -- actions
+# ------------------------------------------------------------------------------------------------
 
 
 def _signal(number: signal.Signals) -> Callable[[FaultInjector], None]:
@@ -266,7 +276,11 @@ def _refuse_files(number: int) -> Callable[[FaultInjector], None]:
     def action(injector: FaultInjector) -> None:
         def hear(event: str, arguments: tuple[Any, ...]) -> None:
             is_write = event != "open" or any(flag in str(arguments[1]) for flag in "wax+")
-            if event in _FILE_EVENTS[:4] and is_write and "/checkpoints/" in str(arguments[0]) + "/":
+            if (
+                event in _FILE_EVENTS[:4]
+                and is_write
+                and "/checkpoints/" in str(arguments[0]) + "/"
+            ):
                 raise OSError(number, os.strerror(number), str(arguments[0]))
 
         sys.addaudithook(hear)
@@ -309,7 +323,9 @@ def _kill_launcher(injector: FaultInjector) -> None:
 
 
 def _lose_store(injector: FaultInjector) -> None:
-    """Kills the process that hosts the store, and this rank, so that the other ranks query the store."""
+    """Kills the process that hosts the store, and this rank, so that the other ranks query the
+    store.
+    """
     with contextlib.suppress(ProcessLookupError):
         os.kill(int(os.environ["DRILL_STORE_PID"]), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -355,7 +371,9 @@ def _poison_gradient(injector: FaultInjector) -> None:
     """Sets one element of the next gradient on this rank to NaN."""
     inner = GradCollector.take
 
-    def take(collector: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any) -> bool:
+    def take(
+        collector: GradCollector, unsharded: torch.Tensor, grad: torch.Tensor, streams: Any
+    ) -> bool:
         if unsharded.grad is not None and unsharded.ndim == 2:
             setattr(GradCollector, take.__name__, inner)
             unsharded.grad.view(-1)[0] = float("nan")
@@ -379,7 +397,9 @@ def _poison_loss(injector: FaultInjector) -> None:
 
 def _flip_parameter(injector: FaultInjector) -> None:
     """Flips one bit of one weight on this rank, as failing memory would."""
-    parameters = [] if injector.model is None else [p for p in injector.model.parameters() if p.ndim == 2]
+    parameters = (
+        [] if injector.model is None else [p for p in injector.model.parameters() if p.ndim == 2]
+    )
     for parameter in parameters:
         managed = managed_by(parameter)
         local = local_of(parameter if managed is None else managed.sharded).detach()
@@ -393,7 +413,9 @@ def _sleep(injector: FaultInjector) -> None:
 
 
 def _cut_link(injector: FaultInjector) -> None:
-    """Requests that the link between the hosts be cut, permanently if the plan gives no duration."""
+    """Requests that the link between the hosts be cut, permanently if the plan gives no
+    duration.
+    """
     request = Path(os.environ["DRILL_CUT"])
     fresh = request.with_suffix(".new")
     fresh.write_text(str(injector.plan.seconds or ""), encoding="ascii")

@@ -1,7 +1,9 @@
-"""Runs a drill and judges it: exits in time, the right report, nothing left behind, a resumable run.
+"""Runs a drill and judges it: exits in time, the right report, nothing left behind, a resumable
+run.
 
-A drill injects a fault into a run, or damages its checkpoint, and then resumes the run. The losses have to be
-those of an undisturbed run: bitwise equal on the same number of ranks, close on another number.
+A drill injects a fault into a run, or damages its checkpoint, and then resumes the run. The losses
+have to be those of an undisturbed run: bitwise equal on the same number of ranks, close on another
+number.
 """
 
 from __future__ import annotations
@@ -16,13 +18,23 @@ from pathlib import Path
 from shardgrad.train.rank import RANK_STATUS
 from tests.drills.faults import Expectation, Fault, Tampering
 from tests.drills.injector import Trace
-from tests.drills.processes import PATIENT_S, STEPS, Command, Outcome, Program, ProgramRunner, losses
+from tests.drills.processes import (
+    PATIENT_S,
+    STEPS,
+    Command,
+    Outcome,
+    Program,
+    ProgramRunner,
+    losses,
+)
 from tests.drills.reports import read_accounts, reports_in
 
 __all__ = ["Judge", "Verdict"]
 
 _OTHER_WORLD = 0.25  # share of the runs that are resumed on another number of ranks
-_ROUNDING = 1e-4  # relative, for losses on other ranks: sums of fp32 in another order, over six steps
+_ROUNDING = (
+    1e-4  # relative, for losses on other ranks: sums of fp32 in another order, over six steps
+)
 _STOPPED = (130, -signal.SIGKILL)
 _DRAWS = 4  # a drawn point may not occur: which ranks write which files depends on the state
 _PREFIX = "shardgrad train: "
@@ -88,7 +100,9 @@ class Judge:
             problems += self._compare(run, plain, plain.ranks)
         elif not (run / "checkpoints" / "latest").exists():
             problems.append("there is no complete checkpoint, though one had been written")
-        elif kind.expects is Expectation.STOPS and _saved_step(run) == STEPS:  # asked to in its last step
+        elif (
+            kind.expects is Expectation.STOPS and _saved_step(run) == STEPS
+        ):  # asked to in its last step
             problems += self._compare(run, plain, plain.ranks, is_validated=False)
         else:
             resumed_on = self._other_world(plain, draw)
@@ -104,8 +118,12 @@ class Judge:
             tuple(map(self._shortened, problems)),
         )
 
-    def _hold_tampering(self, kind: Tampering, seed: int, draw: random.Random, run: Path) -> Verdict:
-        """Resumes a run whose newest checkpoint is damaged; it may continue only with the exact losses."""
+    def _hold_tampering(
+        self, kind: Tampering, seed: int, draw: random.Random, run: Path
+    ) -> Verdict:
+        """Resumes a run whose newest checkpoint is damaged; it may continue only with the exact
+        losses.
+        """
         program = Program(2)
         self._cut_short(program, run)
         kind.tamper(run, draw)
@@ -167,8 +185,12 @@ class Judge:
             return [f"the resumed run left behind: {outcome.left} {outcome.litter}"]
         return self._compare(run, program, ranks)
 
-    def _compare(self, run: Path, program: Program, ranks: int, *, is_validated: bool = True) -> list[str]:
-        """Returns what is wrong with the losses of a run that has made all steps, and its validation."""
+    def _compare(
+        self, run: Path, program: Program, ranks: int, *, is_validated: bool = True
+    ) -> list[str]:
+        """Returns what is wrong with the losses of a run that has made all steps, and its
+        validation.
+        """
         ours, theirs = losses(run), losses(self._reference(program))
         if not is_validated:
             ours.pop(-1, None)
@@ -176,7 +198,9 @@ class Judge:
         if set(ours) != set(theirs):
             return [f"steps are missing or too many: {sorted(ours)}"]
         limit = 0.0 if ranks == program.ranks else _ROUNDING
-        wrong = [step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)]
+        wrong = [
+            step for step in theirs if not math.isclose(ours[step], theirs[step], rel_tol=limit)
+        ]
         return [f"losses differ at {wrong} (-1 is the validation)"] if wrong else []
 
 
@@ -192,24 +216,34 @@ def _judge(kind: Fault, outcome: Outcome, run: Path) -> list[str]:
     if trace is None:
         return [f"the fault never struck: {outcome.words[-300:]}"]
     if not outcome.ended:
-        problems.append(f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}")
+        problems.append(
+            f"not everything ended within the bound: {outcome.statuses}, left {outcome.left}"
+        )
     # A launcher that was killed cannot remove the folder of its rendezvous store.
     if outcome.litter and -signal.SIGKILL not in outcome.statuses:
         problems.append(f"left behind: {outcome.litter}")
     if "Traceback" in outcome.words:
         problems.append(f"a traceback was printed: {outcome.words[-500:]}")
     if kind.expects is Expectation.SURVIVES:
-        return problems if outcome.succeeded else [*problems, f"it did not survive: {outcome.words[-300:]}"]
+        return (
+            problems
+            if outcome.succeeded
+            else [*problems, f"it did not survive: {outcome.words[-300:]}"]
+        )
     if kind.expects is Expectation.STOPS:
         if not all(status in _STOPPED for status in outcome.statuses):
-            problems.append(f"exit statuses {outcome.statuses} are not those of a stop: {outcome.words}")
+            problems.append(
+                f"exit statuses {outcome.statuses} are not those of a stop: {outcome.words}"
+            )
         return problems
     if any(status == 0 for status in outcome.statuses):
         problems.append(f"a rank ended with 0: {outcome.statuses}")
     sentence = _sentence(outcome.words)
     # Another launcher prints by which signal a rank ended, not the program.
     words = () if outcome.statuses[1:] and kind.expects is Expectation.ENDS else kind.words
-    problems += [f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence]
+    problems += [
+        f"the sentence does not say {word!r}: {sentence}" for word in words if word not in sentence
+    ]
     reports = reports_in(outcome.words, read_accounts(run / RANK_STATUS))
     if not reports:
         problems.append(f"nothing was reported: {outcome.words[-300:]}")

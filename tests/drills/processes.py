@@ -1,8 +1,9 @@
 """Runs the training program in forked processes and collects what they leave behind.
 
-Importing PyTorch takes longer than a whole run of a model this small. The process that runs drills imports
-everything a rank needs, does not use it, and forks: a launcher that forks its ranks, or all ranks, as
-torchrun starts them. Everything else is the program as users run it, beginning with its command line.
+Importing PyTorch takes longer than a whole run of a model this small. The process that runs drills
+imports everything a rank needs, does not use it, and forks: a launcher that forks its ranks, or all
+ranks, as torchrun starts them. Everything else is the program as users run it, beginning with its
+command line.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from shardgrad.train import launch, loop, spawn
 from tests.drills.hosts import Hosts
 from tests.drills.injector import Plan, Trace, arm
 
-__all__ = ["PATIENT_S", "Command", "Outcome", "Program", "ProgramRunner", "losses", "orphaned_segments"]
+__all__ = [
+    "PATIENT_S",
+    "Command",
+    "Outcome",
+    "Program",
+    "ProgramRunner",
+    "losses",
+    "orphaned_segments",
+]
 
 STEPS, EVERY = 6, 2
 TIMEOUT_S = 8.0
@@ -36,7 +45,11 @@ _SEQUENCES = 12  # in a global batch: every number of ranks up to 4 divides it
 _POLL_S = 0.02
 _SEGMENTS = re.compile(r"torch_(\d+)_")  # of shared memory, with the process that made them
 # Modules that every rank imports late. Imported here once, so that forked ranks have them.
-_WARM = (launch, loop, *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")))
+_WARM = (
+    launch,
+    loop,
+    *map(importlib.import_module, ("torch._dynamo", "torch.onnx", "numpy.random")),
+)
 
 Command = Callable[[Sequence[str]], None]
 
@@ -60,7 +73,9 @@ class Program:
     def arguments(self, folder: Path) -> list[str]:
         """Returns the command line of a new run."""
         small = {"width": 16, "layers": 2, "hidden": 32, "heads": 2, "kv_heads": 2}
-        overrides = [word for key, value in small.items() for word in ("--override", f"{key}={value}")]
+        overrides = [
+            word for key, value in small.items() for word in ("--override", f"{key}={value}")
+        ]
         numbers: dict[str, Any] = {
             "--steps": STEPS,
             "--checkpoint-every": EVERY,
@@ -93,8 +108,8 @@ class Outcome:
     """How a run ended.
 
     Attributes:
-        statuses: exit status of the launcher, or of each rank; negative for a signal, None if the process was
-            killed when the time bound was reached.
+        statuses: exit status of the launcher, or of each rank; negative for a signal, None if the
+            process was killed when the time bound was reached.
         words: text printed to standard error.
         trace: trace of the injected action; None if the program never reached the injection point.
         took_s: seconds from the action, or from the start if there is no plan, to the last exit.
@@ -126,8 +141,8 @@ class ProgramRunner:
     Args:
         command: the `shardgrad` command line as a function of its arguments.
         folder: folder for runs and traces; it must exist.
-        bound_s: seconds from the action to the last exit; a process that takes longer is killed and counts as
-            hung.
+        bound_s: seconds from the action to the last exit; a process that takes longer is killed and
+            counts as hung.
     """
 
     def __init__(self, command: Command, folder: Path, *, bound_s: float) -> None:
@@ -169,9 +184,11 @@ class ProgramRunner:
     def _wait(
         self, leaders: list[int], trace: Path, hosts: Hosts
     ) -> tuple[list[int | None], tuple[int, ...]]:
-        """Returns the exit statuses of the leaders, None after the bound, and the processes still running.
+        """Returns the exit statuses of the leaders, None after the bound, and the processes still
+        running.
 
-        A stopped rank that is the last one running is killed, as launchers do after another rank has failed.
+        A stopped rank that is the last one running is killed, as launchers do after another rank
+        has failed.
         """
         statuses: dict[int, int] = {}
         deadline_s = time.monotonic() + 4 * self.bound_s  # until an action sets it
@@ -202,11 +219,15 @@ class ProgramRunner:
 def orphaned_segments() -> set[str]:
     """Returns the names of torch's shared-memory segments whose process has ended."""
     made = {name: _SEGMENTS.match(name) for name in os.listdir("/dev/shm")}
-    return {name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()}
+    return {
+        name for name, by in made.items() if by is not None and not Path("/proc", by[1]).exists()
+    }
 
 
 def losses(folder: Path) -> dict[int, float]:
-    """Returns the training loss of every step of a run folder, and under -1 the last validation loss."""
+    """Returns the training loss of every step of a run folder, and under -1 the last validation
+    loss.
+    """
     found = {}
     try:
         lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
@@ -237,7 +258,9 @@ def _fork_ranks() -> None:
     vars(spawn)["multiprocessing"] = Forking
 
 
-def _fork(main: Callable[[], None], errors: Path, prepare: Callable[[], None] = lambda: None) -> int:
+def _fork(
+    main: Callable[[], None], errors: Path, prepare: Callable[[], None] = lambda: None
+) -> int:
     """Runs `main` in a child that leads a new session; returns its process id."""
     pid = os.fork()
     if pid:

@@ -19,7 +19,9 @@ def append(path: Path, verdict: Verdict, environment: Mapping[str, Any]) -> None
     """Appends a verdict to a file, with the commit and the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps({**dataclasses.asdict(verdict), "environment": dict(environment)}) + "\n")
+        stream.write(
+            json.dumps({**dataclasses.asdict(verdict), "environment": dict(environment)}) + "\n"
+        )
 
 
 def read(path: Path) -> list[Verdict]:

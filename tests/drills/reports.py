@@ -18,8 +18,8 @@ _STEP = re.compile(r"\bstep (\d+)\b")
 _NUMBER = re.compile(r"\(number (\d+) of their group\)")
 _PARAMETER = re.compile(r"\bparameter [\w.]+")
 _OWN_PLACE = re.compile(r"Rank \d+ was (waiting for it )?in the .+, step \d+")
-# Other ranks may wait in a collective that the faulty rank had launched: prefetched all-gathers, and the last
-# round of a ring of slots.
+# Other ranks may wait in a collective that the faulty rank had launched: prefetched all-gathers,
+# and the last round of a ring of slots.
 _BEGUN_AHEAD = 4
 
 
@@ -36,14 +36,18 @@ class Report:
         self._accounts = accounts
 
     def wrong_claims(self, trace: Trace) -> list[str]:
-        """Returns what is wrong in a report that has to name the faulty rank, the step and the location."""
+        """Returns what is wrong in a report that has to name the faulty rank, the step and the
+        location.
+        """
         return [
             f"{words}: {self.sentence}"
             for words in (*self._rank(trace), *self._step(trace), *self._place(trace))
         ]
 
     def missing_claims(self, trace: Trace) -> list[str]:
-        """Returns what is missing in a report of a fault without a faulty rank: its rank's own location."""
+        """Returns what is missing in a report of a fault without a faulty rank: its rank's own
+        location.
+        """
         is_placed = _PARAMETER.search(self.sentence) or _OWN_PLACE.search(self.sentence)
         words = [] if is_placed else ["the report names neither a collective nor a parameter"]
         return [f"{what}: {self.sentence}" for what in (*words, *self._step(trace))]
@@ -59,7 +63,9 @@ class Report:
         return []
 
     def _step(self, trace: Trace) -> list[str]:
-        """Checks the step. Ranks are less than a step apart, and replicas are compared after a step."""
+        """Checks the step. Ranks are less than a step apart, and replicas are compared after a
+        step.
+        """
         steps = [int(step) for step in _STEP.findall(self.sentence)]
         if steps and all(abs(step - trace.step) <= 1 for step in steps):
             return []
@@ -67,7 +73,9 @@ class Report:
 
     def _place(self, trace: Trace) -> list[str]:
         if "failed at" in self.sentence or "is late, at" in self.sentence:
-            place = re.search(rf"(failed|is late,) at {re.escape(trace.place)}(:|,| \()", self.sentence)
+            place = re.search(
+                rf"(failed|is late,) at {re.escape(trace.place)}(:|,| \()", self.sentence
+            )
             return [] if place else [f"the report does not say that it was at {trace.place}"]
         number = _NUMBER.search(self.sentence)
         if number is not None:
@@ -78,16 +86,22 @@ class Report:
         return self._waits(trace)
 
     def _waits(self, trace: Trace) -> list[str]:
-        """Checks that ranks which wait for the faulty rank wait in a collective that it has not finished."""
+        """Checks that ranks which wait for the faulty rank wait in a collective that it has not
+        finished.
+        """
         waits = [
             (each.waiting_for, trace.begun.get(each.group, 0))
             for each in self._accounts
-            if each.waiting_for is not None and each.group is not None and each.rank != trace.plan_rank
+            if each.waiting_for is not None
+            and each.group is not None
+            and each.rank != trace.plan_rank
             if trace.plan_rank in each.collectives[each.group][0]
         ]
         wrong = [entry.name for entry, begun in waits if not _is_near(entry.seq_id, begun)]
         if wrong:
-            return [f"a rank waits in {', '.join(wrong)}, which rank {trace.plan_rank} was not near"]
+            return [
+                f"a rank waits in {', '.join(wrong)}, which rank {trace.plan_rank} was not near"
+            ]
         if not any(f"in the {entry.name}, step" in self.sentence for entry, _ in waits):
             return ["the report does not name the collective in which the others waited"]
         return []
@@ -98,7 +112,9 @@ def _is_near(number: int, begun: int) -> bool:
 
 
 def read_accounts(path: Path) -> list[RankStatus]:
-    """Returns the status of every rank from the file in the run folder; empty if there is no file."""
+    """Returns the status of every rank from the file in the run folder; empty if there is no
+    file.
+    """
     try:
         told = json.loads(path.read_text(encoding="utf-8"))["ranks"]
     except (OSError, ValueError):
@@ -107,6 +123,8 @@ def read_accounts(path: Path) -> list[RankStatus]:
 
 
 def reports_in(words: str, accounts: Sequence[RankStatus]) -> list[Report]:
-    """Returns the program's reports in a text, in order; each ends with the command that resumes the run."""
+    """Returns the program's reports in a text, in order; each ends with the command that resumes
+    the run.
+    """
     said = [line.removeprefix(_PREFIX) for line in words.splitlines() if line.startswith(_PREFIX)]
     return [Report(line, accounts) for line in said if "esume with: " in line]

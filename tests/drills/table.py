@@ -42,7 +42,9 @@ def renewed(text: str, verdicts: Sequence[Verdict]) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{PAGE.name} lacks the marks {BEGIN} and {END}: put them where the table belongs")
+        raise ValueError(
+            f"{PAGE.name} lacks the marks {BEGIN} and {END}: put them where the table belongs"
+        )
     table = "\n".join(lines(verdicts))
     return f"{before}{BEGIN}\n{table}\n{END}{after}"
 

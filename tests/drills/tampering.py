@@ -18,12 +18,16 @@ def newest(run: Path) -> Path:
 
 def _data_file(run: Path) -> Path:
     """The largest file of the newest checkpoint, which holds tensors."""
-    return max((p for p in newest(run).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p.name))
+    return max(
+        (p for p in newest(run).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p.name)
+    )
 
 
 def _index_file(run: Path) -> Path:
     """The smallest file of the newest checkpoint, which is its index."""
-    return min((p for p in newest(run).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p.name))
+    return min(
+        (p for p in newest(run).rglob("*") if p.is_file()), key=lambda p: (p.stat().st_size, p.name)
+    )
 
 
 def _truncate(run: Path, random: random.Random) -> None:

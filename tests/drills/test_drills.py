@@ -1,4 +1,6 @@
-"""Faults in the training program end as they have to; `python -m tests.drills` injects more of them."""
+"""Faults in the training program end as they have to; `python -m tests.drills` injects more of
+them.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ def test_a_kind_that_there_is_not_is_refused() -> None:
     assert "see --list" in done.stderr
 
 
-# -- the record ---------------------------------------------------------------------------------------------
+# -- the record
+# ---------------------------------------------------------------------------------------------
 
 
 def verdict(kind: str, exit_s: float, *problems: str) -> Verdict:

@@ -19,7 +19,13 @@ from tests.support.processes import FairClock, communicate
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY, LIMIT_S = 30, 5, 250
 SHAPE = ("width=16", "layers=1", "hidden=16", "heads=2", "kv_heads=2")
-NUMBERS = {"steps": STEPS, "checkpoint-every": EVERY, "seq-len": 16, "batch-size": 2, "eval-samples": 4}
+NUMBERS = {
+    "steps": STEPS,
+    "checkpoint-every": EVERY,
+    "seq-len": 16,
+    "batch-size": 2,
+    "eval-samples": 4,
+}
 
 
 def command(folder: Path, *launcher: str) -> list[str]:
@@ -37,7 +43,8 @@ def command(folder: Path, *launcher: str) -> list[str]:
 
 
 def start(words: list[str]) -> subprocess.Popen[str]:
-    # torchrun's own store would keep the addresses of ranks that have ended, and the next ones might wait.
+    # torchrun's own store would keep the addresses of ranks that have ended, and the next ones
+    # might wait.
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     return subprocess.Popen(
         words, env=environment, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
@@ -59,7 +66,13 @@ def rank_1_of(process: subprocess.Popen[str]) -> int | None:
 @pytest.mark.long
 @pytest.mark.timeout(2 * LIMIT_S)
 def test_a_run_that_torchrun_restarts_goes_on_to_the_same_losses(tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
+    launcher = (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+    )
     process = start(command(tmp_path / "broken", *launcher))
     clock = FairClock([process.pid])
     while clock.elapsed_s() < LIMIT_S and process.poll() is None:

@@ -32,7 +32,9 @@ STATUSES = {"success": 0, "error": 1, "Ctrl-C twice": 130, "killed parent": -sig
 
 def start(folder: Path, temporary: Path, steps: int) -> subprocess.Popen[str]:
     """Starts two ranks in a new session."""
-    options = [f"--override={part}" for part in SHAPE] + [f"--{key}={of}" for key, of in NUMBERS.items()]
+    options = [f"--override={part}" for part in SHAPE] + [
+        f"--{key}={of}" for key, of in NUMBERS.items()
+    ]
     options += [
         "--device=cpu",
         "--no-plot",
@@ -74,7 +76,8 @@ def wait_for(what: str, holds: Callable[[], bool]) -> None:
 def end(how: str, process: subprocess.Popen[str]) -> None:
     if how == "error":
         is_rank = {
-            pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in members(process.pid)
+            pid: b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            for pid in members(process.pid)
         }
         os.kill(max(pid for pid in is_rank if is_rank[pid]), signal.SIGKILL)
     elif how == "Ctrl-C twice":

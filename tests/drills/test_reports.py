@@ -30,9 +30,7 @@ def waiting(rank: int, number: int) -> RankStatus:
 
 
 def waits(number: int, *, step: int = 5) -> str:
-    return (
-        f"Ranks 0 and 2 were waiting for it in the all-gather of layers.{number - 1}, step {step}, forward."
-    )
+    return f"Ranks 0 and 2 were waiting for it in the all-gather of layers.{number - 1}, step {step}, forward."
 
 
 @pytest.mark.parametrize(
@@ -43,9 +41,11 @@ def waits(number: int, *, step: int = 5) -> str:
         f"Rank 1 failed at step 5, forward of layers.9: ValueError: no {waits(11)}",
         f"Rank 1 failed at step 5, forward of layers.9 (ValueError: no). {waits(11)}",
         f"Rank 1 is late, at step 5, forward of layers.9, in model.py:7 in forward. {waits(11)}",
-        "Rank 1 left the common order at step 5: the all-gather of head (2 x float) where ranks 0 and 2 made "
+        "Rank 1 left the common order at step 5: the all-gather of head (2 x float) where ranks 0 "
+        "and 2 made "
         "the all-gather of layers.10 (2 x float) (number 11 of their group).",
-        "Replicas have drifted apart, found after step 6: parameter head.weight differs between the replicas "
+        "Replicas have drifted apart, found after step 6: parameter head.weight differs between "
+        "the replicas "
         "on ranks 0 and 1.",
         "The loss or the gradients stopped being finite at step 5: the loss of rank 1.",
     ],
@@ -57,21 +57,33 @@ def test_a_true_report_is_believed(sentence: str) -> None:
 @pytest.mark.parametrize(
     ("sentence", "wrong_claim"),
     [
-        (f"Rank 0 was ended by SIGKILL. {waits(11)} Rank 1 was at step 5.", "does not accuse rank 1"),
+        (
+            f"Rank 0 was ended by SIGKILL. {waits(11)} Rank 1 was at step 5.",
+            "does not accuse rank 1",
+        ),
         (f"Ranks 1 and 2 do not answer. {waits(11)}", "rank 1 alone"),
         (f"Rank 1: Another rank ended. {waits(11)}", "does not accuse rank 1"),
         (f"{KILLED} {waits(11, step=8)}", "step 5"),
         (f"{KILLED} Rank 0 was at step 5, forward.", "does not name the collective"),
         (f"{KILLED} {waits(9)}", "does not name the collective"),
-        ("Rank 1 failed at step 5, forward of layers.8: ValueError: no", "at step 5, forward of layers.9"),
-        ("Rank 1 is late, at step 5, forward of layers.99, in x.py:7", "at step 5, forward of layers.9"),
         (
-            "Rank 1 left the common order at step 5: the A where rank 0 made the B (number 3 of their group)",
+            "Rank 1 failed at step 5, forward of layers.8: ValueError: no",
+            "at step 5, forward of layers.9",
+        ),
+        (
+            "Rank 1 is late, at step 5, forward of layers.99, in x.py:7",
+            "at step 5, forward of layers.9",
+        ),
+        (
+            "Rank 1 left the common order at step 5: the A where rank 0 made the B (number 3 of "
+            "their group)",
             "another place in the order",
         ),
     ],
 )
-def test_a_report_that_is_wrong_in_one_thing_is_not_believed(sentence: str, wrong_claim: str) -> None:
+def test_a_report_that_is_wrong_in_one_thing_is_not_believed(
+    sentence: str, wrong_claim: str
+) -> None:
     (found,) = Report(sentence, [waiting(0, 11), waiting(2, 11)]).wrong_claims(TRACE)
     assert wrong_claim in found
 

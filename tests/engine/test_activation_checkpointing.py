@@ -42,8 +42,8 @@ class Recomputed(nn.Module):
 def recomputing_tower(engine: Engine, placing: str, use_reentrant: bool) -> Tower:
     """Builds a tower whose blocks are recomputed.
 
-    `inside`: the unit contains the checkpoint. `outside`: the checkpoint contains the unit. `across`: one
-    checkpoint contains all units.
+    `inside`: the unit contains the checkpoint. `outside`: the checkpoint contains the unit.
+    `across`: one checkpoint contains all units.
     """
     model = tower()
     for i in range(len(model.layers)):
@@ -60,7 +60,9 @@ def recomputing_tower(engine: Engine, placing: str, use_reentrant: bool) -> Towe
     return engine.fully_shard(model)
 
 
-def train_recomputing(engine: Engine, placing: str, use_reentrant: bool, **options: object) -> Tensors:
+def train_recomputing(
+    engine: Engine, placing: str, use_reentrant: bool, **options: object
+) -> Tensors:
     return train(engine, recomputing_tower(engine, placing, use_reentrant), **options)
 
 
@@ -76,8 +78,11 @@ def by_its_caller(module: nn.Module) -> nn.Module:
     return Recomputed(module, use_reentrant=False)
 
 
-def train_in_units_of(engine: Engine, units: str, recomputed: Callable[[nn.Module], nn.Module]) -> Tensors:
-    """Recomputes every block. Units are blocks, or lists of what stands side by side, or hold tied weights.
+def train_in_units_of(
+    engine: Engine, units: str, recomputed: Callable[[nn.Module], nn.Module]
+) -> Tensors:
+    """Recomputes every block. Units are blocks, or lists of what stands side by side, or hold tied
+    weights.
 
     The first unit of forward is not gathered for backward, where nothing needs its values.
     """
@@ -128,7 +133,9 @@ def dtypes_seen_in_recomputation(engine: Engine) -> Tensors:
 
 
 PLACINGS = pytest.mark.parametrize("placing", ["inside", "outside", "across"])
-REENTRANT = pytest.mark.parametrize("use_reentrant", [False, True], ids=["non_reentrant", "reentrant"])
+REENTRANT = pytest.mark.parametrize(
+    "use_reentrant", [False, True], ids=["non_reentrant", "reentrant"]
+)
 
 
 @PLACINGS
@@ -153,9 +160,16 @@ def test_every_kind_of_recomputation_goes_with_every_kind_of_unit(
 
 
 @REENTRANT
-def test_recomputed_blocks_accumulate_like_an_unsharded_run(two_ranks: Ranks, use_reentrant: bool) -> None:
+def test_recomputed_blocks_accumulate_like_an_unsharded_run(
+    two_ranks: Ranks, use_reentrant: bool
+) -> None:
     two_ranks.run(
-        close_to_unsharded, train_recomputing, "outside", use_reentrant, micro_batches=3, sync_each=False
+        close_to_unsharded,
+        train_recomputing,
+        "outside",
+        use_reentrant,
+        micro_batches=3,
+        sync_each=False,
     )
 
 

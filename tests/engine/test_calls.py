@@ -1,4 +1,6 @@
-"""How a program may call its modules: repeatedly, partly, by keyword, in evaluation, and what it returns."""
+"""How a program may call its modules: repeatedly, partly, by keyword, in evaluation, and what it
+returns.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ def train_with(engine: Engine, model: nn.Module, loop: Loop, steps: int = 3) -> 
     return engine.snapshot(model)
 
 
-# -- several forwards or backwards in a step --------------------------------------------------------------
+# -- several forwards or backwards in a step
+# --------------------------------------------------------------
 
 
 def two_forwards_one_backward(engine: Engine, model: nn.Module, step: int) -> None:
@@ -132,7 +135,8 @@ def test_any_order_of_forwards_trains_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_tower_with, loop, recomputed=recomputed)
 
 
-# -- lists of modules -------------------------------------------------------------------------------------
+# -- lists of modules
+# -------------------------------------------------------------------------------------
 
 
 class Chunked(nn.Module):
@@ -151,7 +155,9 @@ class Chunked(nn.Module):
 def train_list(
     engine: Engine, chunks: int, *, forwards: int = 1, micro_batches: int = 1, kept: bool = False
 ) -> Tensors:
-    """Trains with one backward of `forwards` forwards, in micro-batches of which the last one is reduced."""
+    """Trains with one backward of `forwards` forwards, in micro-batches of which the last one is
+    reduced.
+    """
     torch.manual_seed(0)
     model = Chunked()
     engine.fully_shard([model.norm, model.head])
@@ -171,7 +177,9 @@ def train_list(
             engine.sync(model, micro == micro_batches - 1)
             loss = torch.zeros(())
             for call in range(forwards):
-                hidden = model(engine.inputs(7 * step + 3 * micro + call, 5, dtype=model.body.bias.dtype))
+                hidden = model(
+                    engine.inputs(7 * step + 3 * micro + call, 5, dtype=model.body.bias.dtype)
+                )
                 loss = loss + sum(chunk(hidden) for _ in range(chunks)) + hidden.square().mean()
             loss.backward()
 
@@ -221,11 +229,14 @@ def test_a_list_of_which_forward_runs_only_a_part_equals_an_unsharded_run(
     ],
     ids=["sync_last", "kept", "two_forwards", "all"],
 )
-def test_a_list_called_in_chunks_goes_with_every_option(two_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_a_list_called_in_chunks_goes_with_every_option(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
     two_ranks.run(close_to_unsharded, train_list, 3, **options)
 
 
-# -- what goes in and comes out -------------------------------------------------------------------------
+# -- what goes in and comes out
+# -------------------------------------------------------------------------
 
 
 @dataclass
@@ -358,7 +369,9 @@ def train_a_child_after_the_root(engine: Engine) -> Tensors:
 
     def loop(engine: Engine, model: nn.Module, step: int) -> None:
         x = engine.inputs(step, 5, dtype=model[0].weight.dtype)
-        (model(x) if step % 2 == 0 else model[2](torch.cat([x, x[:, :2]], 1))).square().mean().backward()
+        (
+            model(x) if step % 2 == 0 else model[2](torch.cat([x, x[:, :2]], 1))
+        ).square().mean().backward()
 
     return train_with(engine, model, loop, steps=4)
 
@@ -398,7 +411,9 @@ def train_two_tasks(engine: Engine, *, together: bool) -> Tensors:
 
 
 @pytest.mark.parametrize("together", [False, True], ids=["in turns", "in one backward"])
-def test_one_encoder_under_two_roots_equals_an_unsharded_run(two_ranks: Ranks, together: bool) -> None:
+def test_one_encoder_under_two_roots_equals_an_unsharded_run(
+    two_ranks: Ranks, together: bool
+) -> None:
     two_ranks.run(close_to_unsharded, train_two_tasks, together=together)
 
 
@@ -437,7 +452,9 @@ def by_assignment(model: nn.Module, average: Tensors, x: Tensor) -> Tensor:
     back = dict(model.named_parameters())
     for name in back:
         layer, attribute = name.split(".")
-        setattr(model.get_submodule(layer), attribute, nn.Parameter(average[name], requires_grad=False))
+        setattr(
+            model.get_submodule(layer), attribute, nn.Parameter(average[name], requires_grad=False)
+        )
     out = model(x)
     model.reshard()
     for name, param in back.items():
@@ -467,7 +484,9 @@ Swap = Callable[[nn.Module, Tensors, Tensor], Tensor]
 
 
 def train_with_an_average(engine: Engine, swap: Swap) -> Tensors:
-    """An average of the weights is put in for an evaluation, and the weights are put back, by objects."""
+    """An average of the weights is put in for an evaluation, and the weights are put back, by
+    objects.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
     for module in (model[0], model[2], model):
@@ -516,7 +535,8 @@ def test_inputs_that_require_grad_get_this_ranks_gradient(two_ranks: Ranks) -> N
     two_ranks.run(inputs_get_their_gradients)
 
 
-# -- methods that call forward ----------------------------------------------------------------------------
+# -- methods that call forward
+# ----------------------------------------------------------------------------
 
 
 class Generator(nn.Module):

@@ -1,4 +1,6 @@
-"""How often ranks talk: no more than under FSDP2, whatever is switched off between micro-batches."""
+"""How often ranks talk: no more than under FSDP2, whatever is switched off between
+micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ def spans_of(engine: Engine, change: Callable[[Any], None], **options: Any) -> C
 
 
 def counted(profiled: profile) -> Counter[str]:
-    names = [event.name.split(" (")[0] for event in profiled.events() if event.name.startswith("FSDP::")]
-    return Counter(name for name in names if name in ("FSDP::all_gather", "FSDP::post_backward_reduce"))
+    names = [
+        event.name.split(" (")[0] for event in profiled.events() if event.name.startswith("FSDP::")
+    ]
+    return Counter(
+        name for name in names if name in ("FSDP::all_gather", "FSDP::post_backward_reduce")
+    )
 
 
 def nothing(model: Any) -> None:
@@ -75,7 +81,8 @@ def test_a_step_gathers_and_reduces_no_more_often_than_fsdp2(
     two_ranks.run(as_often_as_fsdp2, change, reshard, gathers)
 
 
-# -- between micro-batches ----------------------------------------------------------------------------------
+# -- between micro-batches
+# ----------------------------------------------------------------------------------
 
 
 def no_sync(model: Any, last: bool) -> None:
@@ -105,7 +112,9 @@ def root_kept_after_backward(model: Any, last: bool) -> None:
 Switch = Callable[[Any, bool], None]
 
 
-def accumulate(engine: Engine, switch: Switch, replicas: int, on_host: bool) -> tuple[Tensors, Counter[str]]:
+def accumulate(
+    engine: Engine, switch: Switch, replicas: int, on_host: bool
+) -> tuple[Tensors, Counter[str]]:
     """Trains two steps of two micro-batches; counts what the second one communicates."""
     options: dict[str, Any] = {"reshard_after_forward": True}
     if replicas > 1:
@@ -124,7 +133,9 @@ def accumulate(engine: Engine, switch: Switch, replicas: int, on_host: bool) -> 
             switch(model, micro == 1)
             (token_loss(model, engine.tokens(2 * step + micro)) / 2).backward()
             if micro == 0 and switch in (no_sync, no_all_reduce):
-                assert [name for name, param in model.named_parameters() if param.grad is not None] == []
+                assert [
+                    name for name, param in model.named_parameters() if param.grad is not None
+                ] == []
 
     take(0)
     optim.step()
@@ -141,11 +152,16 @@ def accumulates_as_often_as_fsdp2(
     theirs, their_counts = accumulate(FSDP2, switch, replicas, on_host)
     assert_same_bits(ours, theirs)
     assert counts["FSDP::all_gather"] == gathers <= their_counts["FSDP::all_gather"]
-    assert counts["FSDP::post_backward_reduce"] == reductions == their_counts["FSDP::post_backward_reduce"]
+    assert (
+        counts["FSDP::post_backward_reduce"]
+        == reductions
+        == their_counts["FSDP::post_backward_reduce"]
+    )
     assert counts["all_reduce"] == all_reduces == their_counts["all_reduce"]
 
 
-# Five units: forward and backward gather each, in both micro-batches, and each backward reduces all.
+# Five units: forward and backward gather each, in both micro-batches, and each backward reduces
+# all.
 COUNTS = [
     (no_sync, 20, 5, 5),
     (no_sync_of_the_root, 20, 9, 9),
@@ -169,10 +185,13 @@ def test_micro_batches_communicate_as_often_as_under_fsdp2(
 def test_micro_batches_on_replicas_communicate_as_often_as_under_fsdp2(
     four_ranks: Ranks, switch: Switch, gathers: int, reductions: int, all_reduces: int
 ) -> None:
-    four_ranks.run(accumulates_as_often_as_fsdp2, switch, 2, False, gathers, reductions, all_reduces)
+    four_ranks.run(
+        accumulates_as_often_as_fsdp2, switch, 2, False, gathers, reductions, all_reduces
+    )
 
 
-# -- one rank -----------------------------------------------------------------------------------------------
+# -- one rank
+# -----------------------------------------------------------------------------------------------
 
 
 def one_rank_is_plain_training() -> None:

@@ -1,4 +1,6 @@
-"""`torch.compile`: hooks stay out of the graphs, nothing is compiled twice, numbers are those of FSDP2."""
+"""`torch.compile`: hooks stay out of the graphs, nothing is compiled twice, numbers are those of
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -23,27 +25,34 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Ranks
 
-# Traced and differentiated ahead of time, and run without a C++ compiler: what is compiled is the same.
+# Traced and differentiated ahead of time, and run without a C++ compiler: what is compiled is the
+# same.
 BACKEND = "aot_eager"
 
 Shard = Callable[[Engine, nn.Module, CompileCounterWithBackend], nn.Module]
 
 
-def blocks_before_sharding(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
+def blocks_before_sharding(
+    engine: Engine, model: nn.Module, backend: CompileCounterWithBackend
+) -> nn.Module:
     """`module.compile()`, as torchtitan does; parameters keep their names."""
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
     return engine.shard_tower(model)
 
 
-def blocks_as_wrappers(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
+def blocks_as_wrappers(
+    engine: Engine, model: nn.Module, backend: CompileCounterWithBackend
+) -> nn.Module:
     """`torch.compile(module)` in the module's place, sharded as a whole."""
     for i, layer in enumerate(model.layers):
         model.layers[i] = torch.compile(layer, backend=backend, fullgraph=True)
     return engine.shard_tower(model)
 
 
-def blocks_after_sharding(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
+def blocks_after_sharding(
+    engine: Engine, model: nn.Module, backend: CompileCounterWithBackend
+) -> nn.Module:
     engine.shard_tower(model)
     for layer in model.layers:
         layer.compile(backend=backend, fullgraph=True)
@@ -51,7 +60,9 @@ def blocks_after_sharding(engine: Engine, model: nn.Module, backend: CompileCoun
 
 
 def whole_model(engine: Engine, model: nn.Module, backend: CompileCounterWithBackend) -> nn.Module:
-    """The outermost call is compiled; Dynamo breaks its graph where a hook of an inner unit runs."""
+    """The outermost call is compiled; Dynamo breaks its graph where a hook of an inner unit
+    runs.
+    """
     engine.shard_tower(model)
     model.compile(backend=backend)
     return model
@@ -76,7 +87,9 @@ def trained(engine: Engine, shard: Shard | None, steps: int = 5) -> tuple[Tensor
 
 
 def compiled_once_and_equal(shard: Shard) -> dict[str, int]:
-    """Returns how many graphs were compiled, all of them in the first step, and how often one was broken."""
+    """Returns how many graphs were compiled, all of them in the first step, and how often one was
+    broken.
+    """
     counters.clear()
     ours, compiled = trained(SHARDGRAD, shard)
     breaks = sum(counters["graph_break"].values())
@@ -85,21 +98,28 @@ def compiled_once_and_equal(shard: Shard) -> dict[str, int]:
     assert_same_bits(ours, theirs)
     plain, _ = trained(SHARDGRAD, None)
     unwrapped = {name.replace("_orig_mod.", ""): tensor for name, tensor in ours.items()}
-    # Compiled and plain blocks may round elsewhere: some roundings of float32, enlarged by five steps.
+    # Compiled and plain blocks may round elsewhere: some roundings of float32, enlarged by five
+    # steps.
     assert_close(unwrapped, plain, tolerance=1e-4)
     return {"graphs": compiled[-1], "breaks": breaks}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("shard", [blocks_before_sharding, blocks_as_wrappers, blocks_after_sharding])
-def test_compiled_blocks_are_one_graph_and_are_never_compiled_again(two_ranks: Ranks, shard: Shard) -> None:
+@pytest.mark.parametrize(
+    "shard", [blocks_before_sharding, blocks_as_wrappers, blocks_after_sharding]
+)
+def test_compiled_blocks_are_one_graph_and_are_never_compiled_again(
+    two_ranks: Ranks, shard: Shard
+) -> None:
     """All blocks have one class, so one graph serves them; a hook inside it would be a break."""
     for found in two_ranks.run(compiled_once_and_equal, shard, timeout_s=250):
         assert found == {"graphs": 1, "breaks": 0}
 
 
 @pytest.mark.timeout(300)
-def test_a_model_compiled_as_a_whole_falls_apart_at_the_hooks_and_stays_right(two_ranks: Ranks) -> None:
+def test_a_model_compiled_as_a_whole_falls_apart_at_the_hooks_and_stays_right(
+    two_ranks: Ranks,
+) -> None:
     for found in two_ranks.run(compiled_once_and_equal, whole_model, timeout_s=250):
         assert found["graphs"] > 1
         assert found["breaks"] > 0

@@ -1,4 +1,6 @@
-"""Bytes that a step copies around its collectives, counted where they are written: no more than FSDP2's."""
+"""Bytes that a step copies around its collectives, counted where they are written: no more than
+FSDP2's.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_a_step_copies_no_more_bytes_than_fsdp2(two_ranks: Ranks) -> None:
     # At most two all-gathers of a unit, and a reduction, whose chunks for both ranks have one each.
     assert 0 < ours[TAGS] <= TAG_NUMEL * 4 * 4 * (len(sizes) - 1)
     assert ours[GATHER_OUT] <= theirs[GATHER_OUT]
-    tails = 2 * ALIGNMENT_NBYTES * (len(sizes) - 1)  # flags and label, one line for each rank and unit
+    tails = (
+        2 * ALIGNMENT_NBYTES * (len(sizes) - 1)
+    )  # flags and label, one line for each rank and unit
     assert ours[REDUCE_IN] - tails <= theirs[REDUCE_IN]
     assert ours.total() <= theirs.total()
 
@@ -109,6 +113,8 @@ def shard_of_many_small_parameters() -> int:
     return int(group.shard.numel())
 
 
-def test_a_shard_has_room_for_its_parameters_and_one_label_and_for_no_flags(two_ranks: Ranks) -> None:
+def test_a_shard_has_room_for_its_parameters_and_one_label_and_for_no_flags(
+    two_ranks: Ranks,
+) -> None:
     """Gathered, it is all sent; flags of gradients are in the shard of those."""
     assert two_ranks.run(shard_of_many_small_parameters) == [(100 + 1) * ALIGNMENT_NBYTES // 4] * 2

@@ -1,4 +1,6 @@
-"""Steps that raise on every rank leave nothing behind; models that differ are found before training."""
+"""Steps that raise on every rank leave nothing behind; models that differ are found before
+training.
+"""
 
 from __future__ import annotations
 
@@ -138,12 +140,16 @@ def test_a_forward_after_a_failed_one_computes_with_the_weights_of_then(two_rank
 @pytest.mark.parametrize("reset", [False, True], ids=["by_itself", "reset_iter_state"])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_step_after_a_failed_one_is_right(two_ranks: Ranks, where: str, at: int, reset: bool) -> None:
+def test_the_step_after_a_failed_one_is_right(
+    two_ranks: Ranks, where: str, at: int, reset: bool
+) -> None:
     two_ranks.run(a_failed_step_changes_nothing, where, at, None, reset)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failure_with_whole_parameters_leaves_nothing_behind(two_ranks: Ranks, where: str) -> None:
+def test_a_failure_with_whole_parameters_leaves_nothing_behind(
+    two_ranks: Ranks, where: str
+) -> None:
     two_ranks.run(a_failed_step_changes_nothing, where, 1, False, False)
 
 
@@ -152,15 +158,18 @@ def test_a_failed_first_step_leaves_nothing_behind(two_ranks: Ranks, where: str)
     two_ranks.run(a_failed_first_step_changes_nothing, where)
 
 
-def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward(two_ranks: Ranks) -> None:
+def test_sums_that_replicas_have_not_exchanged_are_dropped_with_a_failed_backward(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(a_failed_backward_leaves_no_sum_that_replicas_would_exchange)
 
 
 def collectives_after_a_failed_step(where: str, whole: bool) -> None:
-    """All that the failed step has unsharded is gathered again, and nothing ahead that only it would need.
+    """All that the failed step has unsharded is gathered again, and nothing ahead that only it
+    would need.
 
-    They begin in the same order, as no reduction waits for a call that has failed; but a unit that has run by
-    itself has entered first, which makes its reduction the last.
+    They begin in the same order, as no reduction waits for a call that has failed; but a unit that
+    has run by itself has entered first, which makes its reduction the last.
     """
     model = trapped_tower(1, None)
     seen: list[list[tuple[str, int]]] = []
@@ -168,13 +177,19 @@ def collectives_after_a_failed_step(where: str, whole: bool) -> None:
 
     def loss_of(step: int) -> Tensor:
         is_of_unit = step == 2 and not whole
-        return model.layers[1](hidden).sum() if is_of_unit else token_loss(model, SHARDGRAD.tokens(step))
+        return (
+            model.layers[1](hidden).sum()
+            if is_of_unit
+            else token_loss(model, SHARDGRAD.tokens(step))
+        )
 
     for step in range(4):
         model.layers[1].armed = where if step == 2 else None
         begun: list[tuple[str, int]] = []
         with (
-            watching_collectives(lambda name, given, begun=begun: begun.append((name, given.numel()))),
+            watching_collectives(
+                lambda name, given, begun=begun: begun.append((name, given.numel()))
+            ),
             pytest.raises(Trap) if step == 2 else nullcontext(),
         ):
             loss_of(step).backward()
@@ -193,7 +208,9 @@ def test_the_step_after_a_failed_one_communicates_like_any_other(
 
 
 def begun_in_a_backward(fails_in_between: bool) -> list[tuple[str, int]]:
-    """Returns the collectives of the backward of a forward after which, perhaps, another one fails."""
+    """Returns the collectives of the backward of a forward after which, perhaps, another one
+    fails.
+    """
     model = trapped_tower(1, True)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
     loss = token_loss(model, SHARDGRAD.tokens(1))
@@ -214,11 +231,14 @@ def a_failed_forward_leaves_the_order_of_an_earlier_one() -> None:
     assert begun_in_a_backward(True) == begun_in_a_backward(False)
 
 
-def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order(two_ranks: Ranks) -> None:
+def test_a_forward_that_fails_before_the_backward_of_another_leaves_its_order(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(a_failed_forward_leaves_the_order_of_an_earlier_one)
 
 
-# -- disagreement -----------------------------------------------------------------------------------------
+# -- disagreement
+# -----------------------------------------------------------------------------------------
 
 
 def ordinary(model: Tower) -> Tower:
@@ -243,7 +263,9 @@ def another_order(model: Tower) -> Tower:
 
 
 def another_policy(model: Tower) -> Tower:
-    SHARDGRAD.fully_shard(model.layers[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    SHARDGRAD.fully_shard(
+        model.layers[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
     for inner in (model.layers[0], model.layers[2], model.embedding):
         SHARDGRAD.fully_shard(inner)
     return SHARDGRAD.fully_shard(model)

@@ -1,4 +1,6 @@
-"""A collective that was given up may still end; what it then writes to is memory that nothing else has."""
+"""A collective that was given up may still end; what it then writes to is memory that nothing else
+has.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,17 @@ NUMEL = 5000
 
 
 def give_up(group: dist.ProcessGroup) -> None:
-    """Does what the rank watch does about the last collective that this rank has started in a group."""
+    """Does what the rank watch does about the last collective that this rank has started in a
+    group.
+    """
     error = CollectiveError("it cannot end", expected="every rank", where="here", fix="go on")
     recorder.verdict = recorder.group_log(group).recent[-1], error
 
 
 def sevens(nbytes: int) -> list[Tensor]:
-    """Returns tensors of about this size; one of them gets memory of this size that was just freed."""
+    """Returns tensors of about this size; one of them gets memory of this size that was just
+    freed.
+    """
     return [torch.full((nbytes,), 7, dtype=torch.uint8) for _ in range(64)]
 
 
@@ -54,10 +60,13 @@ def an_all_gather_is_given_up() -> None:
         with pytest.raises(CollectiveError, match="cannot end"):
             handle.wait()
         handles = [second.unshard(async_op=True), many.unshard(async_op=True)]
-        kept = sevens(4 * FEW * FEW // 2)  # the third one is in the slot of the first, which had to grow
+        kept = sevens(
+            4 * FEW * FEW // 2
+        )  # the third one is in the slot of the first, which had to grow
         store.set(go_on, "")
         for handle in handles:
-            handle.wait()  # after the first message, in the order in which the other rank sends them
+            # after the first message, in the order in which the other rank sends them
+            handle.wait()
         assert are_sevens(kept)
     else:
         store.wait([go_on])
@@ -114,7 +123,9 @@ def a_reduction_is_given_up(reason: type[BaseException]) -> None:
     assert are_sevens(kept)
 
 
-def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memory(two_ranks: Ranks) -> None:
+def test_what_an_all_gather_that_was_given_up_brings_is_written_to_its_old_memory(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(an_all_gather_is_given_up)
 
 

@@ -1,4 +1,6 @@
-"""A gradient is a DTensor over one address for the life of the model, and None keeps its meaning."""
+"""A gradient is a DTensor over one address for the life of the model, and None keeps its
+meaning.
+"""
 
 from __future__ import annotations
 
@@ -166,7 +168,9 @@ def gradients_have_the_policys_dtype(decoupled: bool) -> None:
         assert grad.dtype == grad.to_local().dtype == torch.float32
         assert ours.dtype == torch.bfloat16
         right = theirs.grad.float()
-        torch.distributed.all_reduce(right)  # the sum of two ranks' means, twice accumulated, halved
+        torch.distributed.all_reduce(
+            right
+        )  # the sum of two ranks' means, twice accumulated, halved
         assert torch.equal(grad.full_tensor(), right)
 
 
@@ -181,7 +185,11 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
 
     def addresses() -> list[int]:
         slots = [slot._bytes.data_ptr() for slot in runtime.reduce_ring.slots]
-        shards = [grads.require_shard().flat.data_ptr() for unit in units for grads in unit._unit.grad_groups]
+        shards = [
+            grads.require_shard().flat.data_ptr()
+            for unit in units
+            for grads in unit._unit.grad_groups
+        ]
         return slots + shards
 
     before = addresses()
@@ -205,12 +213,16 @@ def warm_steps_build_nothing(reshard_after_forward: bool) -> None:
 
 
 @pytest.mark.parametrize("set_to_none", [True, False], ids=["grad_none", "grad_zero"])
-def test_gradients_keep_their_object_and_address_over_steps(two_ranks: Ranks, set_to_none: bool) -> None:
+def test_gradients_keep_their_object_and_address_over_steps(
+    two_ranks: Ranks, set_to_none: bool
+) -> None:
     two_ranks.run(gradients_keep_their_object_and_address, set_to_none)
 
 
 def test_to_look_at_a_thread_does_not_keep_its_gradients(two_ranks: Ranks) -> None:
-    """Frames did: a function's variables outlived its end, and the gradients seemed to be the program's."""
+    """Frames did: a function's variables outlived its end, and the gradients seemed to be the
+    program's.
+    """
     assert two_ranks.run(gradients_keep_their_object_under_a_watch) == [0, 0]
 
 

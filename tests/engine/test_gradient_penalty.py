@@ -92,7 +92,9 @@ PENALTIES = [
 ]
 
 
-def trained(engine: Engine, penalty: Callable[[nn.Module, Tensor], None], **options: Any) -> Tensors:
+def trained(
+    engine: Engine, penalty: Callable[[nn.Module, Tensor], None], **options: Any
+) -> Tensors:
     model = pre_norm(engine, **options)
     optim = torch.optim.SGD(model.parameters(), lr=1e-3)
     for step in range(3):

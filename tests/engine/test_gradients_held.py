@@ -69,7 +69,11 @@ HOLDS: dict[str, Hold] = {
 
 
 def what_is_held_stays(hold: Hold, clips: bool, ranks: int) -> None:
-    options = {} if ranks > 1 else {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}
+    options = (
+        {}
+        if ranks > 1
+        else {"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]}
+    )
     model = sharded(**options)
     backward(model, 0)
     before = addresses(model)
@@ -194,7 +198,9 @@ def nothing_is_copied_for_who_keeps_nothing() -> None:
         assert norm > 0
 
 
-def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time(two_ranks: Ranks) -> None:
+def test_a_step_that_keeps_nothing_has_the_same_gradient_objects_every_time(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(nothing_is_copied_for_who_keeps_nothing)
 
 
@@ -205,7 +211,9 @@ def an_autograd_graph_over_a_gradient() -> None:
     scale = torch.ones_like(grads[0]).requires_grad_()
     rows = torch.ones(1, SIZE, dtype=torch.float64, requires_grad=True)
     product = (grads[0].view(-1) * scale.view(-1)).sum()  # keeps a view that Python made
-    linear = nn.functional.linear(rows, grads[1]).sum()  # keeps a transposed view that Python never saw
+    linear = nn.functional.linear(
+        rows, grads[1]
+    ).sum()  # keeps a transposed view that Python never saw
     expected = grads[0].clone()
     del grads
     forget(model)

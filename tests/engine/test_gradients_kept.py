@@ -1,7 +1,8 @@
-"""Gradients of a completed backward are kept, whatever a program does next; frozen parameters get none.
+"""Gradients of a completed backward are kept, whatever a program does next; frozen parameters get
+none.
 
-Each program runs under plain torch, with gradients averaged over the ranks by hand, and under shardgrad. What
-every parameter has for a gradient, or that it has none, is compared.
+Each program runs under plain torch, with gradients averaged over the ranks by hand, and under
+shardgrad. What every parameter has for a gradient, or that it has none, is compared.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def set_sync(model: Any, sync: bool) -> None:
         model.set_requires_gradient_sync(sync)
 
 
-# -- comparing ----------------------------------------------------------------------------------------------
+# -- comparing
+# ----------------------------------------------------------------------------------------------
 
 
 def averaged(model: nn.Module) -> dict[str, Tensor | None]:
@@ -67,7 +69,9 @@ def gathered(model: nn.Module) -> dict[str, Tensor | None]:
             module.reshard()
     gradients: dict[str, Tensor | None] = {}
     for name, param in model.named_parameters():
-        gradients[name] = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        gradients[name] = (
+            param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+        )
     return gradients
 
 
@@ -82,7 +86,8 @@ def gradients_are_plain_torch(program: Program, **options: Any) -> None:
             assert torch.allclose(ours, gradient, rtol=1e-12, atol=1e-14), name
 
 
-# -- a forward that does not come to its end ----------------------------------------------------------------
+# -- a forward that does not come to its end
+# ----------------------------------------------------------------
 
 
 def evaluates_and_fails(shard: Shard) -> nn.Module:
@@ -272,7 +277,8 @@ def fails_inside_itself_and_goes_on(shard: Shard) -> nn.Module:
     return model
 
 
-# -- freezing -----------------------------------------------------------------------------------------------
+# -- freezing
+# -----------------------------------------------------------------------------------------------
 
 
 def freezes_between_micro_batches(shard: Shard) -> nn.Module:
@@ -401,7 +407,8 @@ def freezes_its_own_parameter_in_forward(shard: Shard) -> nn.Module:
     return model
 
 
-# -- gradients that the program writes ----------------------------------------------------------------------
+# -- gradients that the program writes
+# ----------------------------------------------------------------------
 
 
 def last_reduction(model: Any) -> None:
@@ -476,16 +483,24 @@ def test_a_program_has_the_gradients_of_plain_torch(
 
 
 @pytest.mark.parametrize(
-    "program", [puts_weight_gradients_by_hand, adds_by_hand_to_what_a_backward_adds], ids=lambda p: p.__name__
+    "program",
+    [puts_weight_gradients_by_hand, adds_by_hand_to_what_a_backward_adds],
+    ids=lambda p: p.__name__,
 )
-def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(two_ranks: Ranks, program: Program) -> None:
+def test_a_gradient_put_on_an_unsharded_parameter_is_reduced(
+    two_ranks: Ranks, program: Program
+) -> None:
     two_ranks.run(gradients_are_plain_torch, program, reshard_after_forward=False)
 
 
 @pytest.mark.parametrize(
-    "program", [freezes_between_micro_batches, unfreezes_between_micro_batches], ids=lambda p: p.__name__
+    "program",
+    [freezes_between_micro_batches, unfreezes_between_micro_batches],
+    ids=lambda p: p.__name__,
 )
-def test_what_waits_whole_until_the_last_micro_batch_is_kept(two_ranks: Ranks, program: Program) -> None:
+def test_what_waits_whole_until_the_last_micro_batch_is_kept(
+    two_ranks: Ranks, program: Program
+) -> None:
     two_ranks.run(gradients_are_plain_torch, program, zero_stage=1)
 
 
@@ -497,7 +512,9 @@ def replicated_gradients_are_plain_torch(program: Program) -> None:
 def test_a_partial_sum_of_a_unit_is_reduced_though_the_last_micro_batch_did_not_use_it(
     two_ranks: Ranks,
 ) -> None:
-    two_ranks.run(replicated_gradients_are_plain_torch, reduces_later_what_the_last_micro_batch_does_not_use)
+    two_ranks.run(
+        replicated_gradients_are_plain_torch, reduces_later_what_the_last_micro_batch_does_not_use
+    )
 
 
 def frozen_with_a_reduction_in_flight() -> None:
@@ -522,11 +539,13 @@ def test_a_parameter_frozen_while_its_gradient_is_in_flight_is_stepped(two_ranks
     two_ranks.run(frozen_with_a_reduction_in_flight)
 
 
-# -- a backward that does not come to its end ---------------------------------------------------------------
+# -- a backward that does not come to its end
+# ---------------------------------------------------------------
 
 
 def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
-    """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end later.
+    """Without sync each gradient is added to a sum as soon as it is there; over gloo reductions end
+    later.
 
     A sum that earlier backwards have left is sent along.
     """
@@ -563,11 +582,17 @@ def only_the_half_written_go(earlier_syncs: bool, failing_syncs: bool) -> None:
             plain(batch(number)).square().sum().backward()
         expected[numbers] = averaged(plain)
     for name, gradient in gathered(model).items():
-        kept = earlier_syncs or name.startswith(("0.", "3."))  # the root waits for its turn, behind 0
-        torch.testing.assert_close(gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14)
+        kept = earlier_syncs or name.startswith(
+            ("0.", "3.")
+        )  # the root waits for its turn, behind 0
+        torch.testing.assert_close(
+            gradient, expected[(0, 2) if kept else (2,)][name], rtol=1e-12, atol=1e-14
+        )
 
 
-@pytest.mark.parametrize(("earlier_syncs", "failing_syncs"), [(True, True), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("earlier_syncs", "failing_syncs"), [(True, True), (False, False), (False, True)]
+)
 def test_a_failed_backward_drops_with_a_warning_what_it_has_begun_to_write(
     two_ranks: Ranks, earlier_syncs: bool, failing_syncs: bool
 ) -> None:

@@ -1,6 +1,8 @@
-"""The host as one more party: it waits before it touches what the device still copies from or to it.
+"""The host as one more party: it waits before it touches what the device still copies from or to
+it.
 
-And for nothing else: not in a step whose parameters all get gradients, and not while a backward is launched.
+And for nothing else: not in a step whose parameters all get gradients, and not while a backward is
+launched.
 """
 
 from __future__ import annotations
@@ -167,7 +169,9 @@ class Partly(nn.Linear):
         self.spare = nn.Parameter(torch.ones(3))
 
 
-def _noted(monkeypatch: pytest.MonkeyPatch, owner: type, method: str, what: str, notes: list[str]) -> None:
+def _noted(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, what: str, notes: list[str]
+) -> None:
     original = getattr(owner, method)
 
     def note(*args: Any) -> Any:

@@ -45,7 +45,8 @@ def as_tensors(dtypes: list[torch.dtype]) -> Tensors:
     return {f"dtype {i}": torch.zeros((), dtype=dtype) for i, dtype in enumerate(dtypes)}
 
 
-# -- what travels between units -----------------------------------------------------------------------------
+# -- what travels between units
+# -----------------------------------------------------------------------------
 
 
 @dataclass
@@ -65,9 +66,14 @@ class Named(NamedTuple):
     mask: Tensor
 
 
-STRUCTURES: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]] = {
+STRUCTURES: dict[
+    str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Any], tuple[Tensor, Tensor]]]
+] = {
     "dataclass": (Hidden, lambda hidden: (hidden.value, hidden.mask)),
-    "nested": (lambda v, m: Nested(Hidden(v, m)), lambda nested: (nested.inner.value, nested.inner.mask)),
+    "nested": (
+        lambda v, m: Nested(Hidden(v, m)),
+        lambda nested: (nested.inner.value, nested.inner.mask),
+    ),
     "namedtuple": (Named, lambda named: (named.value, named.mask)),
     "dict": (lambda v, m: {"value": v, "mask": m}, lambda found: (found["value"], found["mask"])),
     "list": (lambda v, m: [v, None, m], lambda found: (found[0], found[2])),
@@ -137,7 +143,9 @@ def train_layered(engine: Engine, name: str, structure: str) -> Tensors:
 
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", POLICIES)
-def test_casts_happen_at_the_border_of_each_policy(two_ranks: Ranks, name: str, structure: str) -> None:
+def test_casts_happen_at_the_border_of_each_policy(
+    two_ranks: Ranks, name: str, structure: str
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_layered, name, structure)
 
 
@@ -162,7 +170,8 @@ def test_inputs_are_left_alone_if_the_policy_says_so(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_with_inputs_as_they_come)
 
 
-# -- norms, and lists of modules ----------------------------------------------------------------------------
+# -- norms, and lists of modules
+# ----------------------------------------------------------------------------
 
 
 class Normed(nn.Module):
@@ -199,11 +208,16 @@ def test_norms_in_a_narrow_dtype_train_bit_for_bit_like_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, train_normed, policy, together)
 
 
-# -- on the wire --------------------------------------------------------------------------------------------
+# -- on the wire
+# --------------------------------------------------------------------------------------------
 
 
-def dtypes_on_the_wire(engine: Engine, policy: MixedPrecisionPolicy) -> tuple[set[torch.dtype], ...]:
-    """Returns what a forward gathers, and what a backward after which nothing is gathered reduces."""
+def dtypes_on_the_wire(
+    engine: Engine, policy: MixedPrecisionPolicy
+) -> tuple[set[torch.dtype], ...]:
+    """Returns what a forward gathers, and what a backward after which nothing is gathered
+    reduces.
+    """
     model = engine.shard_tower(tower(), mp_policy=policy, reshard_after_forward=False)
     token_loss(model, engine.tokens(0)).backward()
     gathered: set[torch.dtype] = set()

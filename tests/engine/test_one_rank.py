@@ -1,4 +1,6 @@
-"""One rank sends nothing, so nothing is copied for a message: the bits of FSDP2, with fewer bytes moved."""
+"""One rank sends nothing, so nothing is copied for a message: the bits of FSDP2, with fewer bytes
+moved.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +79,16 @@ def columns(param: nn.Parameter) -> Shard | None:
         {"mp_policy": MixedPrecisionPolicy(param_dtype=FP16, reduce_dtype=FP16)},
         {"mp_policy": MixedPrecisionPolicy(reduce_dtype=BF16)},  # which rounds gradients
         {"micro_batches": 3},
-        {"micro_batches": 3, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+        {
+            "micro_batches": 3,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+        },
         {"micro_batches": 3, "sync_each": False},
         {"change": by_three},
-        {"change": by_three, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)},
+        {
+            "change": by_three,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32),
+        },
         {"shard_placement_fn": columns, "mp_policy": MixedPrecisionPolicy(param_dtype=BF16)},
     ],
     ids=str,
@@ -90,7 +98,9 @@ def test_one_rank_trains_to_the_bits_of_fsdp2(options: dict[str, Any]) -> None:
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that the ops of a step read and write in buffers of parameters and gradients."""
+    """Counts the bytes that the ops of a step read and write in buffers of parameters and
+    gradients.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,9 +110,13 @@ class Moved(TorchDispatchMode):
         name = func.name().split("::")[1].removesuffix(".default")
         if func.namespace == "shardgrad":
             # Updates, and sums that are added to, read what they write.
-            tensors = [each for arg in args[:4] for each in (arg if isinstance(arg, list) else [arg])]
+            tensors = [
+                each for arg in args[:4] for each in (arg if isinstance(arg, list) else [arg])
+            ]
             sizes = [
-                each.nbytes for each in tensors if isinstance(each, Tensor) and each.dtype != torch.int64
+                each.nbytes
+                for each in tensors
+                if isinstance(each, Tensor) and each.dtype != torch.int64
             ]
             param, grad, *states = sizes if name == "adam_" else (0, 0)
             self.nbytes[name] += 2 * (param + sum(states)) + grad if name == "adam_" else sum(sizes)
@@ -114,7 +128,9 @@ class Moved(TorchDispatchMode):
 
 
 def moved_by_a_step(**options: Any) -> dict[str, float]:
-    """Returns the bytes of a step for each parameter, by op, the norm and the optimizer included."""
+    """Returns the bytes of a step for each parameter, by op, the norm and the optimizer
+    included.
+    """
     model = sharded(SHARDGRAD, (256, 1024, 256), **options)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)
     numel = sum(param.numel() for param in model.parameters())

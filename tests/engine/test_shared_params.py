@@ -90,7 +90,9 @@ def siblings_without_an_ancestor_are_refused() -> None:
 
 
 def tied_units(engine: Engine) -> nn.Sequential:
-    """Units that share a weight, which the root owns, and own their biases; the root registers nothing."""
+    """Units that share a weight, which the root owns, and own their biases; the root registers
+    nothing.
+    """
     model = stack(WIDTH, WIDTH, WIDTH)
     model[2].weight = model[0].weight
     for unit in (model[0], model[2], model):
@@ -105,7 +107,11 @@ def a_tied_unit_called_by_itself_is_refused(trained_before: bool) -> None:
     with pytest.raises(UnitBypassedError) as caught:
         model[2](x)
     name = "0.weight" if trained_before else "weight"
-    for part in (f"which owns its tied {name}", f"rank {dist.get_rank()}", "register_fsdp_forward_method("):
+    for part in (
+        f"which owns its tied {name}",
+        f"rank {dist.get_rank()}",
+        "register_fsdp_forward_method(",
+    ):
         assert part in str(caught.value), str(caught.value)
     model(x).sum().backward()  # nothing is broken by the refusal
 
@@ -187,7 +193,9 @@ def names_of_many_builds() -> list[list[str]]:
     builds = []
     for i in range(30):
         # Objects lie at other addresses in each process and at each build.
-        litter = [bytearray(100 * (dist.get_rank() + 1) + j) for j in range(7 * dist.get_rank() + i)]
+        litter = [
+            bytearray(100 * (dist.get_rank() + 1) + j) for j in range(7 * dist.get_rank() + i)
+        ]
         model = TwiceTied()
         for unit in (model.a, model.b, model.c, model.d, model):
             SHARDGRAD.fully_shard(unit)
@@ -233,7 +241,9 @@ def test_the_root_owns_a_parameter_that_two_of_its_units_share(two_ranks: Ranks)
     two_ranks.run(the_root_owns_what_its_units_share)
 
 
-def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused(two_ranks: Ranks) -> None:
+def test_sibling_units_that_share_a_parameter_without_an_ancestor_are_refused(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(siblings_without_an_ancestor_are_refused)
 
 
@@ -244,9 +254,13 @@ def test_a_unit_whose_tied_weight_the_root_owns_is_not_called_by_itself(
     two_ranks.run(a_tied_unit_called_by_itself_is_refused, trained_before)
 
 
-def test_a_unit_whose_tied_weight_was_unsharded_before_may_be_called_by_itself(two_ranks: Ranks) -> None:
+def test_a_unit_whose_tied_weight_was_unsharded_before_may_be_called_by_itself(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(close_to_unsharded, use_a_tied_unit_by_itself)
 
 
-def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters(two_ranks: Ranks) -> None:
+def test_state_dicts_after_an_evaluation_hold_and_take_shards_of_tied_parameters(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(tied_parameters_in_state_dicts_after_an_evaluation)

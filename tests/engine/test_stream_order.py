@@ -30,14 +30,18 @@ _IS_LOCAL = GradGroup._is_local
 
 
 @pytest.fixture(params=[False, True], ids=["message", "alone"])
-def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RecordedStreams]:
+def streams(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RecordedStreams]:
     """One rank on recorded streams; the engine's kernels and collectives report what they touch.
 
     It sends messages, as several ranks do, or reads and writes its shards alone.
     """
     if not request.param:
         monkeypatch.setattr(GradGroup, "_is_local", lambda self, transport: False)
-        monkeypatch.setattr(AllGatherInput, "supports_zero_copy", False)  # so its chunk needs a slot
+        monkeypatch.setattr(
+            AllGatherInput, "supports_zero_copy", False
+        )  # so its chunk needs a slot
     recorded = RecordedStreams()
     monkeypatch.setattr("shardgrad.engine.comm_context.streams_for", lambda device: recorded)
 
@@ -83,8 +87,8 @@ def arriving_on(
 ) -> None:
     """Makes each gradient be written, and its hook run, on the stream `choose` picks.
 
-    This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node, which
-    autograd orders after the stream that computed the gradient, and no other stream after it.
+    This is what autograd does on a device: a hook runs on the stream of its AccumulateGrad node,
+    which autograd orders after the stream that computed the gradient, and no other stream after it.
     """
     arrive = shardgrad.engine.grad_group._collect
 
@@ -203,7 +207,9 @@ def test_a_missing_wait_is_found(
 def test_a_gradient_freed_after_packing_is_not_reused_before_it(
     streams: RecordedStreams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The producer's stream, which gets the gradient's memory back, waits for the pack that reads it."""
+    """The producer's stream, which gets the gradient's memory back, waits for the pack that reads
+    it.
+    """
     arriving_on(monkeypatch, streams, lambda param: "side")
     let_go = GradCollector.let_go
     kept_from_the_host_allocator: list[torch.Tensor] = []
@@ -221,7 +227,9 @@ def test_a_gradient_freed_after_packing_is_not_reused_before_it(
     assert streams.hazards == []
 
 
-def test_the_writer_of_one_slot_does_not_wait_for_the_reduction_of_another(streams: RecordedStreams) -> None:
+def test_the_writer_of_one_slot_does_not_wait_for_the_reduction_of_another(
+    streams: RecordedStreams,
+) -> None:
     ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
     holder = SimpleNamespace(complete=lambda: None)
     first = acquired(ring, holder)
@@ -247,7 +255,9 @@ def acquired(ring: SlotRing, holder: Any) -> Slot:
     return slot
 
 
-def test_what_is_lent_for_a_message_lives_until_the_slot_is_released(streams: RecordedStreams) -> None:
+def test_what_is_lent_for_a_message_lives_until_the_slot_is_released(
+    streams: RecordedStreams,
+) -> None:
     ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
     slot = acquired(ring, SimpleNamespace(complete=lambda: None))
     gradient = torch.zeros(64)
@@ -263,7 +273,9 @@ def test_what_is_lent_for_a_message_lives_until_the_slot_is_released(streams: Re
     assert streams.happens_before("reduce", sent, "compute"), "its memory may be used again at once"
 
 
-def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(streams: RecordedStreams) -> None:
+def test_a_ring_completes_its_oldest_holder_when_all_slots_are_in_flight(
+    streams: RecordedStreams,
+) -> None:
     ring = SlotRing(streams, torch.device("cpu"), depth=2, elastic=False)
     completed: list[str] = []
 

@@ -1,4 +1,6 @@
-"""Parameters that do not train, start or stop training later, are ignored, or have another dtype."""
+"""Parameters that do not train, start or stop training later, are ignored, or have another
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def train_two_dtypes(engine: Engine) -> Tensors:
 
 
 def freeze_while_whole(engine: Engine) -> Tensors:
-    """A forward leaves the root whole; what is frozen then stays frozen when it is sharded again."""
+    """A forward leaves the root whole; what is frozen then stays frozen when it is sharded
+    again.
+    """
     model = engine.shard_tower(tower())
     with torch.no_grad():
         model(engine.tokens(9)[0])
@@ -138,7 +142,9 @@ def freeze_while_whole(engine: Engine) -> Tensors:
 
 
 def frozen_with_a_gradient(engine: Engine) -> Tensors:
-    """The optimizer goes on using a gradient that a parameter got before it was frozen, as in plain torch."""
+    """The optimizer goes on using a gradient that a parameter got before it was frozen, as in plain
+    torch.
+    """
     model = engine.shard_tower(tower())
     source = torch.optim if engine.whole_batch else shardgrad.optim
     optim = source.SGD(model.parameters(), lr=0.1)
@@ -181,8 +187,8 @@ def frozen_elements_stay(when: str) -> None:
     ours, theirs = (only_what_trains_is_reduced(engine, when) for engine in (SHARDGRAD, FSDP2))
     trains = 16 * 4 + 4
     assert theirs == trains
-    # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own, which
-    # stays. Beside gradients travel flags, a label and padding to 128 bytes.
+    # Of two ranks each sends the half that is the other's: here without, under FSDP2 with its own,
+    # which stays. Beside gradients travel flags, a label and padding to 128 bytes.
     assert trains / 2 <= ours <= trains / 2 + 3 * 32
 
 
@@ -192,7 +198,9 @@ def test_only_trainable_elements_of_a_unit_are_reduced(two_ranks: Ranks, when: s
     two_ranks.run(frozen_elements_stay, when)
 
 
-@pytest.mark.parametrize("program", [train_half_frozen, freeze_after_sharding, train_lora, ignored_gradients])
+@pytest.mark.parametrize(
+    "program", [train_half_frozen, freeze_after_sharding, train_lora, ignored_gradients]
+)
 def test_frozen_and_ignored_parameters_train_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, program: object
 ) -> None:
@@ -211,7 +219,8 @@ def test_a_gradient_from_before_freezing_is_applied_once(two_ranks: Ranks) -> No
 
 
 def test_several_dtypes_in_one_unit_equal_an_unsharded_run(two_ranks: Ranks) -> None:
-    # Half of the model computes in fp32, in another order than unsharded: 2^-24 with a margin for Adam.
+    # Half of the model computes in fp32, in another order than unsharded: 2^-24 with a margin for
+    # Adam.
     two_ranks.run(close_to_unsharded, train_two_dtypes, tolerance=1e-4)
 
 
@@ -220,7 +229,9 @@ def test_a_frozen_parameter_never_gets_a_gradient(two_ranks: Ranks) -> None:
 
 
 def thawed_after_resharding(engine: Engine, how: str, reshards: bool | None) -> Tensors:
-    """Frozen while modules show unsharded parameters, and thawed when they show the sharded ones again."""
+    """Frozen while modules show unsharded parameters, and thawed when they show the sharded ones
+    again.
+    """
     model = engine.shard_tower(tower(), reshard_after_forward=reshards)
     for step in range(3):
         loss = token_loss(model, engine.tokens(step))
@@ -250,7 +261,9 @@ def test_what_was_frozen_unsharded_can_be_thawed_sharded(
 
 
 def says_so_at_every_turn(words: list[tuple[bool, bool]]) -> list[list[bool]]:
-    """Sets `requires_grad` on unsharded or on sharded parameters; returns what the next forward finds."""
+    """Sets `requires_grad` on unsharded or on sharded parameters; returns what the next forward
+    finds.
+    """
     model = SHARDGRAD.fully_shard(stack(5, 3))
     model(SHARDGRAD.inputs(0, 5))
     for word, is_unsharded in words:

@@ -1,4 +1,6 @@
-"""Whole training runs: bit for bit like FSDP2 on two ranks, and like an unsharded run on every world."""
+"""Whole training runs: bit for bit like FSDP2 on two ranks, and like an unsharded run on every
+world.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def train_hsdp_tower(engine: Engine, shape: tuple[int, int], **options: Any) -> 
 
 
 def train_deferring_the_all_reduce(engine: Engine) -> Tensors:
-    """HSDP on 2 x 2: each micro-batch is reduced inside its shard group, the last one across replicas."""
+    """HSDP on 2 x 2: each micro-batch is reduced inside its shard group, the last one across
+    replicas.
+    """
     model = engine.shard_tower(tower(), mesh=hsdp_mesh(2, 2))
     optim = make_optimizer("adamw", model)
     for step in range(2):
@@ -116,7 +120,11 @@ def test_bf16_compute_with_fp32_reduction_is_bit_for_bit_like_fsdp2(
     two_ranks: Ranks, micro_batches: int, sync_each: bool
 ) -> None:
     two_ranks.run(
-        same_bits_as_fsdp2, train_tower, {"mp_policy": BF16}, micro_batches=micro_batches, sync_each=sync_each
+        same_bits_as_fsdp2,
+        train_tower,
+        {"mp_policy": BF16},
+        micro_batches=micro_batches,
+        sync_each=sync_each,
     )
 
 
@@ -125,10 +133,13 @@ def test_a_mesh_passed_by_hand_trains_like_the_default_one(two_ranks: Ranks) -> 
 
 
 def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options: Any) -> None:
-    """Trains under both engines; they may differ by `fraction` of how far training moved a parameter."""
+    """Trains under both engines; they may differ by `fraction` of how far training moved a
+    parameter.
+    """
     start = {name: param.detach() for name, param in tower().named_parameters()}
     ours, theirs = (
-        train_tower(engine, shard, optimizer="sgd", **options) for engine in (GATHERED, FSDP2_GATHERED)
+        train_tower(engine, shard, optimizer="sgd", **options)
+        for engine in (GATHERED, FSDP2_GATHERED)
     )
     assert list(ours) == list(theirs)
     for name, before in start.items():
@@ -143,8 +154,8 @@ def train_and_compare_distance(shard: dict[str, Any], fraction: float, **options
 def test_bf16_reduction_stays_within_bf16_rounding_of_fsdp2(
     two_ranks: Ranks, policy: MixedPrecisionPolicy, micro_batches: int, sync_each: bool
 ) -> None:
-    # FSDP2 rounds the sum of two bf16 gradients to bf16 once more (2^-9 relative), we keep fp32; a few steps
-    # of momentum and re-rounded weights multiply that, hence 2^-5 of the way.
+    # FSDP2 rounds the sum of two bf16 gradients to bf16 once more (2^-9 relative), we keep fp32; a
+    # few steps of momentum and re-rounded weights multiply that, hence 2^-5 of the way.
     two_ranks.run(
         train_and_compare_distance,
         {"mp_policy": policy},
@@ -159,7 +170,9 @@ def test_fp16_reduction_stays_within_fp16_rounding_of_fsdp2(two_ranks: Ranks) ->
     two_ranks.run(train_and_compare_distance, {"mp_policy": FP16}, 2**-6)
 
 
-def test_an_all_reduce_deferred_to_the_last_micro_batch_equals_an_unsharded_run(four_ranks: Ranks) -> None:
+def test_an_all_reduce_deferred_to_the_last_micro_batch_equals_an_unsharded_run(
+    four_ranks: Ranks,
+) -> None:
     four_ranks.run(close_to_unsharded, train_deferring_the_all_reduce)
 
 
@@ -188,18 +201,24 @@ def test_a_sharded_run_equals_an_unsharded_one_on_the_concatenated_batch(
 def test_four_ranks_equal_an_unsharded_run_for_every_optimizer_and_zeroing(
     four_ranks: Ranks, optimizer: str, set_to_none: bool
 ) -> None:
-    four_ranks.run(close_to_unsharded, train_tower, {}, optimizer=optimizer, set_to_none=set_to_none)
+    four_ranks.run(
+        close_to_unsharded, train_tower, {}, optimizer=optimizer, set_to_none=set_to_none
+    )
 
 
 @RESHARD
 def test_four_ranks_equal_an_unsharded_run_however_they_reshard(
     four_ranks: Ranks, reshard_after_forward: bool | int | None
 ) -> None:
-    four_ranks.run(close_to_unsharded, train_tower, {"reshard_after_forward": reshard_after_forward})
+    four_ranks.run(
+        close_to_unsharded, train_tower, {"reshard_after_forward": reshard_after_forward}
+    )
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_many_small_parameters_equal_an_unsharded_run(worlds: dict[int, Ranks], world_size: int) -> None:
+def test_many_small_parameters_equal_an_unsharded_run(
+    worlds: dict[int, Ranks], world_size: int
+) -> None:
     worlds[world_size].run(close_to_unsharded, train_many_small)
 
 
@@ -208,10 +227,16 @@ def test_hsdp_two_by_two_equals_an_unsharded_run(
     four_ranks: Ranks, micro_batches: int, sync_each: bool
 ) -> None:
     four_ranks.run(
-        close_to_unsharded, train_hsdp_tower, (2, 2), micro_batches=micro_batches, sync_each=sync_each
+        close_to_unsharded,
+        train_hsdp_tower,
+        (2, 2),
+        micro_batches=micro_batches,
+        sync_each=sync_each,
     )
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
-def test_hsdp_on_two_ranks_trains_bit_for_bit_like_fsdp2(two_ranks: Ranks, shape: tuple[int, int]) -> None:
+def test_hsdp_on_two_ranks_trains_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, shape: tuple[int, int]
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_hsdp_tower, shape)

@@ -28,7 +28,9 @@ def most_alive(param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
     counts: list[int] = []
     take = GradCollector.take
 
-    def counting(self: GradCollector, unsharded: Any, grad: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    def counting(
+        self: GradCollector, unsharded: Any, grad: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> bool:
         arrived.append(StorageWeakRef(grad.untyped_storage()))
         counts.append(sum(not each.expired() for each in arrived))
         return take(self, unsharded, grad, *args, **kwargs)

@@ -52,5 +52,7 @@ def test_an_in_place_operation_on_shards_is_used_by_the_next_forward(
 
 
 @pytest.mark.parametrize("options", WAYS_TO_STAY_UNSHARDED, ids=["whole", "stage_2"])
-def test_a_write_through_data_is_used_after_reshard(two_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_a_write_through_data_is_used_after_reshard(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
     two_ranks.run(is_used, through_data, True, options)

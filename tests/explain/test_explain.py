@@ -22,7 +22,16 @@ from shardgrad.train.failure import UsageError
 
 
 def event(name: str, category: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
-    return {"ph": "X", "name": name, "cat": category, "ts": ts, "dur": dur, "pid": 0, "tid": 0, "args": args}
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": category,
+        "ts": ts,
+        "dur": dur,
+        "pid": 0,
+        "tid": 0,
+        "args": args,
+    }
 
 
 def launch(correlation: int, ts: float, name: str = "cudaLaunchKernel") -> dict[str, Any]:
@@ -30,7 +39,9 @@ def launch(correlation: int, ts: float, name: str = "cudaLaunchKernel") -> dict[
 
 
 def device_trace(*, with_waits: bool) -> list[dict[str, Any]]:
-    """An all-gather, a matrix product that waits for it, and a reduction, as Kineto writes them. In us."""
+    """An all-gather, a matrix product that waits for it, and a reduction, as Kineto writes them. In
+    us.
+    """
     events = [
         event("ProfilerStep#3", "user_annotation", 0.0, 400.0),
         launch(1, 0.0),
@@ -61,8 +72,14 @@ def device_trace(*, with_waits: bool) -> list[dict[str, Any]]:
         event("of another step", "kernel", 950.0, 1.0, stream=7, correlation=90),
     ]
     if with_waits:
-        wait = {"wait_on_stream": 20, "wait_on_cuda_event_record_corr_id": 2, "wait_on_cuda_event_id": 9}
-        events.append(event("Stream Wait Event", "cuda_sync", 15.0, 0.0, stream=7, correlation=3, **wait))
+        wait = {
+            "wait_on_stream": 20,
+            "wait_on_cuda_event_record_corr_id": 2,
+            "wait_on_cuda_event_id": 9,
+        }
+        events.append(
+            event("Stream Wait Event", "cuda_sync", 15.0, 0.0, stream=7, correlation=3, **wait)
+        )
     return events
 
 
@@ -72,7 +89,9 @@ def written(events: list[dict[str, Any]], path: Path) -> Path:
 
 
 @pytest.mark.parametrize("with_waits", [True, False])
-def test_a_kernel_that_waits_for_a_collective_is_replayed_after_it(with_waits: bool, tmp_path: Path) -> None:
+def test_a_kernel_that_waits_for_a_collective_is_replayed_after_it(
+    with_waits: bool, tmp_path: Path
+) -> None:
     step = read_trace(written(device_trace(with_waits=with_waits), tmp_path / "trace.json"))
     assert [op.kind for op in step.ops] == ["all-gather", "compute", "reduce-scatter"]
     assert step.ops[1].after == (0,)
@@ -89,7 +108,10 @@ def test_a_compressed_trace_is_read(tmp_path: Path) -> None:
 
 
 def test_a_profile_of_this_machine_is_cut_into_its_operations(tmp_path: Path) -> None:
-    model, x = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)), torch.randn(512, 64)
+    model, x = (
+        nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64)),
+        torch.randn(512, 64),
+    )
     model(x).sum().backward()
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         with torch.profiler.record_function("FSDP::all_gather (0)"):
@@ -112,8 +134,12 @@ def test_time_belongs_to_the_innermost_operation_of_the_busiest_thread(tmp_path:
     assert [op.seconds for op in step.ops] == pytest.approx([20e-6, 50e-6, 30e-6])
 
 
-def test_a_kernel_behind_another_of_its_stream_is_not_taken_to_wait_elsewhere(tmp_path: Path) -> None:
-    """It began long after it was launched, when a collective ended: its stream was busy until then."""
+def test_a_kernel_behind_another_of_its_stream_is_not_taken_to_wait_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """It began long after it was launched, when a collective ended: its stream was busy until
+    then.
+    """
     events = [
         *(launch(number, 5.0 * number) for number in (1, 2, 3)),
         event("ncclDevKernel_AllGather_f32", "kernel", 6.0, 94.0, stream=20, correlation=1),
@@ -134,7 +160,9 @@ def test_a_kernel_behind_another_of_its_stream_is_not_taken_to_wait_elsewhere(tm
         (b'[{"ph": "X", "cat": "kernel", "ts": "a", "dur": null}]', "has no operation"),
     ],
 )
-def test_a_file_that_is_no_trace_is_refused_in_a_sentence(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_no_trace_is_refused_in_a_sentence(
+    content: bytes, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=words):
@@ -160,9 +188,16 @@ def test_a_trace_whose_name_ends_in_gz_is_written_compressed_and_read_again(tmp_
 
 def test_the_command_names_what_a_step_waits_for_and_fits_100_columns(tmp_path: Path) -> None:
     written(device_trace(with_waits=True), tmp_path / "trace.json")
-    result = CliRunner().invoke(main, ["explain", str(tmp_path), "--perfetto", str(tmp_path / "out.json")])
+    result = CliRunner().invoke(
+        main, ["explain", str(tmp_path), "--perfetto", str(tmp_path / "out.json")]
+    )
     assert result.exit_code == 0, result.output
-    for words in ("critical path", "compute is idle, and waits for", "reductions in bf16", "links twice"):
+    for words in (
+        "critical path",
+        "compute is idle, and waits for",
+        "reductions in bf16",
+        "links twice",
+    ):
         assert words in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 100
     assert len(read_trace(tmp_path / "out.json").ops) == 3
@@ -179,12 +214,16 @@ def test_the_host_is_what_a_step_of_small_kernels_waits_for() -> None:
 
 
 def test_a_step_without_a_duration_cannot_be_made_shorter() -> None:
-    saved = changes.savings([Op("a", "7", "compute", 0.0), Op("b", "20", "all-gather", 0.0, host_after=(0,))])
+    saved = changes.savings(
+        [Op("a", "7", "compute", 0.0), Op("b", "20", "all-gather", 0.0, host_after=(0,))]
+    )
     assert [(saving.change.name, saving.share) for saving in saved] == [("graphed", 0.0)]
 
 
 def test_half_the_bytes_of_a_reduction_take_its_latency_as_before() -> None:
-    """The shortest collective of the link shows it. Gathers, and what is bf16 already, stay as they are."""
+    """The shortest collective of the link shows it. Gathers, and what is bf16 already, stay as they
+    are.
+    """
     ops = [
         Op("r", "24", "reduce-scatter", 100e-6, link="x", dtype="fp32"),
         Op("g", "20", "all-gather", 4e-6, link="x", dtype="bf16"),

@@ -49,12 +49,18 @@ class CountedGather(AllGather):
         return self.memory.view(dtype)[: size[0]]
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: Any,
+        async_op: bool = False,
     ) -> Any:
         self.counts["gathered"] += 1
         begin = input_tensor.numel() * group.rank()
         assert output_tensor[begin:].data_ptr() == input_tensor.data_ptr()  # as under FSDP2
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        return dist.all_gather_into_tensor(
+            output_tensor, input_tensor, group=group, async_op=async_op
+        )
 
 
 class CountedScatter(ReduceScatter):
@@ -74,7 +80,9 @@ class CountedScatter(ReduceScatter):
         async_op: bool = False,
     ) -> Any:
         self.counts["reduced"] += 1
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+        return dist.reduce_scatter_tensor(
+            output_tensor, input_tensor, op, group=group, async_op=async_op
+        )
 
 
 def train_through_own_collectives(engine: Engine, *, keeps_buffer: bool = False) -> Tensors:
@@ -99,7 +107,9 @@ def train_with_own_buffer() -> None:
 
 
 def train_hooked(engine: Engine, *, forced: bool, replicas: int) -> Tensors:
-    options = {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
+    options = (
+        {} if replicas == 1 else {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)}
+    )
     model = engine.shard_tower(tower(), **options)
     norms: list[torch.Tensor] = []
 
@@ -289,7 +299,9 @@ def test_a_hook_has_no_stream_of_its_own_under_hsdp(two_ranks: Ranks, engine: En
 
 
 @pytest.mark.parametrize("setting", [separate, one_buffer, many_buffers, from_process_group])
-def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, setting: Any) -> None:
+def test_settings_of_collectives_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, setting: Any
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_set, setting)
 
 
@@ -302,7 +314,9 @@ def test_an_event_after_the_optimizer_trains_bit_for_bit_like_fsdp2(two_ranks: R
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["before the first forward", "between steps"])
-def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, early: bool) -> None:
+def test_roots_that_share_streams_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, early: bool
+) -> None:
     two_ranks.run(same_bits_as_fsdp2, train_two_roots, early=early)
 
 
@@ -315,5 +329,7 @@ def test_the_state_of_a_sharded_module_is_found(two_ranks: Ranks, engine: Engine
     two_ranks.run(state_of, engine)
 
 
-def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2(two_ranks: Ranks) -> None:
+def test_symmetric_memory_without_a_backend_is_the_same_error_as_under_fsdp2(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(refuses_symmetric_memory_as_fsdp2)

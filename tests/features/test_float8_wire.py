@@ -1,4 +1,6 @@
-"""`GradientPolicy(wire_dtype=torch.float8_e4m3fn)`: a quarter of the bytes; what they lose is sent later."""
+"""`GradientPolicy(wire_dtype=torch.float8_e4m3fn)`: a quarter of the bytes; what they lose is sent
+later.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ WIRE = GradientPolicy(wire_dtype=FLOAT8)
 BF16 = torch.bfloat16
 
 
-# -- the oracle: plain torch and a table of codes, without communication ------------------------------------
+# -- the oracle: plain torch and a table of codes, without communication
+# ------------------------------------
 
 
 class Oracle:
@@ -62,7 +65,9 @@ class Oracle:
         return self._senders.setdefault(who, Sender()).send(values)
 
     def _exchanged(self, parts: list[Tensor], *who: object) -> Tensor:
-        """Returns the float32 sum, in rank order, of what ranks send; a single one sends nothing."""
+        """Returns the float32 sum, in rank order, of what ranks send; a single one sends
+        nothing.
+        """
         if len(parts) == 1:
             return parts[0].float()
         return sum_in_order([self._send(part.float(), *who, i) for i, part in enumerate(parts)])
@@ -82,7 +87,9 @@ class Oracle:
     def step(self) -> Tensors:
         """Returns the gradients of the next step."""
         case, ranks = self.case, dist.get_world_size()
-        by_micro = [grads_of_every_rank(micro, case.computes) for micro in range(case.micro_batches)]
+        by_micro = [
+            grads_of_every_rank(micro, case.computes) for micro in range(case.micro_batches)
+        ]
         pieces = ranks if case.options.get("zero_stage") == "hfsdp" else ranks // case.replicas
         right = {}
         for name in by_micro[0][0]:
@@ -95,8 +102,12 @@ class Oracle:
                 place = f"{name} {piece}"
                 sums = [self._over_shards(place, micro) for micro in cut]
                 if case.waits == "all-reduce":
-                    sums = [[sum_in_order(list(of_replica)) for of_replica in zip(*sums, strict=True)]]
-                found.append(sum_in_order([self._over_replicas(place, each, ranks) for each in sums]))
+                    sums = [
+                        [sum_in_order(list(of_replica)) for of_replica in zip(*sums, strict=True)]
+                    ]
+                found.append(
+                    sum_in_order([self._over_replicas(place, each, ranks) for each in sums])
+                )
             right[name] = torch.cat(found)
         return right
 
@@ -107,7 +118,8 @@ def chunk_of(grad: Tensor, pieces: int, piece: int) -> Tensor:
     return grad[piece * rows : (piece + 1) * rows]
 
 
-# -- gradients ----------------------------------------------------------------------------------------------
+# -- gradients
+# ----------------------------------------------------------------------------------------------
 
 
 def of_case(case: Case) -> Case:
@@ -117,7 +129,9 @@ def of_case(case: Case) -> Case:
 
 def gradients_are_right(case: Case) -> None:
     oracle, model = Oracle(case), of_case(case).shard(tower())
-    for _ in range(3):  # in the second, what the first has lost comes along, and in the third its own loss
+    for _ in range(
+        3
+    ):  # in the second, what the first has lost comes along, and in the third its own loss
         of_case(case).run(model)
         assert_same_bits(whole_gradients(model), oracle.step())
         model.zero_grad()
@@ -135,7 +149,9 @@ ON_TWO = {
 ON_FOUR = {
     "resharded to two of four": Case(computes=BF16, options={"reshard_after_forward": 2}),
     "replicas": Case(replicas=2, micro_batches=2),
-    "replicas that wait for the last micro-batch": Case(replicas=2, micro_batches=2, waits="all-reduce"),
+    "replicas that wait for the last micro-batch": Case(
+        replicas=2, micro_batches=2, waits="all-reduce"
+    ),
     "four replicas": Case(replicas=4, micro_batches=2),
     "both axes": Case(replicas=2, micro_batches=2, options={"zero_stage": "hfsdp"}),
 }
@@ -163,7 +179,9 @@ def hook_sees_float32(replicas: int) -> None:
         module.set_all_reduce_hook(lambda chunk: seen.append(chunk.mul_(2.0)))
     case.run(model)
     assert {chunk.dtype for chunk in seen} == {torch.float32}
-    assert_same_bits(whole_gradients(model), {name: 2 * grad for name, grad in oracle.step().items()})
+    assert_same_bits(
+        whole_gradients(model), {name: 2 * grad for name, grad in oracle.step().items()}
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -180,7 +198,9 @@ def through_settings() -> None:
         module.set_gradient_divide_factor(4.0)
     for _ in range(2):
         case.run(model)
-        assert_same_bits(whole_gradients(model), {name: grad / 2 for name, grad in oracle.step().items()})
+        assert_same_bits(
+            whole_gradients(model), {name: grad / 2 for name, grad in oracle.step().items()}
+        )
         model.zero_grad()
 
 
@@ -209,7 +229,8 @@ def zero_copy_gradients_are_packed() -> None:
                     sent = [chunk_of(grads[name], ranks, piece) for grads in by_rank]
                     who = [f"{name} {piece} {rank}" for rank in range(ranks)]
                     arrived = [
-                        senders.setdefault(w, Sender()).send(s) for w, s in zip(who, sent, strict=True)
+                        senders.setdefault(w, Sender()).send(s)
+                        for w, s in zip(who, sent, strict=True)
                     ]
                     pieces.append(sum_in_order(arrived))
                 right[name] = torch.cat(pieces) / ranks
@@ -237,7 +258,8 @@ def test_counts_of_many_ranks_lose_nothing_in_a_whole_chunk_or_in_a_part(begin: 
     assert not codes[-128:].any(), "a count that comes back makes a parameter look touched"
 
 
-# -- what is kept -------------------------------------------------------------------------------------------
+# -- what is kept
+# -------------------------------------------------------------------------------------------
 
 
 def kept_of(model: nn.Module) -> dict[str, Tensor]:
@@ -265,7 +287,9 @@ def a_rank_without_a_gradient_keeps_what_it_owes() -> None:
     assert all(torch.equal(before[name], alone[name]) == (rank == 0) for name in before)
     right = {}
     for name, grad in grads_of_every_rank(0, torch.float32)[1].items():
-        pieces = [oracle._send(chunk_of(grad, 2, i), f"{name} {i}", "shards", 0, 1) for i in range(2)]
+        pieces = [
+            oracle._send(chunk_of(grad, 2, i), f"{name} {i}", "shards", 0, 1) for i in range(2)
+        ]
         right[name] = torch.cat(pieces) / 2
     assert_same_bits(whole_gradients(model), right)
     model.zero_grad()
@@ -310,7 +334,9 @@ def infinity_is_seen_and_forgotten(replicas: int) -> None:
         assert all(grad.isfinite().all() for grad in found.values()), "it has come back"
         for name, right in float32_gradients(case).items():
             # What every one of the messages loses, of values as large as the largest that are sent.
-            assert (found[name] - right).abs().max() <= 2**-3 * right.abs().max() * dist.get_world_size()
+            assert (
+                found[name] - right
+            ).abs().max() <= 2**-3 * right.abs().max() * dist.get_world_size()
 
 
 def float32_gradients(case: Case) -> Tensors:
@@ -338,7 +364,9 @@ def a_failed_backward_starts_over_what_it_sent(replicas: int) -> None:
     case.run(model)
     model.zero_grad()
     before = kept_of(model)
-    hidden = model.layers[1].register_forward_hook(lambda _, __, out: out.register_hook(fail) and None)
+    hidden = model.layers[1].register_forward_hook(
+        lambda _, __, out: out.register_hook(fail) and None
+    )
     with pytest.raises(OnPurposeError):
         case.run(model)
     hidden.remove()
@@ -349,7 +377,9 @@ def a_failed_backward_starts_over_what_it_sent(replicas: int) -> None:
     assert "layers.0" not in sent, "it had sent nothing"
     assert "embedding" not in sent, "it had sent nothing"
     assert sent, "nothing was sent before the failure"
-    assert not any(after[name].any() for name in sent), "a message that nobody reads has left its losses"
+    assert not any(after[name].any() for name in sent), (
+        "a message that nobody reads has left its losses"
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -370,7 +400,8 @@ def freezing_starts_over() -> None:
     model.zero_grad()
     first.requires_grad_(True)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
-    # The places are those of before; a unit whose places went was started over, and sends as in a first step.
+    # The places are those of before; a unit whose places went was started over, and sends as in a
+    # first step.
     after = kept_of(model)
     assert torch.equal(after["layers.0"], before["layers.0"])
     assert not torch.equal(after["layers.1"], before["layers.1"])
@@ -380,12 +411,15 @@ def test_when_places_change_what_was_lost_in_the_old_ones_is_forgotten(two_ranks
     two_ranks.run(freezing_starts_over)
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------
+# -- checkpoints
+# --------------------------------------------------------------------------------------------
 
 
 def a_checkpoint_continues_bit_for_bit(folder: Path, replicas: int) -> None:
     def build() -> tuple[Tower, torch.optim.Optimizer]:
-        mesh = {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)} if replicas > 1 else {}
+        mesh = (
+            {"mesh": hsdp_mesh(replicas, dist.get_world_size() // replicas)} if replicas > 1 else {}
+        )
         model = SHARDGRAD.shard_tower(tower(), gradient_policy=WIRE, **mesh)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -410,7 +444,9 @@ def a_checkpoint_continues_bit_for_bit(folder: Path, replicas: int) -> None:
     step(resumed, optimizer, 2)
     assert_same_bits(SHARDGRAD.snapshot(resumed), SHARDGRAD.snapshot(model))
     for name, kept in shardgrad.error_feedback(model).items():
-        assert torch.equal(kept.to_local(), shardgrad.error_feedback(resumed)[name].to_local()), name
+        assert torch.equal(kept.to_local(), shardgrad.error_feedback(resumed)[name].to_local()), (
+            name
+        )
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
@@ -422,26 +458,33 @@ def test_training_goes_on_bit_for_bit_from_a_checkpoint_with_what_was_lost(
 
 def other_models_have_none() -> None:
     for policy in (GradientPolicy(), GradientPolicy(wire_dtype=BF16)):
-        assert shardgrad.error_feedback(SHARDGRAD.shard_tower(tower(), gradient_policy=policy)) == {}
+        assert (
+            shardgrad.error_feedback(SHARDGRAD.shard_tower(tower(), gradient_policy=policy)) == {}
+        )
 
 
 def test_without_float8_there_is_nothing_to_save(two_ranks: Ranks) -> None:
     two_ranks.run(other_models_have_none)
 
 
-# -- bytes --------------------------------------------------------------------------------------------------
+# -- bytes
+# --------------------------------------------------------------------------------------------------
 
 
 def a_quarter_of_the_bytes(replicas: int) -> None:
-    wide, narrow = (bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE))
+    wide, narrow = (
+        bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE)
+    )
     print(f"{replicas} x {dist.get_world_size() // replicas} ranks: {wide:,} and {narrow:,} bytes")
-    # An exponent for 128 codes. The tail of a chunk has 128 codes, where it had 128 bytes, and a message ends
-    # in up to 128 bytes for a tag.
+    # An exponent for 128 codes. The tail of a chunk has 128 codes, where it had 128 bytes, and a
+    # message ends in up to 128 bytes for a tag.
     assert 0.25 <= narrow / wide < 0.25 * (1 + 1 / 128) + 0.003
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_quarter_of_the_bytes_of_float32_are_sent_over_both_axes(four_ranks: Ranks, replicas: int) -> None:
+def test_a_quarter_of_the_bytes_of_float32_are_sent_over_both_axes(
+    four_ranks: Ranks, replicas: int
+) -> None:
     four_ranks.run(a_quarter_of_the_bytes, replicas)
 
 
@@ -449,15 +492,21 @@ def memory_per_element(replicas: int) -> None:
     sizes, ranks = (256, 512, 256), dist.get_world_size()
     case = of_case(Case(replicas=replicas))
     model = case.shard_stack(stack(*sizes))
-    kept = Counter({name: kept.to_local().numel() for name, kept in shardgrad.error_feedback(model).items()})
+    kept = Counter(
+        {name: kept.to_local().numel() for name, kept in shardgrad.error_feedback(model).items()}
+    )
     params = sum(p.numel() for p in model.parameters())
     shards = ranks // replicas
-    # All gradients where they are sent to shards, a shard of their sums where it is sent to other replicas,
-    # and of more than two replicas a part of what they sum.
-    elements = params * (shards > 1) + params / shards * (replicas > 1) + params / ranks * (replicas > 2)
+    # All gradients where they are sent to shards, a shard of their sums where it is sent to other
+    # replicas, and of more than two replicas a part of what they sum.
+    elements = (
+        params * (shards > 1) + params / shards * (replicas > 1) + params / ranks * (replicas > 2)
+    )
     assert elements * 129 / 128 <= kept.total() < elements * 129 / 128 * 1.01 + 129 * 2 * 3 * ranks
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_what_is_kept_is_a_byte_for_each_element_that_is_sent(four_ranks: Ranks, replicas: int) -> None:
+def test_what_is_kept_is_a_byte_for_each_element_that_is_sent(
+    four_ranks: Ranks, replicas: int
+) -> None:
     four_ranks.run(memory_per_element, replicas)

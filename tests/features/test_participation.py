@@ -77,7 +77,9 @@ def each_parameter_gets_its_own_average() -> None:
         theirs = torch.randn(4, 5, generator=torch.Generator().manual_seed(owner))
         whole(theirs, name).backward()
         right = getattr(whole, name).grad / size
-        torch.testing.assert_close(getattr(model, name).grad.full_tensor(), right, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            getattr(model, name).grad.full_tensor(), right, rtol=1e-6, atol=1e-6
+        )
     assert model.c.grad is None
     report = shardgrad.gradient_report(model)
     assert report.touched_by == {"a": (0,), "b": (1,), "c": ()}
@@ -141,7 +143,9 @@ def participation_gives_the_mean_with_zeros() -> None:
         for (name, ours), theirs in zip(model.named_parameters(), whole.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None), f"step {step}: {name}"
             if theirs.grad is not None:
-                torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(
+                    ours.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-5
+                )
         for optim in optims:
             optim.step()
             optim.zero_grad()
@@ -150,7 +154,9 @@ def participation_gives_the_mean_with_zeros() -> None:
 def units_are_gathered_as_a_rank_comes_to_them() -> None:
     model, are_sharded = sharded_routed(), []
     model.trunk.register_forward_pre_hook(
-        lambda *_: are_sharded.extend(isinstance(each.weight, DTensor) for each in (model.left, model.right))
+        lambda *_: are_sharded.extend(
+            isinstance(each.weight, DTensor) for each in (model.left, model.right)
+        )
     )
     with shardgrad.participate(model):
         model(batch_of(dist.get_rank()), ["left", "right"]).backward()
@@ -173,7 +179,9 @@ def participation_mixes_with_ordinary_steps() -> None:
 
 
 class Repeated(nn.Module):
-    """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a scale."""
+    """A layer that is called several times, in reentrant checkpoints ("r") or not ("n"), and a
+    scale.
+    """
 
     def __init__(self, calls: str) -> None:
         super().__init__()
@@ -192,7 +200,9 @@ class Repeated(nn.Module):
 
 
 def repeated(calls: str, unit: str) -> tuple[nn.Module, nn.Module]:
-    """Returns the oracle, and the same with a unit: the layer, the module around it, or the root alone."""
+    """Returns the oracle, and the same with a unit: the layer, the module around it, or the root
+    alone.
+    """
     torch.manual_seed(0)
     whole = nn.Sequential(nn.Linear(5, 5), Repeated(calls))
     model = deepcopy(whole)
@@ -267,7 +277,10 @@ def participation_is_used_rightly() -> None:
         shardgrad.participate(model),
     ):
         pass
-    with pytest.raises(ParticipationError, match="needs the root"), shardgrad.participate(nn.ReLU()):
+    with (
+        pytest.raises(ParticipationError, match="needs the root"),
+        shardgrad.participate(nn.ReLU()),
+    ):
         pass
 
     def two_backwards() -> None:
@@ -301,7 +314,9 @@ def a_missing_rank_is_an_error_in_time(missing: str) -> float:
 
 
 def a_skipped_unit_is_told_at_once() -> float:
-    """Rank 1 leaves out the second of three equal layers; returns how long it took until this rank raised."""
+    """Rank 1 leaves out the second of three equal layers; returns how long it took until this rank
+    raised.
+    """
     torch.manual_seed(0)
     layers = [SHARDGRAD.fully_shard(nn.Linear(5, 5)) for _ in range(3)]
     model = SHARDGRAD.fully_shard(nn.Sequential(*layers))
@@ -338,19 +353,27 @@ def test_a_rank_without_a_batch_joins_one_that_recomputes_by_reentry(
     two_ranks.run(one_rank_recomputes_and_the_other_has_no_batch, calls, unit)
 
 
-def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused(two_ranks: Ranks) -> None:
+def test_gradients_of_a_checkpoint_that_come_after_their_reduction_are_refused(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(what_cannot_be_joined_is_refused)
 
 
-def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(two_ranks: Ranks) -> None:
+def test_a_first_forward_with_different_units_on_ranks_leaves_later_ones_alone(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(run_different_units_first_and_then_the_same)
 
 
-def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(two_ranks: Ranks) -> None:
+def test_equal_shaped_parameters_used_by_different_ranks_get_their_own_averages(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(each_parameter_gets_its_own_average)
 
 
-def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate(two_ranks: Ranks) -> None:
+def test_ranks_that_run_different_units_get_the_mean_with_zeros_under_participate(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(participation_gives_the_mean_with_zeros)
 
 

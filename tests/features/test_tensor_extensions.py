@@ -1,4 +1,6 @@
-"""Tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`: the same bits as under FSDP2."""
+"""Tensor subclasses with `fsdp_pre_all_gather` and `fsdp_post_all_gather`: the same bits as under
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ def test_extensions_are_told_mesh_shape_module_and_policy(two_ranks: Ranks) -> N
 
 
 def refill_the_same_tensor() -> None:
-    """What autograd saved in forward must be what backward reads: one unsharded tensor, filled again."""
+    """What autograd saved in forward must be what backward reads: one unsharded tensor, filled
+    again.
+    """
     model = extended(Narrowed, 6, 8)
     shardgrad.fully_shard(model)
     seen = []
@@ -123,7 +127,12 @@ def pre_on_the_way(self: Tensor, mesh: Any) -> Any:
 
 
 def post_on_the_way(
-    self: Tensor, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+    self: Tensor,
+    outputs: tuple[Tensor, ...],
+    metadata: Any,
+    param_dtype: torch.dtype,
+    *,
+    out: Any = None,
 ) -> Any:
     (gathered,) = outputs
     assert gathered.dtype == torch.bfloat16
@@ -213,7 +222,9 @@ def part_what_has_methods_now() -> None:
     assert local.untyped_storage().nbytes() == local.nbytes  # nobody keeps the former flat shard
     assert bias._local_tensor.data_ptr() == flat.shard.data_ptr()
     model(torch.ones(2, 6)).sum().backward()
-    assert weight.grad.full_tensor().unique().item() == 4.0  # two rows on two ranks: a sum, as set before
+    assert (
+        weight.grad.full_tensor().unique().item() == 4.0
+    )  # two rows on two ranks: a sum, as set before
     assert bias.grad.full_tensor().unique().item() == 4.0
 
 
@@ -222,7 +233,9 @@ def test_parameters_with_methods_leave_their_group_and_its_memory(two_ranks: Ran
 
 
 def load_extensions(*, first: bool) -> Tensors:
-    """Loads wrapped weights into a plain model, or the same weights into one that had the class all along."""
+    """Loads wrapped weights into a plain model, or the same weights into one that had the class all
+    along.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
         source = shardgrad.fully_shard(extended(Narrowed, 6, 8, 4))
@@ -251,7 +264,9 @@ def refuse_late_methods() -> None:
     x = torch.ones(1, 4)
     model = shardgrad.fully_shard(stack(4, 4))
     model[0].weight._local_tensor.fsdp_post_all_gather = post_on_the_way
-    with pytest.raises(errors.ExtensionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+    with pytest.raises(
+        errors.ExtensionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"
+    ):
         model(x)
     model = shardgrad.fully_shard(stack(4, 4))
     model(x)
@@ -306,7 +321,9 @@ class Odd(Narrowed):
 def refuse() -> None:
     model = stack(4, 4)
     model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(Half))
-    with pytest.raises(errors.ExtensionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"):
+    with pytest.raises(
+        errors.ExtensionError, match="Both fsdp_pre_all_gather and fsdp_post_all_gather"
+    ):
         shardgrad.fully_shard(model)
     with pytest.raises(errors.UnsupportedError, match="as an int"):
         shardgrad.fully_shard(extended(Narrowed, 4, 4), reshard_after_forward=1)
@@ -316,7 +333,9 @@ def refuse() -> None:
     model = shardgrad.fully_shard(extended(Narrowed, 4, 4))
     with pytest.raises(errors.OptimizerParameterError, match=r"torch.optim for it"):
         shardgrad.optim.AdamW(model.parameters())
-    with pytest.raises(errors.CaptureError, match=r"fsdp_pre_all_gather cannot be in a graphed step"):
+    with pytest.raises(
+        errors.CaptureError, match=r"fsdp_pre_all_gather cannot be in a graphed step"
+    ):
         shardgrad.graphed_step(model)(lambda: None)
 
 

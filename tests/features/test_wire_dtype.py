@@ -1,4 +1,5 @@
-"""`GradientPolicy(wire_dtype=torch.bfloat16)`: rounded, summed in float32 in rank order, half the bytes.
+"""`GradientPolicy(wire_dtype=torch.bfloat16)`: rounded, summed in float32 in rank order, half the
+bytes.
 
 What float8 shares with it is here for both; the rest is in test_float8_wire.py.
 """
@@ -48,11 +49,14 @@ WIRES = [WIRE, GradientPolicy(wire_dtype=torch.float8_e4m3fn)]
 WIRE_NAMES = ["bfloat16", "float8"]
 
 
-# -- the oracle: plain torch, without communication ---------------------------------------------------------
+# -- the oracle: plain torch, without communication
+# ---------------------------------------------------------
 
 
 def exchanged(parts: list[Tensor]) -> Tensor:
-    """Returns the float32 sum, in rank order, of parts that were rounded to travel; a single one does not."""
+    """Returns the float32 sum, in rank order, of parts that were rounded to travel; a single one
+    does not.
+    """
     if len(parts) == 1:
         return parts[0].float()
     total = parts[0].to(BF16).float()
@@ -90,7 +94,8 @@ def grads_of(model: nn.Module) -> Tensors:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
-# -- what is built ------------------------------------------------------------------------------------------
+# -- what is built
+# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,9 @@ class Case:
     def expected(self) -> Tensors:
         """Returns the gradients that all ranks together have to end with."""
         ranks = dist.get_world_size()
-        by_micro = [grads_of_every_rank(micro, self.computes) for micro in range(self.micro_batches)]
+        by_micro = [
+            grads_of_every_rank(micro, self.computes) for micro in range(self.micro_batches)
+        ]
         right = {}
         for name in by_micro[0][0]:
             parts = [[grads[name] for grads in micro] for micro in by_micro]
@@ -162,7 +169,9 @@ def sum_in_order(parts: list[Tensor]) -> Tensor:
 
 
 def whole_gradients(model: nn.Module) -> Tensors:
-    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
 def gradients_are_right(case: Case) -> None:
@@ -173,14 +182,17 @@ def gradients_are_right(case: Case) -> None:
         model.zero_grad()
 
 
-# -- gradients ----------------------------------------------------------------------------------------------
+# -- gradients
+# ----------------------------------------------------------------------------------------------
 
 ON_TWO = {
     "float32": Case(),
     "computed in bfloat16": Case(computes=BF16),
     "each micro-batch reduced": Case(micro_batches=3),
     "micro-batches summed first": Case(micro_batches=3, waits="reduce"),
-    "micro-batches summed first, computed in bfloat16": Case(micro_batches=2, waits="reduce", computes=BF16),
+    "micro-batches summed first, computed in bfloat16": Case(
+        micro_batches=2, waits="reduce", computes=BF16
+    ),
     "parameters whole from step to step": Case(micro_batches=2, options={"zero_stage": 2}),
     "gradients whole until the last backward": Case(micro_batches=3, options={"zero_stage": 1}),
     "offloaded": Case(micro_batches=2, options={"offload_policy": CPUOffloadPolicy()}),
@@ -191,7 +203,9 @@ ON_FOUR = {
     "resharded to two of four": Case(computes=BF16, options={"reshard_after_forward": 2}),
     "replicas": Case(replicas=2, micro_batches=2),
     "replicas, micro-batches summed first": Case(replicas=2, micro_batches=2, waits="reduce"),
-    "replicas that wait for the last micro-batch": Case(replicas=2, micro_batches=2, waits="all-reduce"),
+    "replicas that wait for the last micro-batch": Case(
+        replicas=2, micro_batches=2, waits="all-reduce"
+    ),
     "four replicas": Case(replicas=4, micro_batches=2),
     "both axes": Case(replicas=2, micro_batches=2, options={"zero_stage": "hfsdp"}),
 }
@@ -218,7 +232,9 @@ def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
             model.zero_grad()
             loss = model(SHARDGRAD.inputs(0, sizes[0])).float().square().mean()
             sent.clear()
-            with watching_collectives(lambda name, tensor: sent.update([name, f"{name} of {tensor.dtype}"])):
+            with watching_collectives(
+                lambda name, tensor: sent.update([name, f"{name} of {tensor.dtype}"])
+            ):
                 loss.backward()
     by_rank = []
     for x in UNSHARDED.inputs(0, sizes[0]).chunk(ranks):
@@ -226,7 +242,9 @@ def zero_copy_gradients_are_right(dtype: torch.dtype, replicas: int) -> None:
         whole(x.to(dtype)).float().square().mean().backward()
         by_rank.append(grads_of(whole))
     right = {
-        name: reduced_over_replicas(reduced_over_shards([grads[name] for grads in by_rank], replicas), ranks)
+        name: reduced_over_replicas(
+            reduced_over_shards([grads[name] for grads in by_rank], replicas), ranks
+        )
         for name in by_rank[0]
     }
     assert_same_bits(whole_gradients(model), right)
@@ -252,7 +270,9 @@ def nothing_changes_on_one_rank(policy: GradientPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", WIRES, ids=WIRE_NAMES)
-def test_one_rank_sends_nothing_and_rounds_nothing(worlds: dict[int, Ranks], policy: GradientPolicy) -> None:
+def test_one_rank_sends_nothing_and_rounds_nothing(
+    worlds: dict[int, Ranks], policy: GradientPolicy
+) -> None:
     worlds[1].run(nothing_changes_on_one_rank, policy)
 
 
@@ -262,7 +282,8 @@ def one_rank_has_no_batch() -> None:
         if dist.get_rank() == 1:
             token_loss(model, SHARDGRAD.tokens(0)).backward()
     right = {
-        name: grad.to(BF16).float() / 2 for name, grad in grads_of_every_rank(0, torch.float32)[1].items()
+        name: grad.to(BF16).float() / 2
+        for name, grad in grads_of_every_rank(0, torch.float32)[1].items()
     }
     assert_same_bits(whole_gradients(model), right)
 
@@ -279,7 +300,9 @@ def hook_sees_float32(replicas: int) -> None:
         module.set_all_reduce_hook(lambda chunk: seen.append(chunk.mul_(2.0)))
     case.run(model)
     assert {chunk.dtype for chunk in seen} == {torch.float32}
-    assert_same_bits(whole_gradients(model), {name: 2 * grad for name, grad in case.expected().items()})
+    assert_same_bits(
+        whole_gradients(model), {name: 2 * grad for name, grad in case.expected().items()}
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
@@ -332,7 +355,8 @@ def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
     two_ranks.run(changes_no_bit_without)
 
 
-# -- bytes --------------------------------------------------------------------------------------------------
+# -- bytes
+# --------------------------------------------------------------------------------------------------
 
 SIZES = (256, 512, 256)
 
@@ -350,7 +374,9 @@ def bytes_of_a_backward(policy: GradientPolicy, replicas: int) -> Counter[str]:
 
 
 def half_the_bytes(replicas: int) -> None:
-    wide, narrow = (bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE))
+    wide, narrow = (
+        bytes_of_a_backward(policy, replicas).total() for policy in (GradientPolicy(), WIRE)
+    )
     print(f"{replicas} x {dist.get_world_size() // replicas} ranks: {wide:,} and {narrow:,} bytes")
     # The tail of a chunk, with flags and tag, has 128 bytes in either dtype.
     assert 0.5 <= narrow / wide < 0.502
@@ -365,10 +391,13 @@ def test_half_of_the_bytes_are_sent_over_both_axes(four_ranks: Ranks, replicas: 
     four_ranks.run(half_the_bytes, replicas)
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------
 
 
-def refuses(error: type[Exception], says: list[str], policy: GradientPolicy, **options: Any) -> None:
+def refuses(
+    error: type[Exception], says: list[str], policy: GradientPolicy, **options: Any
+) -> None:
     model = stack(4, 4)
     with pytest.raises(error) as caught:
         SHARDGRAD.fully_shard(model, gradient_policy=policy, **options)
@@ -380,10 +409,18 @@ def refuses(error: type[Exception], says: list[str], policy: GradientPolicy, **o
 @pytest.mark.parametrize(
     ("dtype", "error", "says"),
     [
-        (torch.float16, OptionError, ["wire_dtype=torch.float16", "expected:", "wire_dtype=torch.bfloat16"]),
+        (
+            torch.float16,
+            OptionError,
+            ["wire_dtype=torch.float16", "expected:", "wire_dtype=torch.bfloat16"],
+        ),
         (torch.float32, OptionError, ["wire_dtype=torch.float32", "None for the reduce dtype"]),
         *(
-            (dtype, OptionError, [f"wire_dtype={dtype}", " GradientPolicy(wire_dtype=torch.float8_e4m3fn)"])
+            (
+                dtype,
+                OptionError,
+                [f"wire_dtype={dtype}", " GradientPolicy(wire_dtype=torch.float8_e4m3fn)"],
+            )
             for dtype in (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e8m0fnu)
         ),
         ("bf16", OptionTypeError, ["GradientPolicy.wire_dtype must be a torch.dtype", "'bf16'"]),
@@ -412,7 +449,9 @@ def own_reduce_scatter(policy: GradientPolicy) -> None:
 
 
 @pytest.mark.parametrize("policy", WIRES, ids=WIRE_NAMES)
-def test_a_reduce_scatter_of_the_program_is_refused(worlds: dict[int, Ranks], policy: GradientPolicy) -> None:
+def test_a_reduce_scatter_of_the_program_is_refused(
+    worlds: dict[int, Ranks], policy: GradientPolicy
+) -> None:
     worlds[1].run(own_reduce_scatter, policy)
 
 

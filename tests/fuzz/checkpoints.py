@@ -39,12 +39,16 @@ def same(ours: Any, theirs: Any) -> bool:
         return torch.equal(ours, theirs)
     if isinstance(theirs, dict):
         return all(same(ours[key], theirs[key]) for key in theirs)
-    return all(map(same, ours, theirs)) if isinstance(theirs, list | tuple) else bool(ours == theirs)
+    return (
+        all(map(same, ours, theirs)) if isinstance(theirs, list | tuple) else bool(ours == theirs)
+    )
 
 
 @cache
 def samples() -> Path:
-    """Returns a folder with a checkpoint of each kind, a copy of each to be damaged, and a series."""
+    """Returns a folder with a checkpoint of each kind, a copy of each to be damaged, and a
+    series.
+    """
     folder = scratch() / "checkpoints"
     checkpoint.save(state(1.0), folder / "ours")
     with warnings.catch_warnings():
@@ -69,12 +73,16 @@ def load(folder: Path, *, is_intact: bool, of: Sequence[str] = ("w", "b", "group
         )
         return "refused"
     right = state(1.0)
-    assert not is_intact or same(loaded, {name: right[name] for name in of}), "damage went unnoticed"
+    assert not is_intact or same(loaded, {name: right[name] for name in of}), (
+        "damage went unnoticed"
+    )
     return "loaded"
 
 
 def feed_index(changes: list[tuple[list[int], str, Any]]) -> str:
-    """An index that lies, with a marker that agrees. What it says may be believed, if it is possible."""
+    """An index that lies, with a marker that agrees. What it says may be believed, if it is
+    possible.
+    """
     right = json.loads((samples() / "ours" / "index.json").read_text(encoding="utf-8"))
     text = json.dumps(changed(right, changes)).encode()
     folder = samples() / "ours-damaged"
@@ -121,7 +129,9 @@ def _weights() -> Path:
 
 
 def feed_weights(case: tuple[int, list[tuple[int, str, bytes]]]) -> str:
-    """Damage to a file of weights, or to their index. There are no checksums: contents may differ."""
+    """Damage to a file of weights, or to their index. There are no checksums: contents may
+    differ.
+    """
     number, edits = case
     files = sorted(_weights().iterdir())
     assert len(files) == 3
@@ -162,7 +172,9 @@ def feed_pointer(text: bytes) -> str:
     folder = samples() / "series"
     (folder / "latest").write_bytes(text)
     found = checkpoint.Series(folder).latest()
-    assert found in (folder / "step_000004", folder / "step_000005"), f"{found} is none of this folder"
+    assert found in (folder / "step_000004", folder / "step_000005"), (
+        f"{found} is none of this folder"
+    )
     assert _step_of_latest(folder) in (None, int(found.name.removeprefix("step_")))
     return "newest" if found.name == "step_000005" else "another"
 
@@ -172,26 +184,33 @@ POINTERS = st.one_of(
     ODD_TEXTS.map(lambda text: text.encode("utf-8", "replace")),
     st.tuples(
         st.sampled_from(["", " ", "../", "/", "../series/", "series/"]),
-        st.sampled_from(["step_000004", "step_000005", "step_5", "step_000009", "ours", "step_\u0661\u0661"]),
+        st.sampled_from(
+            ["step_000004", "step_000005", "step_5", "step_000009", "ours", "step_\u0661\u0661"]
+        ),
         st.sampled_from(["", "\n", "/", "/index.json", "\0", ".replaced", ".abandoned", "\n\n"]),
     ).map(lambda parts: "".join(parts).encode()),
 )
 
 
-# -- pickles, by their grammar: programs that may share, nest, change and name anything ----------------------
+# -- pickles, by their grammar: programs that may share, nest, change and name anything
+# ----------------------
 
 STRINGS = st.one_of(
     st.sampled_from(["ha", "torch", "Size", "os", "system", "w", "x" * 1000]), st.text(max_size=8)
 )
 OPCODES = st.one_of(
-    st.sampled_from([b"N", b"\x88", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87"]),
+    st.sampled_from(
+        [b"N", b"\x88", b"}", b"]", b")", b"(", b"t", b"l", b"d", b"\x85", b"\x86", b"\x87"]
+    ),
     st.sampled_from(
         [b"a", b"e", b"s", b"u", b"b", b"R", b"\x81", b"\x93", b"\x94", b"0", b"2", b"Q", b"\x8f"]
     ),
     st.integers(0, 12).map(lambda number: b"h%c" % number),
     st.integers(0, 12).map(lambda number: b"q%c" % number),
     st.integers(-(2**70), 2**70).map(lambda number: pickle.dumps(number, protocol=2)[2:-1]),
-    STRINGS.map(lambda text: pickle.dumps(text, protocol=4)[11:-2] if len(text.encode()) < 200 else b"N"),
+    STRINGS.map(
+        lambda text: pickle.dumps(text, protocol=4)[11:-2] if len(text.encode()) < 200 else b"N"
+    ),
     st.sampled_from(["torch Size", "torch float32", "os system", "collections OrderedDict"]).map(
         lambda name: b"c%b\n%b\n" % tuple(part.encode() for part in name.split())
     ),
@@ -241,11 +260,21 @@ ATTRIBUTES = st.tuples(
     st.sampled_from(["storage", "tensor", "metadata"]),
     st.sampled_from(
         [
-            *("relative_path", "offset", "length", "transform_descriptors", "size", "chunks", "properties"),
+            *(
+                "relative_path",
+                "offset",
+                "length",
+                "transform_descriptors",
+                "size",
+                "chunks",
+                "properties",
+            ),
             *("planner_data", "storage_data", "state_dict_metadata"),
         ]
     ),
-    st.one_of(ODD, ODD.map(lambda x: (x, x)), st.integers(0, 50).map(lambda levels: nested(levels))),
+    st.one_of(
+        ODD, ODD.map(lambda x: (x, x)), st.integers(0, 50).map(lambda levels: nested(levels))
+    ),
 )
 
 
@@ -283,7 +312,8 @@ FILES = st.tuples(st.integers(0, 2), EDITS)
 TARGETS = {
     "index": Target(CHANGES, feed_index),
     "index as text": Target(
-        st.one_of(st.binary(max_size=200), ODD.map(lambda x: json.dumps(x).encode())), feed_index_text
+        st.one_of(st.binary(max_size=200), ODD.map(lambda x: json.dumps(x).encode())),
+        feed_index_text,
     ),
     "files": Target(FILES, lambda case: feed_file("ours", case)),
     "files of torch": Target(FILES, lambda case: feed_file("torch", case)),

@@ -35,36 +35,62 @@ from shardgrad.train.corpus import load_corpus
 from shardgrad.train.failure import TrainingError
 from shardgrad.train.rank import Job, Report
 from tests.fuzz.checkpoints import samples
-from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, edited, scratch
+from tests.fuzz.inputs import (
+    CHANGES,
+    EDITS,
+    ODD,
+    ODD_TEXTS,
+    PLAUSIBLE,
+    Target,
+    changed,
+    edited,
+    scratch,
+)
 from tests.fuzz.runs import VARIABLES
 
-WORDS = ODD_TEXTS.map(lambda text: text.replace("\0", "0"))  # the system passes on no null characters
+WORDS = ODD_TEXTS.map(
+    lambda text: text.replace("\0", "0")
+)  # the system passes on no null characters
 NUMBERS = st.one_of(
     st.integers(-2, 9).map(str),
     st.integers(-(10**6), 10**6).map(str),
     st.floats().map(str),
-    st.sampled_from(["nan", "inf", "-inf", "-0.0", "1e400", "9" * 5000, "9" * 30, "", "x", str(2**62)]),
+    st.sampled_from(
+        ["nan", "inf", "-inf", "-0.0", "1e400", "9" * 5000, "9" * 30, "", "x", str(2**62)]
+    ),
 )
 # Paths in the folder that commands are called in, and others.
 PATHS = st.one_of(
-    st.sampled_from(["ours", "torch", "damaged", "run", "runs", "new", "missing", ".", "/dev/null", "pipe"]),
-    st.sampled_from(["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]),
+    st.sampled_from(
+        ["ours", "torch", "damaged", "run", "runs", "new", "missing", ".", "/dev/null", "pipe"]
+    ),
+    st.sampled_from(
+        ["run/config.json", "settings.toml", "settings.json", "text", "/dev/zero", "x" * 300]
+    ),
     st.sampled_from(["trace.json", "trace.json.gz"]),
     WORDS,
 )
 OVERRIDES = st.one_of(
     st.tuples(
-        st.sampled_from(["layers", "width", "heads", "tied", "vocab_size", "norm_eps", "layer", ""]),
+        st.sampled_from(
+            ["layers", "width", "heads", "tied", "vocab_size", "norm_eps", "layer", ""]
+        ),
         st.sampled_from(["=", "==", "", " = "]),
         st.one_of(NUMBERS, WORDS, st.sampled_from(["true", "[1]", "[" * 5000])),
     ).map("".join),
     WORDS,
 )
-MESHES = st.one_of(st.sampled_from(["2", "2x2", "4x16", "1x1", "0x2", "2x2x2", "x", "²x2"]), NUMBERS)
-FUNCTIONS = st.one_of(
-    st.sampled_from(["json:loads", "json:nothing", "nothing:f", "json", ":", ".a:b", "a b:c", "..:x"]), WORDS
+MESHES = st.one_of(
+    st.sampled_from(["2", "2x2", "4x16", "1x1", "0x2", "2x2x2", "x", "²x2"]), NUMBERS
 )
-# What is given to an option that takes text; one that is not here has choices, a number or no value.
+FUNCTIONS = st.one_of(
+    st.sampled_from(
+        ["json:loads", "json:nothing", "nothing:f", "json", ":", ".a:b", "a b:c", "..:x"]
+    ),
+    WORDS,
+)
+# What is given to an option that takes text; one that is not here has choices, a number or no
+# value.
 TEXTS = {
     "--audit": FUNCTIONS,
     "--config": PATHS,
@@ -132,15 +158,21 @@ def words_of(option: click.Option) -> st.SearchStrategy[list[str]]:
 
 @cache
 def lines_of(words: tuple[str, ...]) -> st.SearchStrategy[list[str]]:
-    """Returns command lines of a command: a few of its options, its arguments, and what does not belong."""
+    """Returns command lines of a command: a few of its options, its arguments, and what does not
+    belong.
+    """
     command = dict(commands(main))[words]
     options = [words_of(param) for param in command.params if isinstance(param, click.Option)]
     arguments = [param for param in command.params if isinstance(param, click.Argument)]
     parts = st.lists(
-        st.one_of(*options, WORDS.map(lambda text: [text])) if options else WORDS.map(lambda t: [t]),
+        st.one_of(*options, WORDS.map(lambda text: [text]))
+        if options
+        else WORDS.map(lambda t: [t]),
         max_size=4,
     )
-    required = [words_of(param) for param in command.params if param.required and param not in arguments]
+    required = [
+        words_of(param) for param in command.params if param.required and param not in arguments
+    ]
     parts = st.one_of(parts, st.tuples(parts, *required).map(lambda all_: [*all_[0], *all_[1:]]))
     given = st.tuples(
         *(
@@ -179,7 +211,9 @@ def _workplace() -> Path:
 
 
 def _read_as_ranks_do(job: Job, ranks: int = 1, **_: Any) -> Report:
-    """What a rank reads before its first step, in this process, and how it would report an error."""
+    """What a rank reads before its first step, in this process, and how it would report an
+    error.
+    """
     config = job.config
     try:
         Series(job.folder / "checkpoints").latest()
@@ -214,7 +248,9 @@ _LEFT_OUT = _Failed(0.0, "build()", "left out")
 
 
 def call(words: list[str], variables: dict[str, str]) -> str:
-    """Calls a command line in the workplace, where what takes seconds or starts processes is left out."""
+    """Calls a command line in the workplace, where what takes seconds or starts processes is left
+    out.
+    """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, variables))
         stack.enter_context(mock.patch("shardgrad.train.launch.spawn", _read_as_ranks_do))
@@ -224,7 +260,9 @@ def call(words: list[str], variables: dict[str, str]) -> str:
         stack.enter_context(mock.patch("shardgrad.testing.audit._run", return_value=[_LEFT_OUT]))
         stack.enter_context(mock.patch("shardgrad.plan.planning.make_plan", _made_sense))
         stack.enter_context(mock.patch("shardgrad.plan.search.search", _made_sense))
-        stack.enter_context(mock.patch("shardgrad.plan.measuring.measure", return_value=Measured(1.0, "")))
+        stack.enter_context(
+            mock.patch("shardgrad.plan.measuring.measure", return_value=Measured(1.0, ""))
+        )
         stack.enter_context(mock.patch("shardgrad.explain.traces.write_trace", _written_as_new))
         stack.enter_context(warnings.catch_warnings())
         before = os.getcwd()
@@ -250,7 +288,8 @@ def _kept() -> frozenset[str]:
     return frozenset(os.listdir(_workplace()))
 
 
-# -- commands that read a damaged checkpoint ----------------------------------------------------------------
+# -- commands that read a damaged checkpoint
+# ----------------------------------------------------------------
 
 READING = st.sampled_from(
     [
@@ -284,7 +323,8 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
     return outcome
 
 
-# -- traces -------------------------------------------------------------------------------------------------
+# -- traces
+# -------------------------------------------------------------------------------------------------
 
 
 def _event(name: str, category: str, ts: float, dur: float, **arguments: Any) -> dict[str, Any]:
@@ -302,7 +342,15 @@ TRACES: tuple[Any, ...] = (
             _event("cudaStreamWaitEvent", "cuda_runtime", 15.0, 5.0, correlation=3),
             _event("cudaLaunchKernel", "cuda_runtime", 20.0, 5.0, correlation=4),
             _event("cudaStreamSynchronize", "cuda_runtime", 30.0, 200.0, correlation=5),
-            _event("ncclDevKernel_AllGather", "kernel", 10.0, 100.0, stream=20, correlation=1, dtype="Float"),
+            _event(
+                "ncclDevKernel_AllGather",
+                "kernel",
+                10.0,
+                100.0,
+                stream=20,
+                correlation=1,
+                dtype="Float",
+            ),
             _event("gemm", "kernel", 112.0, 50.0, stream=7, correlation=4),
             _event(
                 *("Stream Wait Event", "cuda_sync", 15.0, 0.0),
@@ -334,7 +382,20 @@ TRACES: tuple[Any, ...] = (
 )
 _FIELDS = st.sampled_from(
     [
-        *("name", "cat", "ph", "ts", "dur", "tid", "args", "stream", "correlation", "link", "kind", "dtype"),
+        *(
+            "name",
+            "cat",
+            "ph",
+            "ts",
+            "dur",
+            "tid",
+            "args",
+            "stream",
+            "correlation",
+            "link",
+            "kind",
+            "dtype",
+        ),
         *("host_after", "waits_for", "wait_on_stream", "wait_on_cuda_event_record_corr_id"),
     ]
 )
@@ -351,7 +412,9 @@ FED_TRACES = st.tuples(
 
 
 def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
-    """A trace of which events, or bytes of its compressed file, are others: explained, and written again."""
+    """A trace of which events, or bytes of its compressed file, are others: explained, and written
+    again.
+    """
     number, (kind, differences) = case
     trace, path = copy.deepcopy(TRACES[number]), scratch() / "trace.json"
     if kind == "gzip":
@@ -363,14 +426,17 @@ def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
         events = trace["traceEvents"]
         for place, name, value in differences:
             event = events[place % len(events)]
-            (event if name in event or not isinstance(event["args"], dict) else event["args"])[name] = value
+            (event if name in event or not isinstance(event["args"], dict) else event["args"])[
+                name
+            ] = value
         path.write_text(json.dumps(trace), encoding="utf-8")
     outcome = call(["explain", str(path)], {})
     assert call(["explain", str(path), "--json", "--perfetto", "replayed.json"], {}) == outcome
     return outcome
 
 
-# -- plans --------------------------------------------------------------------------------------------------
+# -- plans
+# --------------------------------------------------------------------------------------------------
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
 REQUESTS = st.fixed_dictionaries(

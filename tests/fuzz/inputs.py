@@ -1,4 +1,6 @@
-"""What targets of the fuzzer are made of: odd values, changes of nested things, edits of bytes, a folder."""
+"""What targets of the fuzzer are made of: odd values, changes of nested things, edits of bytes, a
+folder.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ class Target:
 
     Attributes:
         inputs: what is fed to it.
-        feed: feeds one input, and returns a word for what happened. Anything but a typed error, a success
-            with the right result, or (for the command line) an exit status raises.
+        feed: feeds one input, and returns a word for what happened. Anything but a typed error, a
+            success with the right result, or (for the command line) an exit status raises.
     """
 
     inputs: st.SearchStrategy[Any]
@@ -41,23 +43,41 @@ def scratch() -> Path:
 
 ODD_NUMBERS = st.one_of(
     st.integers(),
-    st.sampled_from([0, -1, 1, 2**31, 2**62, 2**63, 2**64, 10**40, 1.5, float("nan"), float("inf")]),
+    st.sampled_from(
+        [0, -1, 1, 2**31, 2**62, 2**63, 2**64, 10**40, 1.5, float("nan"), float("inf")]
+    ),
 )
 ODD_TEXTS = st.one_of(
     st.text(max_size=20),
     st.sampled_from(
-        ["..", "../x", "/etc/passwd", "a/b", "\0", "\x1b[2J", "", "~", "float32", "object", "x" * 300]
+        [
+            "..",
+            "../x",
+            "/etc/passwd",
+            "a/b",
+            "\0",
+            "\x1b[2J",
+            "",
+            "~",
+            "float32",
+            "object",
+            "x" * 300,
+        ]
     ),
 )
 ODD = st.recursive(
     st.one_of(st.none(), st.booleans(), ODD_NUMBERS, ODD_TEXTS),
-    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(ODD_TEXTS, inner, max_size=4)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(ODD_TEXTS, inner, max_size=4)
+    ),
     max_leaves=8,
 )
 # What may be right somewhere.
 PLAUSIBLE = st.one_of(
     st.sampled_from([0, 1, 2, 3, 4, 6, 8, 16, 256, -1, 0.0, 0.5, 1.0, 1e-3, True, False, None]),
-    st.sampled_from(["", "cpu", "tiny", "adamw", "2x2", "3", "skip", "torch", "w", "bfloat16", "silu"]),
+    st.sampled_from(
+        ["", "cpu", "tiny", "adamw", "2x2", "3", "skip", "torch", "w", "bfloat16", "silu"]
+    ),
     st.builds(list),
     st.builds(dict),
 )

@@ -1,7 +1,7 @@
 """The fuzzer for as long as one likes, in slots, and its record.
 
-`python -m tests.fuzz.long --inputs 100000 --minutes 14 --out benchmarks/results`, and again until it says
-that all inputs are done.
+`python -m tests.fuzz.long --inputs 100000 --minutes 14 --out benchmarks/results`, and again until
+it says that all inputs are done.
 """
 
 from __future__ import annotations
@@ -39,14 +39,18 @@ _PROGRESS = Path(__file__).parents[2] / "build" / "fuzz.json"
 @click.command()
 @click.option("--inputs", type=click.IntRange(100), default=100_000, show_default=True)
 @click.option("--first-seed", type=int, default=1, show_default=True)
-@click.option("--minutes", type=float, help="Stop after the round that is running then; call again to go on.")
+@click.option(
+    "--minutes", type=float, help="Stop after the round that is running then; call again to go on."
+)
 @click.option("--progress", type=click.Path(path_type=Path), default=_PROGRESS, show_default=True)
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
     help=f"Folder of the record, as {_RESULTS.name}.",
 )
-def main(inputs: int, first_seed: int, minutes: float | None, progress: Path, out: Path | None) -> None:
+def main(
+    inputs: int, first_seed: int, minutes: float | None, progress: Path, out: Path | None
+) -> None:
     """Feed so many inputs to all targets; the first that comes out wrong ends it, made small."""
     began_s = time.monotonic()
     _limit_memory()
@@ -61,7 +65,9 @@ def main(inputs: int, first_seed: int, minutes: float | None, progress: Path, ou
             done.wall_s += time.perf_counter() - before_s
             done.rounds[name] = number + 1
             done.write(progress, what)
-            click.echo(f"{name}: {dict(done.outcomes[name])}, the slowest in {done.worst_s[name]:.3f} s")
+            click.echo(
+                f"{name}: {dict(done.outcomes[name])}, the slowest in {done.worst_s[name]:.3f} s"
+            )
     if out is not None:
         append(
             out,
@@ -92,7 +98,9 @@ class _Done:
         self, rounds: dict[str, int], outcomes: Any, worst_s: dict[str, float], wall_s: float
     ) -> None:
         self.rounds = rounds
-        self.outcomes: dict[str, Counter[str]] = {name: Counter(found) for name, found in outcomes.items()}
+        self.outcomes: dict[str, Counter[str]] = {
+            name: Counter(found) for name, found in outcomes.items()
+        }
         self.worst_s = worst_s
         self.wall_s = wall_s
 
@@ -131,7 +139,9 @@ def _limit_memory() -> None:
 def _counts(inputs: int) -> dict[str, int]:
     """Returns how many inputs each target gets; together at least as many as asked for."""
     rest = [name for name in TARGETS if name not in _SHARES]
-    shares = {name: _SHARES.get(name, (1000 - sum(_SHARES.values())) / len(rest)) for name in TARGETS}
+    shares = {
+        name: _SHARES.get(name, (1000 - sum(_SHARES.values())) / len(rest)) for name in TARGETS
+    }
     return {name: int(inputs * share / 1000) + 1 for name, share in shares.items()}
 
 

@@ -1,4 +1,6 @@
-"""What a run reads apart from checkpoints: its folder, its settings, its text, and the environment."""
+"""What a run reads apart from checkpoints: its folder, its settings, its text, and the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,23 @@ from shardgrad.train.parallel import World
 from shardgrad.train.presets import transformer_config
 from shardgrad.train.record import RunRecord
 from shardgrad.train.sinks import wandb_mode
-from tests.fuzz.inputs import CHANGES, EDITS, ODD, ODD_TEXTS, PLAUSIBLE, Target, changed, edited, scratch
+from tests.fuzz.inputs import (
+    CHANGES,
+    EDITS,
+    ODD,
+    ODD_TEXTS,
+    PLAUSIBLE,
+    Target,
+    changed,
+    edited,
+    scratch,
+)
 
 WORLD = World(0, 1, torch.device("cpu"), None)  # type: ignore[arg-type]  # one rank
 
 
-# -- a run folder -------------------------------------------------------------------------------------------
+# -- a run folder
+# -------------------------------------------------------------------------------------------
 
 EVENTS = st.lists(
     st.one_of(
@@ -66,7 +79,9 @@ def feed_metrics(text: bytes) -> str:
 
 LOCKS = st.one_of(
     st.binary(max_size=100),
-    st.fixed_dictionaries({"host": ODD, "process": ODD, "since": ODD}).map(lambda x: json.dumps(x).encode()),
+    st.fixed_dictionaries({"host": ODD, "process": ODD, "since": ODD}).map(
+        lambda x: json.dumps(x).encode()
+    ),
 )
 
 
@@ -79,7 +94,8 @@ def feed_lock(text: bytes) -> str:
     return "taken over"
 
 
-# -- the environment ----------------------------------------------------------------------------------------
+# -- the environment
+# ----------------------------------------------------------------------------------------
 
 NUMBERED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT")
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
@@ -94,7 +110,16 @@ _VALUES = st.one_of(
     st.integers(-1, 9).map(str),
     st.integers().map(str),
     st.sampled_from(
-        ["zero", "", "9" * 5000, "65535", "65536", "expandable_segments:True", "localhost", "online"]
+        [
+            "zero",
+            "",
+            "9" * 5000,
+            "65535",
+            "65536",
+            "expandable_segments:True",
+            "localhost",
+            "online",
+        ]
     ),
 )
 # None or more of them, and a launcher's of which some are others.
@@ -126,7 +151,8 @@ def feed_environment(variables: dict[str, str]) -> str:
     return "taken"
 
 
-# -- a run that continues a text ----------------------------------------------------------------------------
+# -- a run that continues a text
+# ----------------------------------------------------------------------------
 
 SMALL = {"layers": 1, "width": 8, "heads": 2, "kv_heads": 1, "hidden": 8}
 
@@ -137,13 +163,20 @@ def small_run() -> Path:
     folder = scratch() / "small-run"
     series = checkpoint.Series(folder / "checkpoints")
     path = series.path_of(3)
-    state = {"model": Transformer(transformer_config("tiny", SMALL)).state_dict(), "progress": {"step": 3}}
+    state = {
+        "model": Transformer(transformer_config("tiny", SMALL)).state_dict(),
+        "progress": {"step": 3},
+    }
     checkpoint.save(state, path, then=lambda: series.publish(path))
     return folder
 
 
-def feed_run(case: tuple[list[tuple[list[int], str, Any]], int, list[tuple[int, str, bytes]]]) -> str:
-    """A run of which settings and a file of the checkpoint may be others, and what its model writes."""
+def feed_run(
+    case: tuple[list[tuple[list[int], str, Any]], int, list[tuple[int, str, bytes]]],
+) -> str:
+    """A run of which settings and a file of the checkpoint may be others, and what its model
+    writes.
+    """
     changes, number, edits = case
     folder = small_run()
     right = json.loads(TrainConfig(seq_len=4, override=SMALL).to_json())
@@ -154,7 +187,11 @@ def feed_run(case: tuple[list[tuple[list[int], str, Any]], int, list[tuple[int, 
     path.write_bytes(edited(before, edits))
     try:
         model, config = load_run(folder)
-        settings: dict[str, Any] = {"count": 2, "window": min(config.seq_len, 4), "device": WORLD.device}
+        settings: dict[str, Any] = {
+            "count": 2,
+            "window": min(config.seq_len, 4),
+            "device": WORLD.device,
+        }
         text = continued(model, b"ab", temperature=0.5, seed=0, **settings)
     except (TrainingError, CheckpointError, PartnerUnavailableError):
         return "refused"
@@ -168,7 +205,8 @@ RUNS = st.one_of(
     st.tuples(CHANGES, st.just(0), st.just([])), st.tuples(st.just([]), st.integers(0, 3), EDITS)
 )
 
-# -- settings -----------------------------------------------------------------------------------------------
+# -- settings
+# -----------------------------------------------------------------------------------------------
 
 FIELDS = st.sampled_from(list(TrainConfig.__dataclass_fields__))
 KEYS = st.one_of(FIELDS, st.sampled_from(["unknown", "batch-size", "", "a.b"]))
@@ -210,9 +248,13 @@ SETTINGS_FILES = st.tuples(
     st.sampled_from(["toml", "json"]),
     st.one_of(
         st.binary(max_size=200),
-        st.dictionaries(KEYS, st.one_of(PLAUSIBLE, ODD), max_size=3).map(lambda x: json.dumps(x).encode()),
+        st.dictionaries(KEYS, st.one_of(PLAUSIBLE, ODD), max_size=3).map(
+            lambda x: json.dumps(x).encode()
+        ),
         st.lists(st.tuples(KEYS, st.one_of(PLAUSIBLE.map(json.dumps), ODD_TEXTS)), max_size=3).map(
-            lambda rows: "\n".join(f"{name} = {value}" for name, value in rows).encode("utf-8", "replace")
+            lambda rows: "\n".join(f"{name} = {value}" for name, value in rows).encode(
+                "utf-8", "replace"
+            )
         ),
         st.integers(0, 3000).map(lambda levels: b"[" * levels),
     ),
@@ -227,10 +269,13 @@ def feed_mesh(text: str) -> str:
     return "taken"
 
 
-# -- a text to train on -------------------------------------------------------------------------------------
+# -- a text to train on
+# -------------------------------------------------------------------------------------
 
 ENTRIES = st.lists(
-    st.sampled_from(["text", "empty", "pipe", "dangling", "loop", "zero", "folder", "unreadable", "hidden"]),
+    st.sampled_from(
+        ["text", "empty", "pipe", "dangling", "loop", "zero", "folder", "unreadable", "hidden"]
+    ),
     max_size=4,
 )
 TEXTS = st.tuples(
@@ -281,14 +326,17 @@ def feed_text(case: tuple[list[str], str, int, float, int]) -> str:
         _make_entry(kind, folder / f"{kind}-{number}")
     path = str(folder if name == "folder" else folder / name)
     try:
-        corpus = load_corpus(path, limit_nbytes=limit_nbytes, validation_fraction=fraction, seq_len=seq_len)
+        corpus = load_corpus(
+            path, limit_nbytes=limit_nbytes, validation_fraction=fraction, seq_len=seq_len
+        )
     except TrainingError:
         return "refused"
     assert corpus.nbytes <= limit_nbytes
     return "read"
 
 
-# -- a configuration of transformers ------------------------------------------------------------------------
+# -- a configuration of transformers
+# ------------------------------------------------------------------------
 
 
 @cache
@@ -301,8 +349,17 @@ def tiny_llama() -> dict[str, Any]:
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
         },
-        **{"rope_theta": 10000.0, "rms_norm_eps": 1e-5, "pad_token_id": 0, "torch_dtype": "float32"},
-        **{"architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "max_position_embeddings": 64},
+        **{
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": 0,
+            "torch_dtype": "float32",
+        },
+        **{
+            "architectures": ["LlamaForCausalLM"],
+            "hidden_act": "silu",
+            "max_position_embeddings": 64,
+        },
     }
 
 
@@ -331,13 +388,17 @@ def feed_hf_model(case: list[tuple[list[int], str, Any]] | bytes) -> str:
     return "built"
 
 
-HF_FILES = st.one_of(CHANGES, st.binary(max_size=100), st.integers(0, 3000).map(lambda levels: b"[" * levels))
+HF_FILES = st.one_of(
+    CHANGES, st.binary(max_size=100), st.integers(0, 3000).map(lambda levels: b"[" * levels)
+)
 
 TARGETS = {
     "metrics": Target(EVENTS, feed_metrics),
     "lock": Target(LOCKS, feed_lock),
     "environment": Target(VARIABLES, feed_environment),
-    "settings": Target(st.dictionaries(FIELDS, st.one_of(PLAUSIBLE, ODD), max_size=3), feed_settings),
+    "settings": Target(
+        st.dictionaries(FIELDS, st.one_of(PLAUSIBLE, ODD), max_size=3), feed_settings
+    ),
     "saved settings": Target(CHANGES, feed_saved_settings),
     "file of settings": Target(SETTINGS_FILES, feed_settings_file),
     "run that continues a text": Target(RUNS, feed_run),

@@ -18,9 +18,17 @@ from tests.fuzz.targets import TARGETS
 
 PACKAGE = Path(shardgrad.__file__).parent
 
-# Functions that open files, and the target that feeds what they read; "" where nothing of another program is
-# read, with the reason.
-OPENING = {"open", "read_text", "read_bytes", "content_of", "open_plain", "read_regular", "import_module"}
+# Functions that open files, and the target that feeds what they read; "" where nothing of another
+# program is read, with the reason.
+OPENING = {
+    "open",
+    "read_text",
+    "read_bytes",
+    "content_of",
+    "open_plain",
+    "read_regular",
+    "import_module",
+}
 DOORS = {
     "checkpoint/files.py DataFile.__init__": "",  # writes
     "checkpoint/files.py content_of": "files",
@@ -95,7 +103,9 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
             if isinstance(child, ast.FunctionDef):
                 yield f"{place} {name}{child.name}", child
             else:
-                yield from below(child, place, f"{child.name}." if isinstance(child, ast.ClassDef) else name)
+                yield from below(
+                    child, place, f"{child.name}." if isinstance(child, ast.ClassDef) else name
+                )
 
     for path in sorted(PACKAGE.rglob("*.py")):
         yield from below(ast.parse(path.read_text()), str(path.relative_to(PACKAGE)), "")
@@ -107,7 +117,11 @@ def callers_of(names: set[str]) -> set[str]:
             return ""
         return str(getattr(node.func, "attr", getattr(node.func, "id", "")))
 
-    return {where for where, body in functions() if any(called(node) in names for node in ast.walk(body))}
+    return {
+        where
+        for where, body in functions()
+        if any(called(node) in names for node in ast.walk(body))
+    }
 
 
 def test_every_function_that_opens_a_file_has_a_target() -> None:

@@ -32,7 +32,14 @@ def test_whatever_comes_in_is_taken_or_refused_by_a_typed_error(name: str) -> No
     feed()
 
 
-def test_no_flipped_bit_of_a_checkpoint_of_torch_goes_unnoticed_or_leaves_something_behind() -> None:
-    """Values have archives too, and headers that only torch's reader looks at are read before the fill."""
-    outcomes = {feed_file("torch", (1, [(part, "flip", b"\x04")])) for part in range(9_659, 1_000_000, 9_000)}
+def test_no_flipped_bit_of_a_checkpoint_of_torch_goes_unnoticed_or_leaves_something_behind() -> (
+    None
+):
+    """Values have archives too, and headers that only torch's reader looks at are read before the
+    fill.
+    """
+    outcomes = {
+        feed_file("torch", (1, [(part, "flip", b"\x04")]))
+        for part in range(9_659, 1_000_000, 9_000)
+    }
     assert "refused" in outcomes

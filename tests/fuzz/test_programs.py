@@ -49,13 +49,17 @@ def test_programs_nobody_thought_of_agree_with_plain_torch(worlds: Worlds) -> No
 
 
 def test_programs_of_today_agree_with_plain_torch(worlds: Worlds) -> None:
-    """Others on each day; SHARDGRAD_FUZZ_DAY, days since 1970, repeats one. Bugs of FSDP2 are not ours."""
+    """Others on each day; SHARDGRAD_FUZZ_DAY, days since 1970, repeats one. Bugs of FSDP2 are not
+    ours.
+    """
     day = int(os.environ.get("SHARDGRAD_FUZZ_DAY", time.time() // 86_400))
     all_agree(worlds, [program_of(day * 1_000 + n) for n in range(CHANGING)], ("shardgrad",))
 
 
 def test_programs_that_once_failed_agree_with_plain_torch(worlds: Worlds) -> None:
-    all_agree(worlds, [Program.from_json(path.read_text()) for path in sorted(SEEDS.glob("*.json"))])
+    all_agree(
+        worlds, [Program.from_json(path.read_text()) for path in sorted(SEEDS.glob("*.json"))]
+    )
 
 
 def test_a_program_is_the_same_after_it_was_written_and_read() -> None:

@@ -1,7 +1,9 @@
-"""What CUDA itself says of a graph under capture: its nodes, what each comes after, and the memory it uses.
+"""What CUDA itself says of a graph under capture: its nodes, what each comes after, and the memory
+it uses.
 
-CUDA does not tell what a kernel reads and writes. So operators are watched while they are captured: nodes
-that are new after one are its own, and use its tensors as its schema says. Collectives are operators of c10d.
+CUDA does not tell what a kernel reads and writes. So operators are watched while they are captured:
+nodes that are new after one are its own, and use its tensors as its schema says. Collectives are
+operators of c10d.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ def readable() -> bool:
 
 @contextmanager
 def recorded() -> Iterator[list[Work]]:
-    """Watches captures that begin in the block; yields a list of their graphs, like `inspection.graph()`."""
+    """Watches captures that begin in the block; yields a list of their graphs, like
+    `inspection.graph()`.
+    """
     graphs: list[Work] = []
     begin, end = torch.cuda.CUDAGraph.capture_begin, torch.cuda.CUDAGraph.capture_end
     watching: list[_Watch] = []
@@ -62,7 +66,11 @@ class _Watch(TorchDispatchMode):
         self._nodes: dict[int, Work] = {}  # by CUDA's handle, in the order of capture
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         self._add("work of no operator", [])
         result = func(*args, **(kwargs or {}))
@@ -92,7 +100,9 @@ class _Watch(TorchDispatchMode):
                 }
 
     def _handles(self, stream: int) -> Sequence[int]:
-        """Returns the nodes of the graph into which a stream is captured; none if it is not captured."""
+        """Returns the nodes of the graph into which a stream is captured; none if it is not
+        captured.
+        """
         status, graph, count = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_size_t()
         asked = ctypes.byref(status), None, ctypes.byref(graph), None, None, None
         self._check(self._cuda.cudaStreamGetCaptureInfo(ctypes.c_void_p(stream), *asked))
@@ -108,7 +118,9 @@ class _Watch(TorchDispatchMode):
         self._check(self._cuda.cudaGraphNodeGetDependencies(node, None, None, ctypes.byref(count)))
         handles = (ctypes.c_uint64 * count.value)()
         kinds = (ctypes.c_uint64 * count.value)()  # `cudaGraphEdgeData`: eight bytes
-        self._check(self._cuda.cudaGraphNodeGetDependencies(node, handles, kinds, ctypes.byref(count)))
+        self._check(
+            self._cuda.cudaGraphNodeGetDependencies(node, handles, kinds, ctypes.byref(count))
+        )
         return list(handles)
 
     @staticmethod
@@ -120,7 +132,9 @@ class _Watch(TorchDispatchMode):
 def _ranges(
     schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> list[tuple[int, int, bool]]:
-    """Returns the device's memory that an operator uses, as (address, bytes, whether it is written)."""
+    """Returns the device's memory that an operator uses, as (address, bytes, whether it is
+    written).
+    """
     found = [(tensor, True) for tensor in tree_leaves(result)]
     for number, argument in enumerate(schema.arguments):
         value = args[number] if number < len(args) else kwargs.get(argument.name)
@@ -140,5 +154,7 @@ def _span(value: Any) -> tuple[int, int] | None:
         value = value.to_local()
     if not isinstance(value, Tensor) or not value.is_cuda or not value.numel():
         return None
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    last = sum(
+        (size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True)
+    )
     return value.data_ptr(), (last + 1) * value.element_size()

@@ -1,7 +1,7 @@
 """What CUDA answers to each mistake in a capture, through torch.
 
-`tests/cuda_runtime` answers as NVIDIA's documentation says, and these tests hold it to that. On a GPU they
-hold the documentation, and what had to be guessed, to what a device does.
+`tests/cuda_runtime` answers as NVIDIA's documentation says, and these tests hold it to that. On a
+GPU they hold the documentation, and what had to be guessed, to what a device does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ CAPTURED_EVENT = "operation not permitted on an event last recorded in a capturi
 
 
 def attempt(body: Callable[[torch.Tensor], object], mode: str = "global") -> list[str]:
-    """Captures `body` after one operation; returns the first lines of the errors, first error first."""
+    """Captures `body` after one operation; returns the first lines of the errors, first error
+    first.
+    """
     x = torch.ones(16, device="cuda")
     torch.cuda.synchronize()
     graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -36,7 +38,8 @@ def attempt(body: Callable[[torch.Tensor], object], mode: str = "global") -> lis
             body(x)
     except Exception as raised:
         error = raised
-        # Torch's allocator is not told that the capture is over, and would keep what other streams have used.
+        # Torch's allocator is not told that the capture is over, and would keep what other streams
+        # have used.
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
     lines: list[str] = []
@@ -86,7 +89,10 @@ RECORDED_BEFORE: list[torch.cuda.Event] = []
 REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], list[str]]] = {
     "item": (lambda x: x[0].item(), [UNSUPPORTED, INVALIDATED]),
     "nonzero": (torch.nonzero, [UNSUPPORTED, INVALIDATED]),
-    "synchronized stream": (lambda x: torch.cuda.current_stream().synchronize(), [UNSUPPORTED, INVALIDATED]),
+    "synchronized stream": (
+        lambda x: torch.cuda.current_stream().synchronize(),
+        [UNSUPPORTED, INVALIDATED],
+    ),
     "synchronized device": (lambda x: torch.cuda.synchronize(), [UNSUPPORTED, INVALIDATED]),
     "blocking copy": (lambda x: x.copy_(torch.ones(16).pin_memory()), [UNSUPPORTED, INVALIDATED]),
     "work that is not joined": (unjoined, [UNJOINED]),
@@ -94,7 +100,10 @@ REFUSED: dict[str, tuple[Callable[[torch.Tensor], object], list[str]]] = {
     "query of an event": (captured_event(lambda e: e.query()), [CAPTURED_EVENT, INVALIDATED]),
     "wait for an event": (captured_event(lambda e: e.synchronize()), [CAPTURED_EVENT, INVALIDATED]),
     "default stream": (default_joins, [IMPLICIT, INVALIDATED]),
-    "capture in a capture": (begin_again, ["the operation cannot be performed in the present state"]),
+    "capture in a capture": (
+        begin_again,
+        ["the operation cannot be performed in the present state"],
+    ),
 }
 ALLOWED: dict[str, Callable[[torch.Tensor], object]] = {
     "copy from pinned memory": lambda x: x.copy_(torch.ones(16).pin_memory(), non_blocking=True),
@@ -120,7 +129,9 @@ def test_cuda_captures(name: str) -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("global", [INVALIDATED]), ("thread_local", [])])
 @pytest.mark.parametrize("what", ["cudaMalloc", "query"])
-def test_another_thread_disturbs_a_global_capture_only(mode: str, expected: list[str], what: str) -> None:
+def test_another_thread_disturbs_a_global_capture_only(
+    mode: str, expected: list[str], what: str
+) -> None:
     before = torch.cuda.Event()
     before.record()
     outcome: list[str] = []

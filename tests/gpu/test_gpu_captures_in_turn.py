@@ -1,4 +1,6 @@
-"""Captures one after the other: after a reset, after a failure, in a shared pool, and by torch alone."""
+"""Captures one after the other: after a reset, after a failure, in a shared pool, and by torch
+alone.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_another_step_is_captured_in_the_pool_of_a_closed_one() -> None:
     first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
     seen = losses(first, range(4))
     first.close()
-    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(step_of(model, optimizer))
+    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(
+        step_of(model, optimizer)
+    )
     seen += losses(second, range(4, 8))
     assert seen == eager_losses(8)
     assert (second.captures, second.replays) == (1, 2)
@@ -77,7 +81,9 @@ def test_another_step_is_captured_in_the_pool_of_a_closed_one() -> None:
 def test_a_pool_lives_on_when_one_of_its_steps_is_reset() -> None:
     model, optimizer = build()
     first = shardgrad.graphed_step(model, optimizer, warmup=2)(step_of(model, optimizer))
-    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(step_of(model, optimizer))
+    second = shardgrad.graphed_step(model, optimizer, warmup=2, pool=first.pool)(
+        step_of(model, optimizer)
+    )
     seen = losses(first, range(4)) + losses(second, range(4, 8))
     first.reset()
     seen += losses(second, range(8, 10)) + losses(first, range(10, 14))
@@ -94,7 +100,9 @@ def test_other_calls_are_captured_after_a_first_capture_failed() -> None:
             loss.item()
         return loss
 
-    step = shardgrad.graphed_step(model, optimizer, warmup=2, on_uncapturable="eager")(fails_for_four_rows)
+    step = shardgrad.graphed_step(model, optimizer, warmup=2, on_uncapturable="eager")(
+        fails_for_four_rows
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", shardgrad.graphs.UncapturableStepWarning)
         losses(step, range(4))
@@ -138,7 +146,8 @@ def test_torch_alone_captures_a_step(reshard: bool, evaluates_first: bool) -> No
     assert graphed() == eager_losses(8)
 
 
-# -- what one call leaves to the next -----------------------------------------------------------------------
+# -- what one call leaves to the next
+# -----------------------------------------------------------------------
 
 
 def scaled_losses(step: Step, count: int) -> list[float]:
@@ -175,7 +184,9 @@ def test_a_clip_factor_crosses_the_border_of_a_graph(graphs: str) -> None:
         second: Step = update
         if graphed:
             first = shardgrad.graphed_step(model)(gradients)
-            second = shardgrad.graphed_step(model, optimizer, pool=first.pool)(lambda x: update(x) * 1)
+            second = shardgrad.graphed_step(model, optimizer, pool=first.pool)(
+                lambda x: update(x) * 1
+            )
 
         def both(x: Tensor) -> Tensor:
             loss = first(x).clone()

@@ -1,7 +1,7 @@
 """What CUDA says of a captured step: collectives in order with writers and readers, nothing loose.
 
-`tests/cuda_runtime/test_graph_evidence.py` asks the same of the runtime, which knows more of its nodes. Here
-is what a GPU can be asked, and there it is held to what the runtime knows.
+`tests/cuda_runtime/test_graph_evidence.py` asks the same of the runtime, which knows more of its
+nodes. Here is what a GPU can be asked, and there it is held to what the runtime knows.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ pytestmark = [
 
 UNITS = 3
 ALL_MEMORY = range(1 << 64)
-LOW_PRECISION = shardgrad.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOW_PRECISION = shardgrad.MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+)
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": LOW_PRECISION}], ids=["float32", "bfloat16"])
-def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(options: dict[str, Any]) -> None:
+def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(
+    options: dict[str, Any],
+) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))).cuda()
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(UNITS))
+    ).cuda()
     mesh = init_device_mesh("cuda", (1,))
     # One rank alone would send nothing.
     with patch.object(comm_context, "transport_for", lambda group, device: StreamTransport(group)):
@@ -71,5 +77,9 @@ def test_a_captured_step_orders_every_collective_and_leaves_nothing_loose(option
             assert evidence(without_edges(graph, number), device_memory=ALL_MEMORY).wrong
     if inspection.installed():
         known = evidence(inspection.graph() or {})
-        assert (found.nodes, found.edges, found.collectives) == (known.nodes, known.edges, known.collectives)
+        assert (found.nodes, found.edges, found.collectives) == (
+            known.nodes,
+            known.edges,
+            known.collectives,
+        )
     step.close()

@@ -1,7 +1,8 @@
 """Whole training steps as one graph of a real device: the same bits as eager, on one rank.
 
-On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs eagerly, with
-the same rules for inputs and outputs; what a graph does is shown there by tests/simulated.
+On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs
+eagerly, with the same rules for inputs and outputs; what a graph does is shown there by
+tests/simulated.
 """
 
 from __future__ import annotations
@@ -86,17 +87,22 @@ def both(program: Program, device: torch.device, *args: Any) -> None:
 
 
 def require_replays(step: Any, device: torch.device) -> None:
-    """Asserts that all steps but the warm-up were replays of one graph, where the device has graphs."""
+    """Asserts that all steps but the warm-up were replays of one graph, where the device has
+    graphs.
+    """
     if isinstance(step, GraphedStep):
         expected = (1, STEPS - WARMUP) if device.type == "cuda" else (0, 0)
         assert (step.captures, step.replays) == expected
 
 
-# -- programs -----------------------------------------------------------------------------------------------
+# -- programs
+# -----------------------------------------------------------------------------------------------
 
 
 def training(graphed: Any, device: torch.device, reshard: bool, host: bool) -> Values:
-    """Accumulation over three micro-batches, clipping, a schedule; data on the host or on the device."""
+    """Accumulation over three micro-batches, clipping, a schedule; data on the host or on the
+    device.
+    """
     model = build(device, reshard=reshard)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
@@ -150,7 +156,9 @@ def unused_parameters(graphed: Any, device: torch.device) -> Values:
 
 
 def dropout_and_a_skipped_step(graphed: Any, device: torch.device) -> Values:
-    """Random numbers go on, and a step whose gradients are not finite is skipped, in replays too."""
+    """Random numbers go on, and a step whose gradients are not finite is skipped, in replays
+    too.
+    """
     model = build(device, dropout=0.3)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = shardgrad.GradScaler(init_scale=8.0, growth_interval=6)
@@ -204,7 +212,9 @@ def a_step_that_reads(graphed: Any, device: torch.device) -> Values:
 
 
 def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
-    """Layers are computed again in backward, and the host reads the loss between forward and backward."""
+    """Layers are computed again in backward, and the host reads the loss between forward and
+    backward.
+    """
     model = build(device)
     for block in model:
         block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
@@ -227,7 +237,9 @@ def recomputed_and_logged(graphed: Any, device: torch.device) -> Values:
 
 
 def _require_reuse_across_streams(device: torch.device) -> None:
-    """Asserts that memory which another stream has used comes back: an unended capture would keep it."""
+    """Asserts that memory which another stream has used comes back: an unended capture would keep
+    it.
+    """
     side = torch.cuda.Stream()
     addresses = set()
     for _ in range(4):
@@ -239,7 +251,8 @@ def _require_reuse_across_streams(device: torch.device) -> None:
     assert len(addresses) == 1
 
 
-# -- tests --------------------------------------------------------------------------------------------------
+# -- tests
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["data on the device", "data on the host"])
@@ -269,7 +282,9 @@ def test_recomputed_layers_and_a_log_in_the_middle_are_those_of_eager(device: to
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 def test_a_replayed_step_returns_before_the_device_is_done() -> None:
-    """With the device busy, calls go on: neither input copies nor the status word make the host wait."""
+    """With the device busy, calls go on: neither input copies nor the status word make the host
+    wait.
+    """
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
         device = torch.device("cuda")

@@ -1,4 +1,6 @@
-"""Updates and norms on a device against the reference on the CPU. Without a GPU, the CPU's kernels."""
+"""Updates and norms on a device against the reference on the CPU. Without a GPU, the CPU's
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 def assert_close(actual: Segment, expected: Segment) -> None:
-    """Equal but for one rounding: a device's `pow`, of which factors are made, may be an ulp off."""
+    """Equal but for one rounding: a device's `pow`, of which factors are made, may be an ulp
+    off.
+    """
     for name, tensor in expected.written().items():
         other = actual.written()[name].cpu()
         if not tensor.is_floating_point():
@@ -59,7 +63,9 @@ def test_updates_on_the_device_equal_the_reference(
     device: torch.device, rule: str, options: dict[str, Any], param: torch.dtype
 ) -> None:
     for grad, state, master in itertools.product(
-        (torch.float32, torch.bfloat16), (torch.float32, torch.bfloat16), MASTERS.get(param, (None,))
+        (torch.float32, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+        MASTERS.get(param, (None,)),
     ):
         expected = Segment.of(param=param, grad=grad, state=state, master=master, taken=0)
         expected.touched[3] = 0
@@ -67,7 +73,9 @@ def test_updates_on_the_device_equal_the_reference(
         scale = torch.tensor(0.37)
         RUN[rule]("reference", expected, scale=scale, stochastic_rounding=True, seed=5, **options)
         # The dispatcher chooses the device's kernel.
-        RUN[rule]("compiled", actual, scale=scale.to(device), stochastic_rounding=True, seed=5, **options)
+        RUN[rule](
+            "compiled", actual, scale=scale.to(device), stochastic_rounding=True, seed=5, **options
+        )
         assert actual.ticket.item() == 0
         assert_same_bits(actual.steps.cpu(), expected.steps)
         assert_close(actual, expected)
@@ -89,7 +97,9 @@ def test_exact_weights_on_the_device_go_the_way_of_a_float32_parameter(
 
 def test_aligned_rows_on_the_device_equal_unaligned_ones(device: torch.device) -> None:
     sizes = (4096, 512, 5001)
-    odd = Segment.of(sizes, param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0)
+    odd = Segment.of(
+        sizes, param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0
+    )
     at = [0, 4096, 4608]
     pieces = [(a, a, a, n, i, i + 1) for i, (a, n) in enumerate(zip(at, sizes, strict=True))]
     rows, tiles = ops.segment_rows(pieces)
@@ -115,7 +125,9 @@ def test_aligned_rows_on_the_device_equal_unaligned_ones(device: torch.device) -
 
 
 @pytest.mark.parametrize("rule", RUN)
-def test_found_inf_on_the_device_leaves_everything_as_it_is(device: torch.device, rule: str) -> None:
+def test_found_inf_on_the_device_leaves_everything_as_it_is(
+    device: torch.device, rule: str
+) -> None:
     s = Segment.of(param=torch.bfloat16, master=torch.float32).to(device)
     before = s.clone()
     RUN[rule]("compiled", s, found_inf=torch.ones(1, device=device))
@@ -165,7 +177,9 @@ def test_norms_on_the_device_equal_the_reference(
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 def test_a_captured_clip_and_update_replays_like_an_eager_one() -> None:
     device = torch.device("cuda")
-    eager = Segment.of(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0).to(device)
+    eager = Segment.of(param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32, taken=0).to(
+        device
+    )
     replayed = eager.clone()
     out = torch.zeros(2, dtype=torch.float64, device=device)
     scratch = torch.zeros(ops.NORM_SCRATCH_NUMEL, dtype=torch.float64, device=device)

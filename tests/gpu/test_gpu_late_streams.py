@@ -1,7 +1,9 @@
-"""Every stream late, in every arrangement: results equal those of a run in which nobody is, bit for bit.
+"""Every stream late, in every arrangement: results equal those of a run in which nobody is, bit for
+bit.
 
-On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs without
-streams, to show that they run; `tests/simulated/test_simulated_upstream_bugs.py` runs them with streams.
+On a machine with a GPU: `make test ARGS="tests/gpu"`. Elsewhere the CPU runs the same programs
+without streams, to show that they run; `tests/simulated/test_simulated_upstream_bugs.py` runs them
+with streams.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def test_late_streams_give_what_the_unsharded_model_gives(case: Case, device: to
     assert not differing(train(case, device, cycles=cycles), train(case, device, sharded=False))
 
 
-# -- programs in processes of their own ---------------------------------------------------------------------
+# -- programs in processes of their own
+# ---------------------------------------------------------------------
 
 _ROOT = Path(__file__).parents[2]
 JOINED, EQUAL = "the ranks have met", "equal bit for bit"
@@ -67,7 +70,8 @@ def one_of_several() -> None:
     device = torch.device("cuda", 0)
     for case in (Case(side_streams=2), Case(nested=True, micro_batches=2, side_streams=2)):
         late = train(case, device, cycles=LATE_CYCLES)
-        # Sums of two equal numbers are exact, so the batch that all ranks share gives the unsharded result.
+        # Sums of two equal numbers are exact, so the batch that all ranks share gives the unsharded
+        # result.
         for expected in (train(case, device), train(case, device, sharded=False)):
             assert not differing(late, expected), (case, differing(late, expected))
     print(EQUAL, flush=True)
@@ -77,7 +81,11 @@ def one_of_several() -> None:
 def sanitized() -> None:
     """One rank under torch's sanitizer, which raises when it finds something."""
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    for case in (Case(), Case(side_streams=2), Case(nested=True, micro_batches=2, clip=True, side_streams=2)):
+    for case in (
+        Case(),
+        Case(side_streams=2),
+        Case(nested=True, micro_batches=2, clip=True, side_streams=2),
+    ):
         train(case, torch.device("cuda"))
     torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -89,15 +97,24 @@ def _start(function: str, environment: dict[str, str], output: Any) -> subproces
     command = [sys.executable, "-c", program]
     everything = {**os.environ, **environment}
     return subprocess.Popen(
-        command, cwd=_ROOT, env=everything, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        cwd=_ROOT,
+        env=everything,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
     )
 
 
-def _run(function: str, environments: list[dict[str, str]], limit_s: float) -> list[tuple[int | None, str]]:
+def _run(
+    function: str, environments: list[dict[str, str]], limit_s: float
+) -> list[tuple[int | None, str]]:
     """Returns (exit status, output) of each process; the status is None if it had to be ended."""
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in environments]
-        started = [_start(function, env, out) for env, out in zip(environments, outputs, strict=True)]
+        started = [
+            _start(function, env, out) for env, out in zip(environments, outputs, strict=True)
+        ]
         clock = FairClock([process.pid for process in started])
         statuses = [_end(process, clock, limit_s) for process in started]
         texts = []
@@ -123,7 +140,9 @@ def _free_port() -> int:
 
 
 def _environments(world_size: int, nccl: tuple[int, ...]) -> list[dict[str, str]]:
-    """Returns what lets ranks share a GPU: NCCL can be asked to from 2.30 on; before, they pose as hosts."""
+    """Returns what lets ranks share a GPU: NCCL can be asked to from 2.30 on; before, they pose as
+    hosts.
+    """
     port, made = str(_free_port()), []
     for rank in range(world_size):
         environment = {
@@ -174,7 +193,9 @@ def test_torchs_own_sanitizer_is_silent() -> None:
 
 def test_a_process_that_hangs_is_ended_and_its_output_kept(tmp_path: Path) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(tmp_path)}
-    (tmp_path / "sitecustomize.py").write_text("import time; print('started', flush=True); time.sleep(60)")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import time; print('started', flush=True); time.sleep(60)"
+    )
     ((status, text),) = _run("sanitized", [environment], limit_s=3.0)
     assert status is None
     assert text.strip() in ("started", "")  # an environment may have a sitecustomize of its own

@@ -1,7 +1,7 @@
 """One rank whose collectives go through NCCL all the same: the transport that several GPUs use.
 
-A group of one needs no collective, so the engine has none there. Here it is made to have them, which is all
-of NCCL that one GPU can show: launches, waits, and captures of both.
+A group of one needs no collective, so the engine has none there. Here it is made to have them,
+which is all of NCCL that one GPU can show: launches, waits, and captures of both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ pytestmark = [
 ]
 
 STEPS = 20
-LOW_PRECISION = shardgrad.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+LOW_PRECISION = shardgrad.MixedPrecisionPolicy(
+    param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+)
 
 
 def train(*, graphed: bool, **options: Any) -> list[Tensor]:

@@ -1,7 +1,8 @@
-"""One rank on one device. On a machine with a GPU: `make test ARGS="tests/gpu"`; elsewhere the CPU runs it.
+"""One rank on one device. On a machine with a GPU: `make test ARGS="tests/gpu"`; elsewhere the CPU
+runs it.
 
-World size 1 has every stream, mark and kernel of a larger one and no peer, so results must equal the
-unsharded run bit for bit, however late a producer's stream is.
+World size 1 has every stream, mark and kernel of a larger one and no peer, so results must equal
+the unsharded run bit for bit, however late a producer's stream is.
 """
 
 from __future__ import annotations
@@ -90,7 +91,10 @@ def train(model: nn.Module, device: torch.device, steps: int = 4) -> list[torch.
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu() for p in model.parameters()]
+    return [
+        (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().cpu()
+        for p in model.parameters()
+    ]
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -126,14 +130,18 @@ def test_only_a_gpu_without_kernels_is_warned_of(
     assert all(each.filename == __file__ for each in about)
 
 
-def test_the_doctor_says_where_references_run(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_says_where_references_run(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device_type: False)
     found = dict(doctor._facts(device))["shardgrad ops"]
     assert found == ops.backend() + {"cpu": "", "cuda": "; reference on cuda"}[device.type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_on_the_device_equal_the_reference(device: torch.device, dtype: torch.dtype) -> None:
+def test_kernels_on_the_device_equal_the_reference(
+    device: torch.device, dtype: torch.dtype
+) -> None:
     table = torch.tensor([[7 * 33, 4 * 33, 192, 0, 0], [5, 3, 64, 192, 256]])
     grads = [torch.randn(7, 33), torch.randn(5)]
     results = []

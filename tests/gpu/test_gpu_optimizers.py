@@ -1,4 +1,5 @@
-"""Clip, scale and step on one device, and captured: a replay follows a schedule and skips by itself.
+"""Clip, scale and step on one device, and captured: a replay follows a schedule and skips by
+itself.
 
 On a machine with a GPU: `make test ARGS="tests/gpu"`; elsewhere the CPU runs what needs no graph.
 """
@@ -65,14 +66,19 @@ def test_a_device_trains_as_the_cpu_does(device: torch.device, name: str) -> Non
             shardgrad.clip_grad_norm_(model, 0.1)
             optim.step()
             optim.zero_grad()
-        found.append(weights(model) if where == device else [p.detach().clone() for p in model.parameters()])
+        found.append(
+            weights(model) if where == device else [p.detach().clone() for p in model.parameters()]
+        )
     for ours, right in zip(*found, strict=True):
         torch.testing.assert_close(ours, right, rtol=1e-2 if name == "muon" else 1e-4, atol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_skips_on_the_device(device: torch.device) -> None:
     model = build(device)
-    optim, scaler = shardgrad.optim.AdamW(model.parameters(), lr=1e-2), shardgrad.GradScaler(init_scale=8.0)
+    optim, scaler = (
+        shardgrad.optim.AdamW(model.parameters(), lr=1e-2),
+        shardgrad.GradScaler(init_scale=8.0),
+    )
     for step in range(3):
         before = weights(model)
         scaler.scale(model(batch(step, device)).square().mean()).backward()
@@ -90,7 +96,9 @@ def test_a_gradient_that_is_not_finite_skips_on_the_device(device: torch.device)
 @pytest.mark.skipif(not HAS_CUDA, reason="no GPU")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_captured_clip_and_step_follow_a_schedule_bit_for_bit(name: str) -> None:
-    """The optimizer part of a step is captured; backward stays eager and writes the same addresses."""
+    """The optimizer part of a step is captured; backward stays eager and writes the same
+    addresses.
+    """
     device = torch.device("cuda")
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -1,7 +1,8 @@
-"""Bugs of other engines on a GPU: with a late stream their numbers are wrong every time, the engine's right.
+"""Bugs of other engines on a GPU: with a late stream their numbers are wrong every time, the
+engine's right.
 
-The models are in `tests/simulated/programs/upstream_bugs.py`; the simulated device runs them too. Without a
-GPU only the engine's part runs, on the CPU, without streams.
+The models are in `tests/simulated/programs/upstream_bugs.py`; the simulated device runs them too.
+Without a GPU only the engine's part runs, on the CPU, without streams.
 """
 
 from __future__ import annotations
@@ -81,8 +82,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 def _weights(kind: type[Bug], device: torch.device, *, sharded: bool) -> list[torch.Tensor]:
     mesh = init_device_mesh(device.type, (1,)) if sharded else None
-    # One rank has nothing to send. Over NCCL it is made to all the same, so that slots are waited for.
-    sends = patch.object(comm_context, "transport_for", lambda group, device: StreamTransport(group))
+    # One rank has nothing to send. Over NCCL it is made to all the same, so that slots are waited
+    # for.
+    sends = patch.object(
+        comm_context, "transport_for", lambda group, device: StreamTransport(group)
+    )
     with sends if device.type == "cuda" else nullcontext():
         training = Training(WORK[kind], device, mesh, late)
         for _ in range(STEPS):
@@ -91,7 +95,9 @@ def _weights(kind: type[Bug], device: torch.device, *, sharded: bool) -> list[to
 
 
 @pytest.mark.parametrize("kind", BUGS)
-def test_the_engine_does_the_same_work_right_bit_for_bit(kind: type[Bug], device: torch.device) -> None:
+def test_the_engine_does_the_same_work_right_bit_for_bit(
+    kind: type[Bug], device: torch.device
+) -> None:
     ours, plain = (_weights(kind, device, sharded=sharded) for sharded in (True, False))
     for sharded, whole in zip(ours, plain, strict=True):
         assert torch.equal(sharded, whole)

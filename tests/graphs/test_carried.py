@@ -1,4 +1,6 @@
-"""Scalars that cross the border of a graph keep their values, their dtypes, and which of them are one."""
+"""Scalars that cross the border of a graph keep their values, their dtypes, and which of them are
+one.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ def test_scalars_lie_at_the_same_addresses_in_each_call_of_one_pattern(dtype: to
 
 def test_another_dtype_or_another_scalar_in_common_is_another_pattern() -> None:
     carried = CarriedScalars()
-    one, other, double = torch.tensor(1.0), torch.tensor(2.0), torch.tensor(1.0, dtype=torch.float64)
+    one, other, double = (
+        torch.tensor(1.0),
+        torch.tensor(2.0),
+        torch.tensor(1.0, dtype=torch.float64),
+    )
     patterns = set()
     for scalars in ([one, other], [one, one], [one, None], [double, one], [double, double]):
         carried.carry(scalars)

@@ -62,7 +62,10 @@ def test_expandable_segments_clash_with_registration_unless_that_is_off(
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     monkeypatch.setenv(name, "max_split_size_mb:64, expandable_segments:True")
     (found,) = environment_issues(CUDA, [])
-    assert (found.kind, found.fix) == ("environment", "export NCCL_GRAPH_REGISTER=0, before Python starts")
+    assert (found.kind, found.fix) == (
+        "environment",
+        "export NCCL_GRAPH_REGISTER=0, before Python starts",
+    )
     assert name in found.what
     assert environment_issues(CPU, []) == []
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
@@ -109,11 +112,14 @@ def test_a_process_group_without_a_collective_behind_it_is_named(
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map={_Group(used=used): None}))
+    monkeypatch.setattr(
+        dist.distributed_c10d, "_world", SimpleNamespace(pg_map={_Group(used=used): None})
+    )
     assert kinds(environment_issues(CUDA, [])) == found
 
 
-# -- shardgrad doctor ---------------------------------------------------------------------------------------
+# -- shardgrad doctor
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:

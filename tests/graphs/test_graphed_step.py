@@ -1,4 +1,6 @@
-"""Graphed steps on the CPU: eager, with the rules for inputs and outputs, and what a graph would miss."""
+"""Graphed steps on the CPU: eager, with the rules for inputs and outputs, and what a graph would
+miss.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_what_would_fail_on_a_device_is_a_warning_with_the_line() -> None:
 
     step(torch.ones(2, 4))
     step(torch.ones(2, 4))
-    with pytest.warns(shardgrad.UncapturableStepWarning, match=r"(?s)host waits.*in step") as caught:
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match=r"(?s)host waits.*in step"
+    ) as caught:
         step(torch.ones(2, 4))
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -104,7 +108,9 @@ def test_gradients_left_behind_are_a_warning() -> None:
         return loss
 
     step(torch.ones(2, 4))
-    with pytest.warns(shardgrad.UncapturableStepWarning, match="step leaves gradients behind") as caught:
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match="step leaves gradients behind"
+    ) as caught:
         step(torch.ones(2, 4))
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
@@ -118,7 +124,9 @@ def test_seven_new_shapes_in_a_row_are_a_warning_with_the_last() -> None:
         warnings.simplefilter("error")
         for rows in (1, 2, 3, 4, 5, 6, 6, *range(7, 13)):
             step(torch.ones(rows, 4))
-    with pytest.warns(shardgrad.UncapturableStepWarning, match="7 calls in a row.*: 13x4") as caught:
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match="7 calls in a row.*: 13x4"
+    ) as caught:
         step(torch.ones(13, 4))
     assert caught[0].filename == __file__
 

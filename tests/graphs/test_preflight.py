@@ -62,7 +62,8 @@ def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
     return recorded(lambda: model(torch.ones(2, 3)).sum().backward(), model).issues
 
 
-# -- one step -----------------------------------------------------------------------------------------------
+# -- one step
+# -----------------------------------------------------------------------------------------------
 
 
 def item(y: torch.Tensor) -> Any:
@@ -109,7 +110,18 @@ def checked_solution(y: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize(
     "work",
-    [item, branch, number, comparison, tolist, array, to_host, printed, formatted, checked_solution],
+    [
+        item,
+        branch,
+        number,
+        comparison,
+        tolist,
+        array,
+        to_host,
+        printed,
+        formatted,
+        checked_solution,
+    ],
     ids=lambda work: work.__name__,
 )
 def test_a_host_read_is_named_with_its_line_and_module(work: Callable[[torch.Tensor], Any]) -> None:
@@ -145,7 +157,11 @@ def test_a_size_that_depends_on_values_is_named_with_its_line_and_module(
     work: Callable[[torch.Tensor], Any],
 ) -> None:
     (found,) = issues_of(work)
-    assert (found.kind, found.module, found.location) == ("data-dependent shape", "net.1", line_of(work))
+    assert (found.kind, found.module, found.location) == (
+        "data-dependent shape",
+        "net.1",
+        line_of(work),
+    )
     assert "capacity" in found.fix
 
 
@@ -190,7 +206,9 @@ def test_other_issues_are_named_with_their_line_and_module(
         lambda y: y[torch.argmax(y, 0)],
         lambda y: nn.functional.dropout(y, 0.5),
         lambda y: torch.rand(3, generator=torch.default_generator),
-        lambda y: torch.repeat_interleave(y, torch.ones(2, dtype=torch.int64), 0, output_size=2).sum(),
+        lambda y: torch.repeat_interleave(
+            y, torch.ones(2, dtype=torch.int64), 0, output_size=2
+        ).sum(),
         lambda y: y + torch.full((3,), 0.5),
         lambda y: nn.utils.clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0),
     ],
@@ -210,7 +228,11 @@ def logged(grad: torch.Tensor) -> None:
 
 def test_a_read_in_a_hook_of_an_activation_names_the_module_whose_gradient_it_is() -> None:
     (found,) = issues_of(lambda y: y.register_hook(logged))
-    assert (found.kind, found.module, found.location) == ("host read", "net.1.linear", line_of(logged))
+    assert (found.kind, found.module, found.location) == (
+        "host read",
+        "net.1.linear",
+        line_of(logged),
+    )
 
 
 def test_a_hook_names_the_module_although_the_next_module_makes_no_node_first() -> None:
@@ -252,7 +274,8 @@ def test_an_error_of_the_step_passes_through_and_nothing_stays_patched() -> None
     assert not {"tolist", "numpy", "cpu"} & set(vars(torch.Tensor))
 
 
-# -- two steps ----------------------------------------------------------------------------------------------
+# -- two steps
+# ----------------------------------------------------------------------------------------------
 
 
 def two_steps(
@@ -277,7 +300,8 @@ def test_a_number_in_a_fresh_tensor_that_changes_is_named() -> None:
     (found,) = two_steps(lambda: torch.ones(2) * torch.tensor(next(counter)))
     assert (found.kind, found.what) == (
         "changed number",
-        "a number in a CPU tensor of aten.lift_fresh.default was 1 in the first step and 2 in the second",
+        "a number in a CPU tensor of aten.lift_fresh.default was 1 in the first step and 2 in the "
+        "second",
     )
 
 
@@ -292,7 +316,10 @@ def test_a_learning_rate_that_a_stock_optimizer_gets_as_a_number_is_found_at_the
     model(torch.ones(2, 3)).sum().backward()
     (found,) = two_steps(update, model)
     assert (found.kind, found.location) == ("changed number", line_of(update))
-    assert found.what == "alpha of aten.add_.Tensor was -0.25 in the first step and -0.125 in the second"
+    assert (
+        found.what
+        == "alpha of aten.add_.Tensor was -0.25 in the first step and -0.125 in the second"
+    )
 
 
 def test_a_gradient_that_is_bound_anew_is_named() -> None:
@@ -334,7 +361,9 @@ def test_a_size_that_changes_is_named_where_it_arises_and_ends_the_comparison() 
     model = model_with(lambda y: y)
     (found,) = two_steps(lambda: model(torch.ones(next(rows), 3)).sum(), model)
     assert found.kind == "another shape"
-    assert found.what.endswith("had a tensor float32[2, 3] in the first step and float32[3, 3] in the second")
+    assert found.what.endswith(
+        "had a tensor float32[2, 3] in the first step and float32[3, 3] in the second"
+    )
 
 
 def test_another_operation_is_named_with_both_sides() -> None:
@@ -363,7 +392,8 @@ def test_a_step_that_ends_early_is_another_course() -> None:
     assert found.what.endswith("the second had ended")
 
 
-# -- tensors that a step closes over ------------------------------------------------------------------------
+# -- tensors that a step closes over
+# ------------------------------------------------------------------------
 
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
@@ -488,7 +518,8 @@ def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_i
     (found,) = differences(first, second)
     assert (found.kind, found.what) == (
         "replaced tensor",
-        f"aten.mul.Tensor read {name}, which is not an argument, and was another tensor in the step before",
+        f"aten.mul.Tensor read {name}, which is not an argument, and was another tensor in the "
+        f"step before",
     )
     assert "pass it as an argument" in found.fix
     # The place of the first step shows what is there now.
@@ -496,7 +527,9 @@ def test_a_tensor_that_is_replaced_between_steps_is_named_where_the_step_finds_i
 
 
 def found_in(trace: StepTrace) -> list[Place]:
-    return [tensor.closed_over[0] for op in trace.ops for tensor in op.tensors if tensor.closed_over]
+    return [
+        tensor.closed_over[0] for op in trace.ops for tensor in op.tensors if tensor.closed_over
+    ]
 
 
 def test_a_tensor_that_stays_or_is_written_or_made_by_the_step_is_not_replaced() -> None:
@@ -525,7 +558,9 @@ def test_what_a_step_keeps_for_the_next_one_is_replaced() -> None:
 
 def test_a_place_to_which_no_way_leads_any_more_has_no_key() -> None:
     held: dict[str, Any] = {"a": {"b": torch.ones(2)}}
-    (place,) = {place.name: place for place in found_in(recorded(lambda: held["a"]["b"] * 2))}.values()
+    (place,) = {
+        place.name: place for place in found_in(recorded(lambda: held["a"]["b"] * 2))
+    }.values()
     assert place.key() is not None
     for gone in ({"b": 3}, {}, None):
         held["a"] = gone
@@ -541,7 +576,8 @@ def test_large_and_circular_objects_are_looked_through_in_part() -> None:
     assert 500 < len(found) < 1_500
 
 
-# -- the engine ---------------------------------------------------------------------------------------------
+# -- the engine
+# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -603,7 +639,9 @@ def test_a_watched_step_has_the_same_numbers_bit_for_bit() -> None:
     for watched in (False, True):
         model, _, step = training()
         losses = [watch(step, {"": model}, CPU)[0] if watched else step() for _ in range(4)]
-        results.append((torch.stack(losses), [p.full_tensor().detach() for p in model.parameters()]))
+        results.append(
+            (torch.stack(losses), [p.full_tensor().detach() for p in model.parameters()])
+        )
     (plain, weights), (seen, watched_weights) = results
     assert torch.equal(plain, seen)
     assert all(map(torch.equal, weights, watched_weights))
@@ -648,7 +686,8 @@ def test_a_compiled_region_stays_compiled_under_a_watch() -> None:
     assert len(calls) == 3
 
 
-# -- words --------------------------------------------------------------------------------------------------
+# -- words
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_obstacle_is_a_sentence_with_its_place_and_a_line_with_what_to_type() -> None:

@@ -1,4 +1,6 @@
-"""What integrations refuse, in words and before anything is built or changed; and what is not there."""
+"""What integrations refuse, in words and before anything is built or changed; and what is not
+there.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +44,15 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
     return worlds[1]
 
 
-# -- there, or not ------------------------------------------------------------------------------------------
+# -- there, or not
+# ------------------------------------------------------------------------------------------
 
 
 def test_shardgrad_imports_neither_integrations_nor_partners() -> None:
     code = (
         "import sys, shardgrad; "
-        "found = [m for m in sys.modules if m.startswith(('shardgrad.integrations', 'transformer_engine', "
+        "found = [m for m in sys.modules if m.startswith(('shardgrad.integrations', "
+        "'transformer_engine', "
         "'apex', 'amp_C'))]; assert not found, found; "
         "import shardgrad.integrations.apex, shardgrad.integrations.transformer_engine; "
         "assert 'transformer_engine' not in sys.modules and 'apex' not in sys.modules"
@@ -130,7 +134,10 @@ def test_an_apex_without_the_capturable_kernels_is_refused(monkeypatch: pytest.M
 
 def test_usable_partners_are_named_with_their_version() -> None:
     with te_fused_adam.installed("2.18.0"):
-        assert integrations.availability()["transformer_engine"] == "TransformerEngine's FusedAdam 2.18.0"
+        assert (
+            integrations.availability()["transformer_engine"]
+            == "TransformerEngine's FusedAdam 2.18.0"
+        )
 
 
 def test_an_unknown_integration_is_an_attribute_error() -> None:
@@ -138,7 +145,8 @@ def test_an_unknown_integration_is_an_attribute_error() -> None:
         _ = integrations.deepspeed
 
 
-# -- options and parameters ---------------------------------------------------------------------------------
+# -- options and parameters
+# ---------------------------------------------------------------------------------
 
 
 def _refuses(
@@ -162,12 +170,24 @@ HALF_MASTER = {"capturable": True, "master_weights": True, "master_weight_dtype"
 TE, TE_12, TE_18 = "te 2.17.1", "te 2.12.0", "te 2.18.0"
 REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str]] = [
     (TE, {"use_decoupled_grad": True}, [FP32], OptionError, "would read param.decoupled_grad"),
-    (TE, {"use_decoupled_grad": False, "policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
+    (
+        TE,
+        {"use_decoupled_grad": False, "policy": DECOUPLED},
+        [FP32],
+        OptionError,
+        "would read param.grad",
+    ),
     (TE, {"amsgrad": True}, [FP32], UnsupportedError, "amsgrad"),
     (TE, {"set_grad_none": True}, [FP32], UnsupportedError, "set_grad_none"),
     (TE, {"nonsense": 1}, [FP32], OptionError, "does not take nonsense"),
     (TE, {"exp_avg_dtype": torch.float64}, [FP32], OptionError, "moments of torch.float64"),
-    (TE, {"master_weights": True, "master_weight_dtype": BF16}, [BF16], OptionError, "master weights of"),
+    (
+        TE,
+        {"master_weights": True, "master_weight_dtype": BF16},
+        [BF16],
+        OptionError,
+        "master weights of",
+    ),
     (TE, HALF_MASTER, [FP16], OptionError, "capturable=True with master weights of torch.float16"),
     (TE, {"store_param_remainders": True}, [BF16], OptionError, "without float32 master weights"),
     (
@@ -177,7 +197,13 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
         OptionError,
         "capturable=True with store_param_remainders=True",
     ),
-    (TE, {"capturable": True, "exp_avg_dtype": BF16}, [BF16], OptionError, "capturable=True with moments"),
+    (
+        TE,
+        {"capturable": True, "exp_avg_dtype": BF16},
+        [BF16],
+        OptionError,
+        "capturable=True with moments",
+    ),
     (
         TE,
         {"capturable": True, "exp_avg_dtype": FP8, "exp_avg_sq_dtype": FP8},
@@ -210,9 +236,21 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
     (TE, {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
     (TE, {"lr": -1.0}, [FP32], OptionError, "outside its range"),
     ("apex", {"policy": DECOUPLED}, [FP32], OptionError, "would read param.grad"),
-    ("apex", {"policy": FLOAT32_GRADIENTS}, [BF16], OptimizerParameterError, "read the parameter as if"),
+    (
+        "apex",
+        {"policy": FLOAT32_GRADIENTS},
+        [BF16],
+        OptimizerParameterError,
+        "read the parameter as if",
+    ),
     ("apex", {"master_weights": True}, [FP16], OptionError, "without capturable=True"),
-    ("apex", {"master_weights": True, "capturable": True}, [BF16], OptimizerParameterError, "without ever"),
+    (
+        "apex",
+        {"master_weights": True, "capturable": True},
+        [BF16],
+        OptimizerParameterError,
+        "without ever",
+    ),
     ("apex", {"amsgrad": True}, [FP32], UnsupportedError, "amsgrad"),
     ("apex", {"use_decoupled_grad": True}, [FP32], OptionError, "does not take use_decoupled_grad"),
     ("apex", {}, [torch.float64], OptimizerParameterError, "no kernel for this dtype"),
@@ -220,7 +258,9 @@ REFUSED: list[tuple[str, dict[str, Any], list[torch.dtype], type[Exception], str
 
 
 @pytest.mark.parametrize(
-    ("name", "kwargs", "dtypes", "error", "words"), REFUSED, ids=[f"{r[0]}: {r[4]}" for r in REFUSED]
+    ("name", "kwargs", "dtypes", "error", "words"),
+    REFUSED,
+    ids=[f"{r[0]}: {r[4]}" for r in REFUSED],
 )
 def test_refused_before_anything_is_built(
     one_rank: Ranks,
@@ -262,9 +302,15 @@ def _wrong_places() -> None:
         with pytest.raises(OptimizerParameterError, match="not contiguous"):
             fused_adam([nn.Parameter(torch.zeros(3, 4).t())])
     model = plane()
-    with te_fused_adam.installed(), pytest.raises(OptimizerParameterError, match="run on cuda only"):
+    with (
+        te_fused_adam.installed(),
+        pytest.raises(OptimizerParameterError, match="run on cuda only"),
+    ):
         integrations.transformer_engine.fused_adam(model)
-    with apex_fused_adam.installed(), pytest.raises(OptimizerParameterError, match="run on cuda only"):
+    with (
+        apex_fused_adam.installed(),
+        pytest.raises(OptimizerParameterError, match="run on cuda only"),
+    ):
         integrations.apex.fused_adam(model)
 
 
@@ -272,7 +318,8 @@ def test_parameters_it_cannot_reach_are_refused(one_rank: Ranks) -> None:
     one_rank.run(_wrong_places)
 
 
-# -- later --------------------------------------------------------------------------------------------------
+# -- later
+# --------------------------------------------------------------------------------------------------
 
 
 def _later(name: str) -> None:
@@ -313,7 +360,9 @@ def _replaced() -> None:
         optimizer = fused_adam(model, **HYPER)
         model.weights[0] = nn.Parameter(model.weights[0].detach())  # over the same memory
         model(1).backward()
-        with pytest.raises(OptimizerParameterError, match=r"replaced or moved(.|\n)*all-gathers from"):
+        with pytest.raises(
+            OptimizerParameterError, match=r"replaced or moved(.|\n)*all-gathers from"
+        ):
             optimizer.step()
         model = plane()
         optimizer = fused_adam(model, **HYPER)
@@ -321,7 +370,8 @@ def _replaced() -> None:
         model.to(torch.float64)
         model(1).backward()
         with pytest.raises(
-            OptimizerParameterError, match=r"replaced or moved(.|\n)*(all-gathers from|the shard it had)"
+            OptimizerParameterError,
+            match=r"replaced or moved(.|\n)*(all-gathers from|the shard it had)",
         ):
             optimizer.step()
         plain = nn.Parameter(torch.ones(3))

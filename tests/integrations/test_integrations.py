@@ -29,7 +29,16 @@ from tests.support.parity import (
     token_loss,
     tower,
 )
-from tests.support.partners import HYPER, Plane, assert_rounded_alike, descend, partner, plane, state, weights
+from tests.support.partners import (
+    HYPER,
+    Plane,
+    assert_rounded_alike,
+    descend,
+    partner,
+    plane,
+    state,
+    weights,
+)
 from tests.support.ranks import Ranks
 from tests.support.stand_ins.te_fused_adam import fused_adam_of
 
@@ -42,7 +51,8 @@ def one_rank(worlds: dict[int, Ranks]) -> Ranks:
     return worlds[1]
 
 
-# -- the same numbers ---------------------------------------------------------------------------------------
+# -- the same numbers
+# ---------------------------------------------------------------------------------------
 
 
 def _train(engine: Engine, name: str, capturable: bool, small: bool, **options: Any) -> Tensors:
@@ -91,7 +101,9 @@ def _agrees_with_our_adamw(name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", BOTH)
-def test_a_partner_agrees_with_our_adamw(worlds: dict[int, Ranks], world_size: int, name: str) -> None:
+def test_a_partner_agrees_with_our_adamw(
+    worlds: dict[int, Ranks], world_size: int, name: str
+) -> None:
     worlds[world_size].run(_agrees_with_our_adamw, name)
 
 
@@ -127,7 +139,9 @@ def test_master_weights_are_those_of_our_adamw(
 def _an_empty_shard_stops_nobody(name: str) -> None:
     model = plane()
     assert (model.weights[3].to_local().numel() == 0) == (dist.get_rank() == 1)
-    if dist.get_rank() == 1 and name == "te 2.17.1":  # what the release does when it is left to itself
+    if (
+        dist.get_rank() == 1 and name == "te 2.17.1"
+    ):  # what the release does when it is left to itself
         locals_ = [nn.Parameter(p.detach().to_local().clone()) for p in model.weights]
         before = [p.detach().clone() for p in locals_]
         alone = fused_adam_of((2, 17))(locals_, **HYPER)
@@ -237,7 +251,8 @@ def test_a_parameter_that_no_unit_shards_is_trained_beside_the_others(
     one_rank.run(_plain_parameters_are_trained_too, decoupled)
 
 
-# -- gradients: where they are, and their scale ----------------------------------------------------------
+# -- gradients: where they are, and their scale
+# ----------------------------------------------------------
 
 
 def _gradients_of_another_dtype(version: str, capturable: bool, decoupled: bool) -> None:
@@ -271,7 +286,9 @@ def _clipped(name: str, scaled: bool, capturable: bool) -> Tensors:
                     param.grad.mul_((0.01 / (norm + 1e-6)).clamp(max=1.0))
             optimizer.step()
             optimizer.zero_grad()
-            for alias in itertools.chain.from_iterable(optimizer._aliases):  # they would keep memory
+            for alias in itertools.chain.from_iterable(
+                optimizer._aliases
+            ):  # they would keep memory
                 assert alias.local.grad is None
                 assert getattr(alias.local, "decoupled_grad", None) is None
     return weights(model)
@@ -316,11 +333,14 @@ def _skips_together(name: str, scaler_kind: str) -> None:
         optimizer.step() if scaler is None else scaler.step(optimizer)
         after = weights(model)
     assert all(not torch.equal(after[key], before[key]) for key in before)
-    # A skipped step leaves no trace in the moments, and the scale was taken out of the other one's gradients.
+    # A skipped step leaves no trace in the moments, and the scale was taken out of the other one's
+    # gradients.
     moments = {key: t for key, t in state(optimizer).items() if key.endswith("exp_avg")}
     slope = torch.stack([_slope(1, rank) for rank in range(dist.get_world_size())]).mean(0)
     # A mean of two, a product, and a scale that is a power of two: fewer than four roundings.
-    torch.testing.assert_close(moments["0.exp_avg"], 0.1 * slope, rtol=4 * 2.0**-24, atol=4 * 2.0**-26)
+    torch.testing.assert_close(
+        moments["0.exp_avg"], 0.1 * slope, rtol=4 * 2.0**-24, atol=4 * 2.0**-26
+    )
 
 
 def _slope(step: int, rank: int) -> Tensor:
@@ -329,11 +349,14 @@ def _slope(step: int, rank: int) -> Tensor:
 
 @pytest.mark.parametrize("scaler", ["none", "torch", "ours"])
 @pytest.mark.parametrize("name", BOTH)
-def test_an_infinity_on_one_rank_makes_all_ranks_skip(two_ranks: Ranks, name: str, scaler: str) -> None:
+def test_an_infinity_on_one_rank_makes_all_ranks_skip(
+    two_ranks: Ranks, name: str, scaler: str
+) -> None:
     two_ranks.run(_skips_together, name, scaler)
 
 
-# -- state --------------------------------------------------------------------------------------------------
+# -- state
+# --------------------------------------------------------------------------------------------------
 
 
 def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
@@ -343,16 +366,22 @@ def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         saving = fused_adam(first, **HYPER, **options)
         descend(first, saving, range(2))
         saved = saving.state_dict()
-        assert all(isinstance(v, DTensor) for entry in saved["state"].values() for v in entry.values())
+        assert all(
+            isinstance(v, DTensor) for entry in saved["state"].values() for v in entry.values()
+        )
         # Built before the weights are loaded, as programs do.
         resumed = fused_adam(second, **{**HYPER, "lr": 1.0}, **options)
         with torch.no_grad():
             for into, value in zip(second.parameters(), first.parameters(), strict=True):
                 into.copy_(value)
-        buffers = [t.to_local().data_ptr() for entry in resumed.state.values() for t in entry.values()]
+        buffers = [
+            t.to_local().data_ptr() for entry in resumed.state.values() for t in entry.values()
+        ]
         resumed.load_state_dict(saved)
         descend(second, resumed, range(2, 4))
-        after = [t.to_local().data_ptr() for entry in resumed.state.values() for t in entry.values()]
+        after = [
+            t.to_local().data_ptr() for entry in resumed.state.values() for t in entry.values()
+        ]
     assert after == buffers
     assert_same_bits(weights(second), weights(straight))
 
@@ -364,7 +393,11 @@ def _resume(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
         ("te 2.17.1", torch.float32, {"capturable": True}),
         ("te 2.18.0", torch.bfloat16, {"master_weights": True}),
         ("te 2.18.0", torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
-        ("te 2.18.0", torch.bfloat16, {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16}),
+        (
+            "te 2.18.0",
+            torch.bfloat16,
+            {"exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.bfloat16},
+        ),
         ("te 2.18.0", torch.float32, {"exp_avg_dtype": torch.float16}),
         ("apex", torch.float32, {}),
         ("apex", torch.float16, {"capturable": True, "master_weights": True}),
@@ -431,7 +464,9 @@ def _masters_follow_loaded_weights(name: str, dtype: torch.dtype) -> None:
     assert all((w.float() - 7).abs().max() < 0.1 for w in weights(model).values())
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("te 2.17.1", torch.bfloat16), ("apex", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("te 2.17.1", torch.bfloat16), ("apex", torch.float16)]
+)
 def test_weights_loaded_after_the_optimizer_was_built_are_not_undone(
     one_rank: Ranks, name: str, dtype: torch.dtype
 ) -> None:
@@ -443,7 +478,8 @@ def _useless_masters_are_not_saved() -> None:
         model = plane()
         optimizer = fused_adam(model, **HYPER, master_weights=True)
         assert all(
-            set(entry) == {"exp_avg", "exp_avg_sq"} for entry in optimizer.state_dict()["state"].values()
+            set(entry) == {"exp_avg", "exp_avg_sq"}
+            for entry in optimizer.state_dict()["state"].values()
         )
 
 
@@ -451,7 +487,8 @@ def test_master_copies_that_nothing_updates_are_not_saved(one_rank: Ranks) -> No
     one_rank.run(_useless_masters_are_not_saved)
 
 
-# -- the real ones ------------------------------------------------------------------------------------------
+# -- the real ones
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
@@ -476,6 +513,8 @@ def _installed_package(name: str) -> None:
     for capturable in (False, True):
         ours, theirs = plane(mesh=mesh), plane(mesh=mesh)
         descend(ours, shardgrad.optim.AdamW(ours.parameters(), **HYPER))
-        optimizer: Optimizer = getattr(integrations, name).fused_adam(theirs, **HYPER, capturable=capturable)
+        optimizer: Optimizer = getattr(integrations, name).fused_adam(
+            theirs, **HYPER, capturable=capturable
+        )
         descend(theirs, optimizer)
         assert_rounded_alike(weights(ours), weights(theirs))

@@ -1,4 +1,6 @@
-"""Running a mistake that leaves ranks waiting: in processes that are killed once each has named it."""
+"""Running a mistake that leaves ranks waiting: in processes that are killed once each has named
+it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from tests.support.processes import CONTEXT, FairClock
 Program = Callable[[], None]
 
 
-def _rank(rank: int, world_size: int, meeting: str, backend: str, program: Program, pipe: Connection) -> None:
+def _rank(
+    rank: int, world_size: int, meeting: str, backend: str, program: Program, pipe: Connection
+) -> None:
     import torch
     import torch.distributed as dist
 
@@ -59,7 +63,8 @@ def named_apart(
     limit_s: float,
     backend: str = "gloo",
 ) -> tuple[dict[int, list[str]], float]:
-    """Returns what ranks have said when each has said what it was to, or the time was over; and the seconds.
+    """Returns what ranks have said when each has said what it was to, or the time was over; and the
+    seconds.
 
     Args:
         program: at the top of its module; run on two ranks.

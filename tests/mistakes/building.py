@@ -26,7 +26,10 @@ from tests.mistakes.table import mistake
 )
 def no_torchrun() -> None:
     by_hand = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    with mock.patch.dict(os.environ, by_hand, clear=True), mock.patch.object(dist, "is_initialized") as asked:
+    with (
+        mock.patch.dict(os.environ, by_hand, clear=True),
+        mock.patch.object(dist, "is_initialized") as asked,
+    ):
         asked.return_value = False
         fully_shard(net())
 
@@ -42,7 +45,8 @@ def a_container() -> None:
 
 @mistake(
     typed="`fully_shard(model)` twice",
-    says="AlreadyShardedError: Each distinct composable distributed API can only be applied to a module once",
+    says="AlreadyShardedError: Each distinct composable distributed API can only be applied to a "
+    "module once",
     cure="remove the second fully_shard call",
 )
 def twice() -> None:
@@ -161,7 +165,9 @@ def a_mesh_of_three_axes() -> None:
     cure="dp_mesh_dims=DataParallelMeshDims(shard='dp')",
 )
 def a_name_for_mesh_dims() -> None:
-    fully_shard(net(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_mesh_dims="dp")
+    fully_shard(
+        net(), mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), dp_mesh_dims="dp"
+    )
 
 
 @mistake(
@@ -230,7 +236,8 @@ def a_strategy_for_a_flag() -> None:
 
 @mistake(
     typed="`reshard_after_forward=3` on 2 ranks",
-    says="OptionError: If passing reshard_after_forward as an int, it should be a factor of 2, not 3",
+    says="OptionError: If passing reshard_after_forward as an int, it should be a factor of 2, not "
+    "3",
     cure="reshard_after_forward=True, False, or such a divisor",
 )
 def no_divisor() -> None:
@@ -281,7 +288,8 @@ def a_scalar() -> None:
 
 @mistake(
     typed="a transposed parameter",
-    says="UnsupportedParameterError: FSDP does not support non-contiguous parameters yet: head.weight",
+    says="UnsupportedParameterError: FSDP does not support non-contiguous parameters yet: "
+    "head.weight",
     cure="param.data = param.data.contiguous() before fully_shard",
 )
 def not_contiguous() -> None:
@@ -292,7 +300,8 @@ def not_contiguous() -> None:
 
 @mistake(
     typed="a parameter of complex numbers",
-    says="UnsupportedParameterError: fully_shard reduces no gradients in torch.complex64, the dtype of phase",
+    says="UnsupportedParameterError: fully_shard reduces no gradients in torch.complex64, the "
+    "dtype of phase",
     cure="requires_grad=False, or pass it in ignored_params",
 )
 def complex_numbers() -> None:
@@ -350,7 +359,8 @@ def half_on_meta() -> None:
 
 @mistake(
     typed="a model on `meta`, called before it is loaded",
-    says="MetaParameterError: FSDP parameters should be materialized from meta device before training",
+    says="MetaParameterError: FSDP parameters should be materialized from meta device before "
+    "training",
     cure="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
 )
 def on_meta() -> None:

@@ -98,7 +98,9 @@ def only_frozen() -> None:
     model = net()
     model.head.requires_grad_(False)
     sharded(model)
-    optim = torch.optim.AdamW([{"params": model.head.parameters()}, {"params": model.embed.parameters()}])
+    optim = torch.optim.AdamW(
+        [{"params": model.head.parameters()}, {"params": model.embed.parameters()}]
+    )
     backward(model)
     optim.step()
 
@@ -166,7 +168,8 @@ def a_rate_that_is_nan() -> None:
 @mistake(
     typed="`optim.load_state_dict` of another model's optimizer",
     says="OptimizerStateError: the optimizer state was not loaded: its groups are others",
-    cure="load it into an optimizer built the same way, over a model with the same parameters in order",
+    cure="load it into an optimizer built the same way, over a model with the same parameters in "
+    "order",
 )
 def a_state_of_another_model() -> None:
     model, other = sharded(), fully_shard(nn.Linear(WIDTH, 4))

@@ -30,9 +30,12 @@ def table() -> str:
     """Returns a table for each kind of mistake."""
     parts = []
     for title, module in PARTS.items():
-        rows = [_row(each) for each in MISTAKES.values() if each.program.__module__ == module.__name__]
+        rows = [
+            _row(each) for each in MISTAKES.values() if each.program.__module__ == module.__name__
+        ]
         parts.append(
-            f"\n### {title}\n\n| typed | the first line begins with | cure |\n|---|---|---|\n{''.join(rows)}"
+            f"\n### {title}\n\n| typed | the first line begins with | cure "
+            f"|\n|---|---|---|\n{''.join(rows)}"
         )
     return "".join(parts) + "\n"
 

@@ -59,7 +59,9 @@ def a_full_state_dict_on_one_rank() -> None:
     model = sharded()
     backward(model)
     if first():
-        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        get_model_state_dict(
+            model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+        )
     backward(model)
 
 
@@ -239,8 +241,12 @@ def another_path_on_one_rank() -> None:
 
 @mistake(
     typed="an exception on one rank, caught",
-    says="CollectiveError: the all-gather of FSDPNet cannot end: rank 0 has failed (UnitBypassedError: ",
-    on={1: "CollectiveError: the all-gather of FSDPNet cannot end: rank 0 has failed (UnitBypassedError: "},
+    says="CollectiveError: the all-gather of FSDPNet cannot end: rank 0 has failed "
+    "(UnitBypassedError: ",
+    on={
+        1: "CollectiveError: the all-gather of FSDPNet cannot end: rank 0 has failed "
+        "(UnitBypassedError: "
+    },
     cure='shardgrad.register_fsdp_forward_method(model, "loss")',
 )
 def a_caught_exception_on_one_rank() -> None:

@@ -14,7 +14,8 @@ from tests.mistakes.table import mistake
 
 @mistake(
     typed="`model.loss(x)`",
-    says="UnitBypassedError: Net of unit 'root' was used by its method loss(), which is not forward",
+    says="UnitBypassedError: Net of unit 'root' was used by its method loss(), which is not "
+    "forward",
     cure='shardgrad.register_fsdp_forward_method(model, "loss")',
 )
 def a_method() -> None:
@@ -257,7 +258,8 @@ def backward_twice() -> None:
 
 @mistake(
     typed="`model.head.weight = nn.Parameter(...)`",
-    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot take over",
+    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot "
+    "take over",
     cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
 )
 def a_replaced_parameter() -> None:
@@ -293,7 +295,8 @@ def data_of_its_own() -> None:
 
 @mistake(
     typed="`weight_norm(model.head)`, after `fully_shard`",
-    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot take over",
+    says="ForeignParameterError: parameter head.weight was replaced by something its unit cannot "
+    "take over",
     cure="parametrize, or remove parameters, before fully_shard",
 )
 def late_parametrization() -> None:
@@ -304,7 +307,8 @@ def late_parametrization() -> None:
 
 @mistake(
     typed="ranks of different seeds",
-    says="RankDisagreementError: ranks had different weights when fully_shard cut them: embed.weight",
+    says="RankDisagreementError: ranks had different weights when fully_shard cut them: "
+    "embed.weight",
     cure="torch.manual_seed(0) before the model is built",
 )
 def different_seeds() -> None:
@@ -314,7 +318,8 @@ def different_seeds() -> None:
 
 @mistake(
     typed="weights loaded on rank 0 only, before `fully_shard`",
-    says="RankDisagreementError: ranks had different weights when fully_shard cut them: embed.weight",
+    says="RankDisagreementError: ranks had different weights when fully_shard cut them: "
+    "embed.weight",
     cure="load weights on every rank",
 )
 def weights_on_one_rank() -> None:

@@ -21,7 +21,8 @@ from tests.mistakes.table import mistake
 @mistake(
     typed="`copy.deepcopy(model)`",
     says="DeepcopyError: FSDP does not support deepcopy",
-    cure="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
+    cure="build a second model, fully_shard it alike, and "
+    "second.load_state_dict(model.state_dict())",
 )
 def a_deep_copy() -> None:
     copy.deepcopy(sharded())
@@ -30,7 +31,8 @@ def a_deep_copy() -> None:
 @mistake(
     typed="`copy.deepcopy(model)` for a model with sharded blocks",
     says="DeepcopyError: FSDP does not support deepcopy",
-    cure="build a second model, fully_shard it alike, and second.load_state_dict(model.state_dict())",
+    cure="build a second model, fully_shard it alike, and "
+    "second.load_state_dict(model.state_dict())",
 )
 def a_deep_copy_around_units() -> None:
     model = net()
@@ -67,7 +69,8 @@ def a_full_state_dict() -> None:
 
 @mistake(
     typed="`load_state_dict(full, assign=True)`",
-    says="ForeignParameterError: parameter weight was replaced by something its unit cannot take over",
+    says="ForeignParameterError: parameter weight was replaced by something its unit cannot take "
+    "over",
     cure="torch.distributed.tensor.distribute_tensor(full, p.device_mesh, p.placements)",
 )
 def a_full_state_dict_assigned() -> None:
@@ -96,7 +99,8 @@ def no_checkpoint() -> None:
 
 @mistake(
     typed="`checkpoint.load` of another model's checkpoint",
-    says="CheckpointError: the checkpoint does not fit, and nothing was loaded: the checkpoint lacks entries",
+    says="CheckpointError: the checkpoint does not fit, and nothing was loaded: the checkpoint "
+    "lacks entries",
     cure="build the model and the optimizer that were saved",
 )
 def a_checkpoint_of_another_model() -> None:
@@ -119,7 +123,8 @@ def a_function_in_a_checkpoint() -> None:
 
 @mistake(
     typed="`model.load_state_dict(..., assign=True)` in part",
-    says="MetaParameterError: FSDP parameters should be materialized from meta device before training",
+    says="MetaParameterError: FSDP parameters should be materialized from meta device before "
+    "training",
     cure="model.to_empty(device=...) and initialise, or load_state_dict(..., assign=True)",
 )
 def half_loaded() -> None:

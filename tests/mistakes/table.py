@@ -1,7 +1,7 @@
 """The table of mistakes: what a user typed, what they see, and what that names as the cure.
 
-Each mistake is a program at the top of one of the modules next to this one, run as it is on two ranks.
-`python -m tests.mistakes` writes the table into docs/how_to/read_an_error.md.
+Each mistake is a program at the top of one of the modules next to this one, run as it is on two
+ranks. `python -m tests.mistakes` writes the table into docs/how_to/read_an_error.md.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def text_of(message: BaseException | str, category: type | None = None) -> str:
 
 
 def committed(module: str, name: str) -> tuple[list[str], float]:
-    """Makes a mistake on this rank; returns the warnings and the error that it led to, and the seconds."""
+    """Makes a mistake on this rank; returns the warnings and the error that it led to, and the
+    seconds.
+    """
     program: Program = getattr(importlib.import_module(module), name)
     begun_s = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:

@@ -36,7 +36,9 @@ def an_unsharded_state_dict() -> bool:
     model = sharded()
     set_model_state_dict(model, dict(full), options=StateDictOptions(full_state_dict=True))
     backward(model)
-    return all(torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters())
+    return all(
+        torch.equal(param.full_tensor(), full[name]) for name, param in model.named_parameters()
+    )
 
 
 def a_cast_optimizer() -> bool:
@@ -68,7 +70,8 @@ def a_shared_module_first() -> bool:
 
 
 @pytest.mark.parametrize(
-    "program", [a_copy_by_state_dict, an_unsharded_state_dict, a_cast_optimizer, a_shared_module_first]
+    "program",
+    [a_copy_by_state_dict, an_unsharded_state_dict, a_cast_optimizer, a_shared_module_first],
 )
 def test_what_an_error_says_to_type_works(two_ranks: Ranks, program: Callable[[], bool]) -> None:
     assert all(two_ranks.run(program))

@@ -1,4 +1,6 @@
-"""Every mistake that we know of ends in an error or a warning that names the cure, on every rank, in 10 s."""
+"""Every mistake that we know of ends in an error or a warning that names the cure, on every rank,
+in 10 s.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_a_mistake_is_named_with_its_cure_on_every_rank(two_ranks: Ranks, name: 
 
 
 @pytest.mark.parametrize("name", APART)
-def test_what_one_rank_alone_does_is_named_with_its_cure(apart: dict[str, Future[Said]], name: str) -> None:
+def test_what_one_rank_alone_does_is_named_with_its_cure(
+    apart: dict[str, Future[Said]], name: str
+) -> None:
     said, seconds = apart[name].result()
     for rank in MISTAKES[name].on:
         assert any(MISTAKES[name].is_named(rank, text) for text in said[rank]), said

@@ -72,7 +72,9 @@ def control(mutants: Sequence[Mutant], *, seed: int, is_whole: bool) -> None:
         result = Trial(tests, None, limit_s=60 + 10 * len(tests)).result()
         if result.failed or len(result.passed) < len(tests):
             gone = sorted(set(tests) - set(result.passed))
-            raise ControlError(f"without any mutant, {result.failed or gone} does not pass:\n{result.why}")
+            raise ControlError(
+                f"without any mutant, {result.failed or gone} does not pass:\n{result.why}"
+            )
 
 
 def audit(
@@ -90,7 +92,9 @@ def audit(
     known = noticed_by()
     measured = lines.read() if search_s else []
     waiting = list(mutants)
-    running: list[tuple[Mutant, Trial, bool]] = []  # the last: whether the known test is being tried
+    running: list[
+        tuple[Mutant, Trial, bool]
+    ] = []  # the last: whether the known test is being tried
     _KEPT.parent.mkdir(parents=True, exist_ok=True)
     while waiting or running:
         if time.monotonic() > until_s:
@@ -104,11 +108,18 @@ def audit(
             else:
                 chosen = tests or _chosen(mutant, measured, search_s)
                 if chosen:
-                    running.append((mutant, Trial(chosen, mutant, limit_s=_LEAST_S + 3 * search_s), False))
+                    running.append(
+                        (mutant, Trial(chosen, mutant, limit_s=_LEAST_S + 3 * search_s), False)
+                    )
                 else:
                     yield _kept(
                         Verdict(
-                            mutant.name, mutant.room, "", "no test is known, or --search finds none", 0, 0.0
+                            mutant.name,
+                            mutant.room,
+                            "",
+                            "no test is known, or --search finds none",
+                            0,
+                            0.0,
                         )
                     )
         for entry in [entry for entry in running if not entry[1].is_running()]:
@@ -126,7 +137,8 @@ def audit(
                 waiting.insert(0, mutant)
                 continue
             if not was_known and result.failed and result.why == LATE:
-                # On a busy machine, or after tests that leave threads, others end so: it has to by itself.
+                # On a busy machine, or after tests that leave threads, others end so: it has to by
+                # itself.
                 result = Trial([result.failed], mutant, limit_s=_LEAST_S).result()
             if result.failed and search_s:
                 known[mutant.name] = Noticed(mutant.name, result.failed, round(result.cpu_s, 1))
@@ -136,7 +148,9 @@ def audit(
 
 
 def _chosen(mutant: Mutant, measured: list[lines.Ran], search_s: float) -> list[str]:
-    """Returns the tests to try: the fastest that run the line, and not longer than there is time for."""
+    """Returns the tests to try: the fastest that run the line, and not longer than there is time
+    for.
+    """
     took_s = {ran.test: ran.took_s for ran in measured}
     chosen, sum_s = [], 0.0
     for test in lines.candidates(mutant, measured):
@@ -150,7 +164,9 @@ def _chosen(mutant: Mutant, measured: list[lines.Ran], search_s: float) -> list[
 def _verdict(mutant: Mutant, result: Result) -> Verdict:
     why = result.why.strip().splitlines()[-1] if result.why.strip() else ""
     tried = len(result.passed) + bool(result.failed)
-    return Verdict(mutant.name, mutant.room, result.failed, why[:200], tried, round(result.cpu_s, 2))
+    return Verdict(
+        mutant.name, mutant.room, result.failed, why[:200], tried, round(result.cpu_s, 2)
+    )
 
 
 def _kept(verdict: Verdict) -> Verdict:
@@ -178,10 +194,14 @@ def report(
     if out is not None:
         _record(out, rows, verdicts, wall_s=wall_s, config={"whole": is_whole, "resumed": resumed})
     width = max([5, *map(len, rows)])
-    table = [f"{room:<{width}} {part:4} of {of:4}  {part / of:6.1%}" for room, (part, of) in rows.items()]
+    table = [
+        f"{room:<{width}} {part:4} of {of:4}  {part / of:6.1%}" for room, (part, of) in rows.items()
+    ]
     total = f"{'all':<{width}} {noticed:4} of {tried:4}  {noticed / max(1, tried):6.1%}   in {wall_s:.0f} s"
     missed = [
-        f"not noticed: {verdict.name} ({verdict.why})" for verdict in verdicts if not verdict.noticed_by
+        f"not noticed: {verdict.name} ({verdict.why})"
+        for verdict in verdicts
+        if not verdict.noticed_by
     ]
     return "\n".join([*missed, *table, total])
 

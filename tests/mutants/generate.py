@@ -1,7 +1,7 @@
 """Draws mutants over all files: statements taken out, and changes by the operators of cosmic-ray.
 
-Annotations, docstrings, messages and `__all__` are left alone: no test should look at them. How many a file
-gets follows its length; which, a seed.
+Annotations, docstrings, messages and `__all__` are left alone: no test should look at them. How
+many a file gets follows its length; which, a seed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def wanted() -> dict[str, int]:
     for path in sorted(PACKAGE.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if "\ndef " in text or "\nclass " in text:
-            counts[str(path.relative_to(PACKAGE))] = max(1, round(text.count("\n") / LINES_FOR_EACH))
+            counts[str(path.relative_to(PACKAGE))] = max(
+                1, round(text.count("\n") / LINES_FOR_EACH)
+            )
     return counts
 
 
@@ -69,7 +71,8 @@ def _mutant(path: str, source: str, change: _Change) -> Mutant | None:
     return mutant
 
 
-# -- statements taken out -----------------------------------------------------------------------------------
+# -- statements taken out
+# -----------------------------------------------------------------------------------
 
 
 def _statements_taken_out(source: str) -> Iterator[_Change]:
@@ -80,10 +83,20 @@ def _statements_taken_out(source: str) -> Iterator[_Change]:
         for node in _own_statements(function):
             is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant)
             is_store = isinstance(node, ast.AugAssign) or (
-                isinstance(node, ast.Assign) and not any(isinstance(each, ast.Name) for each in node.targets)
+                isinstance(node, ast.Assign)
+                and not any(isinstance(each, ast.Name) for each in node.targets)
             )
-            is_end = isinstance(node, ast.Return) and node is not function.body[-1] and node.value is None
-            if is_call or is_store or is_end or isinstance(node, ast.Raise | ast.Continue | ast.Delete):
+            is_end = (
+                isinstance(node, ast.Return)
+                and node is not function.body[-1]
+                and node.value is None
+            )
+            if (
+                is_call
+                or is_store
+                or is_end
+                or isinstance(node, ast.Raise | ast.Continue | ast.Delete)
+            ):
                 indent = lines[node.lineno - 1][: node.col_offset]
                 if not indent.strip():
                     assert node.end_lineno is not None
@@ -101,7 +114,8 @@ def _own_statements(function: ast.FunctionDef) -> Iterator[ast.stmt]:
         remaining.extend(ast.iter_child_nodes(node))
 
 
-# -- operators of cosmic-ray --------------------------------------------------------------------------------
+# -- operators of cosmic-ray
+# --------------------------------------------------------------------------------
 
 # Of the replacements of an operator: its opposite, and its neighbour at the boundary.
 _TELLING = {
@@ -131,7 +145,9 @@ def _replacements(source: str) -> dict[str, list[_Place]]:
     tree = ast.parse(source)
     left_out = list(_left_out(tree))
     functions = [
-        (node.lineno, node.end_lineno or 0) for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+        (node.lineno, node.end_lineno or 0)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
     ]
     found: dict[str, list[_Place]] = {}
 
@@ -169,7 +185,9 @@ def _kind(operator: str) -> str | None:
 
 
 def _left_out(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yields where annotations, messages of errors, types of `isinstance`, and `strict=` of `zip` are."""
+    """Yields where annotations, messages of errors, types of `isinstance`, and `strict=` of `zip`
+    are.
+    """
     for node in ast.walk(tree):
         parts: list[ast.AST | None] = []
         if isinstance(node, ast.arg):
@@ -182,7 +200,11 @@ def _left_out(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, int]]
             parts = [node.exc]
         elif isinstance(node, ast.JoinedStr):
             parts = [node]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "isinstance"
+        ):
             parts = list(node.args[1:])
         elif isinstance(node, ast.keyword) and node.arg == "strict":
             parts = [node.value]

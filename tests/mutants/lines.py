@@ -1,7 +1,8 @@
 """Which tests run which lines of the package: measured once, kept in `build/mutants/lines.jsonl`.
 
-Every process of a trial writes into one piece of shared memory, a byte for each line. So lines that ranks run
-are found as well; those that run only in hooks on a device's own thread of autograd are not.
+Every process of a trial writes into one piece of shared memory, a byte for each line. So lines that
+ranks run are found as well; those that run only in hooks on a device's own thread of autograd are
+not.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Tracer:
             size += len(path.read_text(encoding="utf-8").splitlines()) + 2
         self._size = size
         self._ran = mmap.mmap(-1, size)
-        self._traces: dict[str, Any] = {path: self._in(first) for path, first in self._first.items()}
+        self._traces: dict[str, Any] = {
+            path: self._in(first) for path, first in self._first.items()
+        }
         self._out = KEPT
 
     def _in(self, first: int) -> Any:
@@ -85,7 +88,9 @@ class Tracer:
             if found:
                 lines[str(Path(path).relative_to(PACKAGE))] = found
         with self._out.open("a") as stream:
-            stream.write(json.dumps({"test": item.nodeid, "s": round(took_s, 3), "lines": lines}) + "\n")
+            stream.write(
+                json.dumps({"test": item.nodeid, "s": round(took_s, 3), "lines": lines}) + "\n"
+            )
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,13 @@ def test_files() -> list[str]:
 
 
 def measure(budget_s: float, begins: Sequence[str] = ()) -> Iterator[str]:
-    """Measures the test files that have not been measured, until the time is up; yields what it does.
+    """Measures the test files that have not been measured, until the time is up; yields what it
+    does.
 
     Args:
         budget_s: seconds after which no file is begun.
-        begins: how the paths of the files begin, in the order in which they are measured; all if empty.
+        begins: how the paths of the files begin, in the order in which they are measured; all if
+            empty.
     """
     KEPT.parent.mkdir(parents=True, exist_ok=True)
     done = KEPT.with_name("lines.done")
@@ -152,10 +159,11 @@ def measure(budget_s: float, begins: Sequence[str] = ()) -> Iterator[str]:
 
 
 def candidates(mutant: Mutant, measured: list[Ran]) -> list[str]:
-    """Returns the tests that run a mutant's line, the fastest first; many cases of one function come last.
+    """Returns the tests that run a mutant's line, the fastest first; many cases of one function
+    come last.
 
-    For a default of a function, those that run the function; for what only an import runs, or what ran where
-    nothing was traced, those that run anything in the file.
+    For a default of a function, those that run the function; for what only an import runs, or what
+    ran where nothing was traced, those that run anything in the file.
     """
     if mutant.is_native:
         return [ran.test for ran in measured if ran.test.startswith("tests/ops/")]

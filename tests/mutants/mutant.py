@@ -38,7 +38,8 @@ class Mutant:
     Attributes:
         name: unique; a sentence for those by hand.
         path: the file, from the root of the package, such as `engine/unit.py`; or in `csrc/`.
-        function: qualified name of the function or class that has the place; "" for anywhere in the file.
+        function: qualified name of the function or class that has the place; "" for anywhere in the
+            file.
         before: the text, which occurs once there.
         after: what takes its place.
     """
@@ -70,7 +71,8 @@ class Mutant:
         if source.count(self.before, first, last) != 1:
             times = source.count(self.before, first, last)
             raise StaleError(
-                f"{self.name}: {self.before!r} is {times} times in {self.function or 'all'} of {self.path}"
+                f"{self.name}: {self.before!r} is {times} times in {self.function or 'all'} of "
+                f"{self.path}"
             )
         return source.index(self.before, first, last)
 
@@ -141,13 +143,17 @@ def innermost(source: str, line: int) -> str:
     """Returns the qualified name of the innermost function or class around a line; "" outside."""
     offset = sum(len(text) for text in source.splitlines(keepends=True)[: line - 1])
     around = [
-        (last - first, name) for name, (first, last) in _spans(source).items() if first <= offset < last
+        (last - first, name)
+        for name, (first, last) in _spans(source).items()
+        if first <= offset < last
     ]
     return min(around, default=(0, ""))[1]
 
 
 def body_around(source: str, line: int) -> frozenset[int]:
-    """Returns the line; outside of the bodies of functions, the lines of those that it may concern."""
+    """Returns the line; outside of the bodies of functions, the lines of those that it may
+    concern.
+    """
     functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
     around = [node for node in functions if node.lineno <= line <= (node.end_lineno or 0)]
     if not around:
@@ -159,7 +165,8 @@ def body_around(source: str, line: int) -> frozenset[int]:
     return frozenset(range(innermost_one.body[0].lineno, (innermost_one.end_lineno or 0) + 1))
 
 
-# -- lists --------------------------------------------------------------------------------------------------
+# -- lists
+# --------------------------------------------------------------------------------------------------
 
 
 def all_mutants() -> list[Mutant]:
@@ -230,7 +237,9 @@ def write_noticed_by(known: Mapping[str, Noticed]) -> None:
 
 def _lines(path: Path) -> list[dict[str, str]]:
     return (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        if path.exists()
+        else []
     )
 
 

@@ -1,7 +1,8 @@
-"""The compiled ops with a change in their C++: built apart, and loaded in place of `shardgrad/_C.so`.
+"""The compiled ops with a change in their C++: built apart, and loaded in place of
+`shardgrad/_C.so`.
 
-Without optimisation beyond -O1: the results are the same to the bit, and compiling takes a third. Objects of
-sources that did not change are kept in `build/mutants/`.
+Without optimisation beyond -O1: the results are the same to the bit, and compiling takes a third.
+Objects of sources that did not change are kept in `build/mutants/`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def loading(mutant: Mutant, folder: Path) -> Mutant:
     Raises:
         CompileError: the changed source is not C++.
     """
-    sources = [path.relative_to(_CSRC) for path in sorted([*_CSRC.glob("*.cpp"), *_CSRC.glob("cpu/*.cpp")])]
+    sources = [
+        path.relative_to(_CSRC) for path in sorted([*_CSRC.glob("*.cpp"), *_CSRC.glob("cpu/*.cpp")])
+    ]
     changed = Path(mutant.path).relative_to("csrc")
     copy = folder / "csrc"
     shutil.copytree(_CSRC, copy)
@@ -93,7 +96,16 @@ def loading(mutant: Mutant, folder: Path) -> Mutant:
         ]
         objects = [str(each.result()) for each in made]
     library, lib = folder / "changed.so", Path(torch.__file__).parent / "lib"
-    link = ["g++", "-shared", *objects, f"-L{lib}", "-ltorch_cpu", f"-Wl,-rpath,{lib}", "-o", str(library)]
+    link = [
+        "g++",
+        "-shared",
+        *objects,
+        f"-L{lib}",
+        "-ltorch_cpu",
+        f"-Wl,-rpath,{lib}",
+        "-o",
+        str(library),
+    ]
     subprocess.run(link, check=True)
     before = 'Path(__file__).parents[1] / "_C.so"'
     return Mutant(mutant.name, "ops/library.py", "", before, f"Path({str(library)!r})")

@@ -1,4 +1,6 @@
-"""The audit's tools; with `-m long`, every mutant is noticed by the test that is known to notice it."""
+"""The audit's tools; with `-m long`, every mutant is noticed by the test that is known to notice
+it.
+"""
 
 from __future__ import annotations
 
@@ -77,16 +79,23 @@ def test_a_mutant_changes_one_place_and_knows_its_line() -> None:
 @pytest.mark.parametrize(
     ("function", "before"), [("", "3 + 4"), ("Box.size", "4 + 3"), ("Box.gone", "3 + 4")]
 )
-def test_a_mutant_of_a_line_that_is_no_more_or_not_alone_is_stale(function: str, before: str) -> None:
+def test_a_mutant_of_a_line_that_is_no_more_or_not_alone_is_stale(
+    function: str, before: str
+) -> None:
     with pytest.raises(StaleError):
         Mutant("", "box.py", function, before, "0").applied(SOURCE)
 
 
 def test_statements_are_taken_out_of_functions_and_their_docstrings_stay() -> None:
     found = list(
-        generate._statements_taken_out('def f(x):\n    """Text."""\n    x.y = 1\n    x.z()\n    return x\n')
+        generate._statements_taken_out(
+            'def f(x):\n    """Text."""\n    x.y = 1\n    x.z()\n    return x\n'
+        )
     )
-    assert sorted((change.first, change.text) for change in found) == [(3, "    pass"), (4, "    pass")]
+    assert sorted((change.first, change.text) for change in found) == [
+        (3, "    pass"),
+        (4, "    pass"),
+    ]
 
 
 CONTROL = """

@@ -1,8 +1,9 @@
 """A trial: tests, run in a forked process in which one file of the package has another text.
 
-The process that forks has imported torch and what tests use, and not the package: each trial imports that
-itself, with the change, from the sources on disk, which stay as they are. Ranks, simulated devices and
-programs are forked from the trial and have the change too. Tests that start an interpreter do not.
+The process that forks has imported torch and what tests use, and not the package: each trial
+imports that itself, with the change, from the sources on disk, which stay as they are. Ranks,
+simulated devices and programs are forked from the trial and have the change too. Tests that start
+an interpreter do not.
 """
 
 from __future__ import annotations
@@ -32,8 +33,20 @@ from tests.support.processes import FairClock
 
 LATE = "died, or did not end in time"
 _PERIOD_S = 0.5  # between two looks at the clock, which reads much of /proc
-# Without capturing: programs that tests fork write where they are told to, and not where pytest listens.
-_OPTIONS = ["-x", "-q", "-s", "-p", "no:cacheprovider", "-m", "", "--tb=short", "--no-header", "-rN"]
+# Without capturing: programs that tests fork write where they are told to, and not where pytest
+# listens.
+_OPTIONS = [
+    "-x",
+    "-q",
+    "-s",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "",
+    "--tb=short",
+    "--no-header",
+    "-rN",
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,8 @@ class Result:
     """What came of a trial.
 
     Attributes:
-        failed: id of the test that failed, or of the file that could not be imported; "" if all passed.
+        failed: id of the test that failed, or of the file that could not be imported; "" if all
+            passed.
         passed: ids of the tests that passed.
         why: the end of the failure's report, or what else ended the trial.
         is_gone: whether there is no such test.
@@ -150,7 +164,9 @@ class _Report:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Puts tests first that fork: a process that has run a backward here could not run one there."""
+        """Puts tests first that fork: a process that has run a backward here could not run one
+        there.
+        """
         items.sort(key=_computes_here)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

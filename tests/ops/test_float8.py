@@ -34,7 +34,9 @@ class Message:
         self.period = period or numel
         self.tail_offset = self.period if tail_offset is None else tail_offset
         self.kept = torch.zeros(numel + numel // BLOCK, dtype=torch.uint8)
-        self.bytes = torch.full((-(-numel // self.row_numel) * self.row_nbytes,), 0xA5, dtype=torch.uint8)
+        self.bytes = torch.full(
+            (-(-numel // self.row_numel) * self.row_nbytes,), 0xA5, dtype=torch.uint8
+        )
 
     def send(self, values: Tensor) -> Tensor:
         """Returns what arrives."""
@@ -100,8 +102,9 @@ def test_losses_add_up_to_what_a_bfloat16_would_lose_over_many_steps() -> None:
     off = (total / steps - values.double()).abs()
     largest = values.view(-1, BLOCK).abs().amax(1).repeat_interleave(BLOCK).double()
     scale = (largest / 224).clamp(min=2.0**-118)
-    # Lost in each step is a sixteenth of a sixteenth of what is sent, or half of the smallest loss there is;
-    # and once, after the last step, what is kept: a sixteenth, or half of the smallest code.
+    # Lost in each step is a sixteenth of a sixteenth of what is sent, or half of the smallest loss
+    # there is; and once, after the last step, what is kept: a sixteenth, or half of the smallest
+    # code.
     in_each = (values.abs().double() * 1.07 * 2**-8).maximum(scale * 2**-14)
     once = (values.abs().double() * 1.07 * 2**-4).maximum(scale * 2**-10)
     assert (off <= in_each + once / steps).all()
@@ -115,7 +118,9 @@ def test_what_is_not_finite_arrives_as_nan_in_its_place_and_is_forgotten(bad: fl
     assert arrived.isnan().nonzero().view(-1).tolist() == [5, 3 * BLOCK - 1]
     assert same(arrived, right)
     values[5] = values[-1] = 0.5
-    assert same(message.send(values), oracle.send(values)), "it had come back, or took its block along"
+    assert same(message.send(values), oracle.send(values)), (
+        "it had come back, or took its block along"
+    )
 
 
 def test_a_block_that_is_not_finite_at_all_leaves_no_loss() -> None:
@@ -222,7 +227,10 @@ def test_arguments_that_do_not_fit_are_refused(changes: dict[str, object]) -> No
         ([torch.zeros(100, dtype=torch.uint8)], torch.zeros(BLOCK)),
         ([torch.zeros(256, dtype=torch.uint8)], torch.zeros(BLOCK, dtype=torch.float64)),
         ([torch.zeros(256)], torch.zeros(BLOCK)),
-        ([torch.zeros(256, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)], torch.zeros(BLOCK)),
+        (
+            [torch.zeros(256, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)],
+            torch.zeros(BLOCK),
+        ),
     ],
 )
 def test_messages_that_do_not_fit_are_refused(messages: list[Tensor], out: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""The CUDA kernels, compiled for the host, do what the compiled ops of the CPU do: all tests of the ops."""
+"""The CUDA kernels, compiled for the host, do what the compiled ops of the CPU do: all tests of the
+ops.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,23 @@ pytestmark = [
 
 
 def require_passed(tests: str, but: str = "on_the_host", **environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.ops.on_host", f"tests/ops/{tests}"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.ops.on_host",
+        f"tests/ops/{tests}",
+    ]
     command += ["-k", f"not ({but})"]  # the host does not read what lies on a device
     done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " skipped" not in done.stdout

@@ -32,9 +32,15 @@ class Backend:
     sum_chunks: Callable[..., None]
 
 
-REFERENCE = Backend(movement._pack_reference, movement._unpack_reference, movement._sum_chunks_reference)
-COMPILED = Backend(torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks)
-needs_library = pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
+REFERENCE = Backend(
+    movement._pack_reference, movement._unpack_reference, movement._sum_chunks_reference
+)
+COMPILED = Backend(
+    torch.ops.shardgrad.pack, torch.ops.shardgrad.unpack, torch.ops.shardgrad.sum_chunks
+)
+needs_library = pytest.mark.skipif(
+    ops.backend() != "compiled", reason="shardgrad/_C.so was not built"
+)
 
 
 @pytest.fixture(params=["reference", pytest.param("compiled", marks=needs_library)])
@@ -80,15 +86,22 @@ class Group:
         return torch.full((self.world_size * self.chunk_numel,), fill, dtype=dtype)
 
     def pieces(self, whole: Tensor) -> list[Tensor]:
-        """One flat tensor per rank, cut as `torch.chunk` cuts; ranks past the last chunk get nothing."""
+        """One flat tensor per rank, cut as `torch.chunk` cuts; ranks past the last chunk get
+        nothing.
+        """
         parts = [part.reshape(-1) for part in whole.chunk(self.world_size)] if whole.numel() else []
         return parts + [whole.new_empty(0)] * (self.world_size - len(parts))
 
 
-def gradients(shapes: Sequence[tuple[int, ...]], *dtypes: torch.dtype, seed: int = 0) -> list[Tensor]:
+def gradients(
+    shapes: Sequence[tuple[int, ...]], *dtypes: torch.dtype, seed: int = 0
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     cycle = itertools.cycle(dtypes)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(next(cycle)) for shape in shapes]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(next(cycle))
+        for shape in shapes
+    ]
 
 
 def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -176,7 +189,9 @@ def test_a_missing_gradient_adds_nothing_when_accumulating(backend: Backend) -> 
 def test_pack_never_touches_leads_gaps_and_tails(backend: Backend, accumulate: bool) -> None:
     group = Group(SHAPES, 4)
     slot = group.slot(torch.bfloat16)
-    backend.pack(gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 1.0, accumulate)
+    backend.pack(
+        gradients(SHAPES, torch.float32), slot, group.table, group.chunk_numel, 1.0, accumulate
+    )
     outside = torch.ones(group.chunk_numel, dtype=torch.bool)
     for _, _, span, offset, _ in group.rows:
         outside[offset : offset + span] = False
@@ -192,7 +207,9 @@ def test_unpack_puts_the_pieces_of_all_ranks_back_together(
     group = Group(SHAPES, world_size)
     for from_dtype in DTYPES:
         wholes = gradients(SHAPES, from_dtype)
-        chunks = [torch.full((group.chunk_numel,), math.nan, dtype=from_dtype) for _ in range(world_size)]
+        chunks = [
+            torch.full((group.chunk_numel,), math.nan, dtype=from_dtype) for _ in range(world_size)
+        ]
         expected = torch.full((group.unsharded_numel,), UNTOUCHED, dtype=to_dtype)
         for whole, (numel, _, _, offset, unsharded_offset) in zip(wholes, group.rows, strict=True):
             for chunk, piece in zip(chunks, group.pieces(whole), strict=True):
@@ -225,7 +242,9 @@ def test_sum_chunks_adds_from_left_to_right_and_rounds_once(
 def test_the_mean_of_two_float32_chunks_is_torchs_bit_for_bit(backend: Backend) -> None:
     generator = torch.Generator().manual_seed(0)
     bits = torch.randint(-(2**31), 2**31, (2, 100_003), generator=generator)
-    a, b = bits.to(torch.int32).view(torch.float32)  # every kind of value, subnormals and NaNs included
+    a, b = bits.to(torch.int32).view(
+        torch.float32
+    )  # every kind of value, subnormals and NaNs included
     a[0], b[0] = -0.0, -0.0
     out = torch.empty_like(a)
     backend.sum_chunks([a, b], out, 2.0, False)
@@ -255,7 +274,9 @@ def test_rounding_to_half_width_is_torchs(backend: Backend, half: torch.dtype) -
     ties = (finite[:-1].double() + finite[1:].double()).div(2).float()  # halfway between neighbours
     generator = torch.Generator().manual_seed(0)
     anything = (
-        torch.randint(-(2**31), 2**31, (200_000,), generator=generator).to(torch.int32).view(torch.float32)
+        torch.randint(-(2**31), 2**31, (200_000,), generator=generator)
+        .to(torch.int32)
+        .view(torch.float32)
     )
     limits = torch.tensor(
         [65504.0, 65519.996, 65520.0, 65536.0, 3.4e38, math.inf, -math.inf, math.nan, 1e-45, -0.0]
@@ -276,7 +297,9 @@ def test_the_backends_agree_bit_for_bit_in_every_dtype(slot_dtype: torch.dtype) 
         slots = [group.slot(slot_dtype) for _ in range(2)]
         wholes = [torch.zeros(group.unsharded_numel, dtype=grad_dtype) for _ in range(2)]
         sums = [torch.ones(group.chunk_numel, dtype=grad_dtype) for _ in range(2)]
-        for backend, slot, whole, total in zip((COMPILED, REFERENCE), slots, wholes, sums, strict=True):
+        for backend, slot, whole, total in zip(
+            (COMPILED, REFERENCE), slots, wholes, sums, strict=True
+        ):
             backend.pack(grads, slot, group.table, group.chunk_numel, 7.0, accumulate)
             chunks = list(slot.view(world_size, -1))
             backend.unpack(chunks, whole, group.table)
@@ -308,7 +331,9 @@ def test_results_do_not_depend_on_the_number_of_threads(accumulate: bool) -> Non
         torch.set_num_threads(before)
     for one, several in zip(*results, strict=True):
         assert_same_bits(one, several)
-    assert_same_bits(results[0][0], expected_pack(group, grads, group.slot(torch.bfloat16), 3.0, accumulate))
+    assert_same_bits(
+        results[0][0], expected_pack(group, grads, group.slot(torch.bfloat16), 3.0, accumulate)
+    )
 
 
 def test_groups_without_parameters_or_elements_do_nothing(backend: Backend) -> None:
@@ -435,7 +460,9 @@ def test_the_schemas_say_what_is_written() -> None:
             "one gradient per row",
         ),
         (
-            lambda: ops.pack([], torch.zeros(4), torch.ones(0, 5).long(), chunk_numel=2, divisor=0.0),
+            lambda: ops.pack(
+                [], torch.zeros(4), torch.ones(0, 5).long(), chunk_numel=2, divisor=0.0
+            ),
             "divide by zero",
         ),
         (lambda: ops.sum_chunks([torch.ones(1)], torch.ones(1), divisor=0), "divide by zero"),
@@ -443,7 +470,9 @@ def test_the_schemas_say_what_is_written() -> None:
         (lambda: ops.unpack([], torch.ones(1), torch.ones(0, 5).long()), "nothing to read from"),
     ],
 )
-def test_the_python_functions_refuse_what_is_cheap_to_see(call: Callable[[], None], message: str) -> None:
+def test_the_python_functions_refuse_what_is_cheap_to_see(
+    call: Callable[[], None], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -494,7 +523,10 @@ def test_pack_refuses_arguments_that_would_leave_its_memory(
         ({"chunks": [torch.zeros(4), torch.zeros(4).half()]}, "chunks must share one dtype"),
         ({"chunks": [torch.zeros(4)]}, "table does not fit 1 chunks of 4"),
         ({"chunks": [torch.zeros(8)[::2]] * 2}, "chunks must be contiguous"),
-        ({"chunks": [freed(4), torch.zeros(4)]}, "chunks lies in a storage that was freed or shrunk"),
+        (
+            {"chunks": [freed(4), torch.zeros(4)]},
+            "chunks lies in a storage that was freed or shrunk",
+        ),
         ({"unsharded": torch.zeros(7)}, "parameter 0 ends behind the 7 elements"),
         ({"unsharded": freed(8)}, "unsharded lies in a storage that was freed or shrunk"),
         ({"table": torch.tensor([[8, 4, 4, 0, -1]])}, "table does not fit"),
@@ -503,7 +535,11 @@ def test_pack_refuses_arguments_that_would_leave_its_memory(
 def test_unpack_refuses_arguments_that_would_leave_its_memory(
     backend: Backend, change: dict[str, object], message: str
 ) -> None:
-    arguments = {"chunks": [torch.zeros(4)] * 2, "unsharded": torch.zeros(8), "table": GOOD_TABLE} | change
+    arguments = {
+        "chunks": [torch.zeros(4)] * 2,
+        "unsharded": torch.zeros(8),
+        "table": GOOD_TABLE,
+    } | change
     with pytest.raises(RuntimeError, match=message):
         backend.unpack(*arguments.values())
 

@@ -64,7 +64,9 @@ def test_only_live_rows_count(backend: str, norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (0, 0), ()], ids=str)
-def test_without_live_elements_the_norm_is_that_of_nothing(backend: str, sizes: tuple[int, ...]) -> None:
+def test_without_live_elements_the_norm_is_that_of_nothing(
+    backend: str, sizes: tuple[int, ...]
+) -> None:
     s = Segment.of(sizes)
     s.touched.zero_()
     for norm_type in NORM_TYPES:
@@ -74,7 +76,9 @@ def test_without_live_elements_the_norm_is_that_of_nothing(backend: str, sizes: 
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_scale_multiplies_the_gradients(backend: str, norm_type: float, dtype: torch.dtype) -> None:
+def test_a_scale_multiplies_the_gradients(
+    backend: str, norm_type: float, dtype: torch.dtype
+) -> None:
     s = Segment.of()
     scaled = replace(s, grad=s.grad.double() * 0.3)
     scale = torch.tensor(0.3, dtype=torch.float64).to(dtype)
@@ -167,7 +171,9 @@ def test_the_operator_keeps_torchs_contract() -> None:
 def test_the_compiled_kernel_allocates_nothing() -> None:
     out, scratch, flat, touched, rows, tiles, _, scale = example_arguments()
     with torch.profiler.profile(profile_memory=True) as profile:
-        ops.norm_(out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale)
+        ops.norm_(
+            out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale
+        )
     assert any(event.key == "shardgrad::norm_" for event in profile.key_averages())
     assert all(event.cpu_memory_usage == 0 for event in profile.events())
 
@@ -175,7 +181,9 @@ def test_the_compiled_kernel_allocates_nothing() -> None:
 def test_the_python_function_passes_every_argument_on() -> None:
     arguments = example_arguments()
     out, scratch, flat, touched, rows, tiles, _, scale = arguments
-    ops.norm_(out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale)
+    ops.norm_(
+        out, scratch, flat, touched=touched, rows=rows, tiles=tiles, norm_type=3.0, scale=scale
+    )
     again = torch.zeros_like(out)
     norm_of("reference")(again, *arguments[1:6], 3.0, scale)
     assert out.tolist() == pytest.approx(again.tolist(), **CLOSE)
@@ -186,7 +194,10 @@ def test_the_python_function_passes_every_argument_on() -> None:
     [
         (lambda a: a.update(out=torch.zeros(2)), "out must be float64 with 2 elements"),
         (lambda a: a.update(out=torch.zeros(3).double()), "out must be float64 with 2 elements"),
-        (lambda a: a.update(scratch=torch.zeros(2048).double()), "scratch must be float64 with 2049"),
+        (
+            lambda a: a.update(scratch=torch.zeros(2048).double()),
+            "scratch must be float64 with 2049",
+        ),
         (lambda a: a.update(flat=torch.zeros(9).int()), "flat must be float32"),
         (lambda a: a.update(norm_type=math.nan), "norm_type must be a number"),
         (lambda a: a.update(scale=torch.ones(2)), "scale must be float32 or float64"),

@@ -13,7 +13,9 @@ from shardgrad.errors import OptionError
 
 
 def test_segment_rows_counts_tiles() -> None:
-    rows, tiles = ops.segment_rows([(0, 1, 2, 2049, 0, 3), (5, 6, 7, 0, 1, 2), (8, 9, 10, 2048, 2, 1)])
+    rows, tiles = ops.segment_rows(
+        [(0, 1, 2, 2049, 0, 3), (5, 6, 7, 0, 1, 2), (8, 9, 10, 2048, 2, 1)]
+    )
     assert rows.tolist() == [
         [0, 1, 2, 2049, 0, 3, 0],
         [5, 6, 7, 0, 1, 2, 2],
@@ -36,7 +38,13 @@ def test_the_kernels_count_in_the_same_tiles() -> None:
 
 
 GOOD = ((0, 0, 0, 8, 0, 0), (8, 8, 8, 4, 1, 1))
-LIMITS = {"param_numel": 12, "grad_numel": 12, "state_numel": 12, "steps_numel": 2, "touched_numel": 2}
+LIMITS = {
+    "param_numel": 12,
+    "grad_numel": 12,
+    "state_numel": 12,
+    "steps_numel": 2,
+    "touched_numel": 2,
+}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""The ops give the same bits wherever in memory their tensors begin, and touch nothing beside them."""
+"""The ops give the same bits wherever in memory their tensors begin, and touch nothing beside
+them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ Move = Callable[[Tensor], Tensor]
 
 
 def moved(offset: int) -> Move:
-    """Returns a copy that begins so many elements behind where an allocation does, and ends where it ends."""
+    """Returns a copy that begins so many elements behind where an allocation does, and ends where
+    it ends.
+    """
 
     def move(tensor: Tensor) -> Tensor:
         storage = torch.full((offset + tensor.numel(),), UNTOUCHED).to(tensor.dtype)
@@ -41,7 +45,9 @@ def moved(offset: int) -> Move:
 
 def same_beside(tensor: Tensor) -> bool:
     """Whether what lies before a moved tensor is as it was."""
-    before = torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage(), 0, (tensor.storage_offset(),))
+    before = torch.empty(0, dtype=tensor.dtype).set_(
+        tensor.untyped_storage(), 0, (tensor.storage_offset(),)
+    )
     return bool((before == torch.tensor(UNTOUCHED).to(tensor.dtype)).all())
 
 
@@ -52,14 +58,21 @@ def test_pack_and_unpack_do_not_depend_on_where_memory_begins(
     dtype: torch.dtype, which: str, offset: int
 ) -> None:
     ranks, numel, shard = 2, 9001, 4504
-    table = torch.tensor([[numel, shard, shard, 0, 0], [0, 0, 0, shard, numel], [40, 20, 24, shard, numel]])
+    table = torch.tensor(
+        [[numel, shard, shard, 0, 0], [0, 0, 0, shard, numel], [40, 20, 24, shard, numel]]
+    )
     chunk_numel = shard + 24
     grads = [torch.randn(numel).to(dtype), torch.empty(0, dtype=dtype), torch.randn(40).to(dtype)]
     slots, wholes = [], []
-    for of_grads, of_slot in ((0, 0), (offset * (which != "slot"), offset * (which != "gradients"))):
+    for of_grads, of_slot in (
+        (0, 0),
+        (offset * (which != "slot"), offset * (which != "gradients")),
+    ):
         slot = moved(of_slot)(torch.full((ranks * chunk_numel,), UNTOUCHED))
         for accumulate in (False, True):
-            OP.pack([moved(of_grads)(grad) for grad in grads], slot, table, chunk_numel, 3.0, accumulate)
+            OP.pack(
+                [moved(of_grads)(grad) for grad in grads], slot, table, chunk_numel, 3.0, accumulate
+            )
         chunks = [moved(of_slot)(chunk) for chunk in slot.view(ranks, -1)]
         whole = moved(of_grads)(torch.full((numel + 41,), UNTOUCHED).to(dtype))
         OP.unpack(chunks, whole, table)
@@ -75,13 +88,17 @@ def test_pack_and_unpack_do_not_depend_on_where_memory_begins(
 @pytest.mark.parametrize("offset", OFFSETS)
 @pytest.mark.parametrize("which", ["first", "second", "out"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-def test_sums_do_not_depend_on_where_memory_begins(dtype: torch.dtype, which: str, offset: int) -> None:
+def test_sums_do_not_depend_on_where_memory_begins(
+    dtype: torch.dtype, which: str, offset: int
+) -> None:
     for numel in (1, 7, 4099):
         tensors = [torch.randn(numel).to(dtype), torch.randn(numel).to(dtype), torch.randn(numel)]
         outs = []
         for by in (0, offset):
             names = ("first", "second", "out")
-            *chunks, out = (moved(by * (name == which))(t) for name, t in zip(names, tensors, strict=True))
+            *chunks, out = (
+                moved(by * (name == which))(t) for name, t in zip(names, tensors, strict=True)
+            )
             OP.sum_chunks(chunks, out, 3.0, True)
             assert same_beside(out)
             outs.append(out)
@@ -89,11 +106,15 @@ def test_sums_do_not_depend_on_where_memory_begins(dtype: torch.dtype, which: st
 
 
 def whole_segment(offset: int, column: str) -> Segment:
-    """Returns rows that lie side by side from the first element on, one of them empty, in moved tensors."""
+    """Returns rows that lie side by side from the first element on, one of them empty, in moved
+    tensors.
+    """
     sizes = (4096, 0, 511, 2049)
     s = Segment.of(sizes, param=torch.bfloat16, grad=torch.bfloat16, master=torch.float32)
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    pieces = tuple((at, at, at, n, i, i + 1) for i, (at, n) in enumerate(zip(starts, sizes, strict=True)))
+    pieces = tuple(
+        (at, at, at, n, i, i + 1) for i, (at, n) in enumerate(zip(starts, sizes, strict=True))
+    )
     rows, tiles = ops.segment_rows(pieces)
     flat = {
         name: getattr(s, name)[: sum(sizes)].clone()

@@ -40,7 +40,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 CASES = [(rule, options) for rule, several in OPTIONS.items() for options in several]
 HALVES = (torch.bfloat16, torch.float16)
-# Gradients and states are stored independently, so each has to meet each dtype, but not in every pair.
+# Gradients and states are stored independently, so each has to meet each dtype, but not in every
+# pair.
 STORED = (
     (torch.float32, torch.float32),
     (torch.bfloat16, torch.float32),
@@ -82,10 +83,13 @@ def truth(
 
 
 def within(actual: Tensor, exact: Tensor, scale: Tensor, compute: torch.dtype) -> bool:
-    """Whether a stored number is the exact one but for twelve roundings of arithmetic on numbers as large as
-    `scale` and the rounding where it is stored, which below the normal range is absolute."""
+    """Whether a stored number is the exact one but for twelve roundings of arithmetic on numbers as
+    large as `scale` and the rounding where it is stored, which below the normal range is absolute.
+    """
     stored = torch.finfo(actual.dtype)
-    bound = 12 * torch.finfo(compute).eps * scale + stored.eps * exact.abs() + stored.tiny * stored.eps
+    bound = (
+        12 * torch.finfo(compute).eps * scale + stored.eps * exact.abs() + stored.tiny * stored.eps
+    )
     return bool(((actual.double() - exact).abs() <= bound).all())
 
 
@@ -107,7 +111,9 @@ def test_one_step_is_the_papers_in_every_dtype(
             size = 1 + sum(x.double().abs() for x in old)
             assert within(s.params()[i], new[0], size, compute)
             assert within(s.states(s.first)[i], new[1], size, compute)
-            assert within(s.states(s.second)[i], new[2], size * (1 + old[1].double().abs()), compute)
+            assert within(
+                s.states(s.second)[i], new[2], size * (1 + old[1].double().abs()), compute
+            )
         assert (s.steps == taken + 1).all()
         assert s.ticket.item() == 0
 
@@ -126,8 +132,13 @@ def test_nothing_outside_the_rows_is_touched(backend: str, rule: str) -> None:
 @needs_library
 @pytest.mark.parametrize("param", DTYPES, ids=str)
 @pytest.mark.parametrize(("rule", "options"), CASES, ids=str)
-def test_the_backends_agree_bit_for_bit(rule: str, options: dict[str, Any], param: torch.dtype) -> None:
-    masters = {torch.bfloat16: (None, torch.float32, torch.int16), torch.float16: (None, torch.float32)}
+def test_the_backends_agree_bit_for_bit(
+    rule: str, options: dict[str, Any], param: torch.dtype
+) -> None:
+    masters = {
+        torch.bfloat16: (None, torch.float32, torch.int16),
+        torch.float16: (None, torch.float32),
+    }
     for (grad, state), master in itertools.product(STORED, masters.get(param, (None,))):
         s = Segment.of(param=param, grad=grad, state=state, master=master, taken=0)
         s.touched[3] = 0
@@ -144,8 +155,9 @@ def test_the_backends_agree_bit_for_bit(rule: str, options: dict[str, Any], para
                     **options,
                 )
             if param == torch.float64 and rule == "adam":
-                # The reference's square root is torch's, at most an ulp off. The update is small, so in each
-                # of three steps the weight, below 8, can only come out one of its own ulps off.
+                # The reference's square root is torch's, at most an ulp off. The update is small,
+                # so in each of three steps the weight, below 8, can only come out one of its own
+                # ulps off.
                 torch.testing.assert_close(other.param, s.param, rtol=0, atol=3 * 8 * 2.2e-16)
                 other = replace(other, param=s.param.clone())
             assert_same(other, s)
@@ -157,7 +169,9 @@ def test_the_backends_agree_on_infinities_nans_and_subnormals(rule: str) -> None
     special = torch.tensor(
         [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 3.4e38, -3.4e38, 1e-20, 1.0]
     )
-    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(torch.float32)  # a NaN, next to -0.0
+    all_ones = torch.tensor([2**31 - 1], dtype=torch.int32).view(
+        torch.float32
+    )  # a NaN, next to -0.0
     special = torch.cat([special, all_ones])
     grads, params = (x.flatten() for x in torch.meshgrid(special, special, indexing="ij"))
     rows, tiles = ops.segment_rows([(0, 0, 0, grads.numel(), 0, 0)])
@@ -218,8 +232,8 @@ def test_float32_adamw_is_a_few_ulps_from_the_truth_and_no_farther_than_any_of_t
         exact, *moments = truth("adam", exact, s.grads()[0], *moments, t=t)
         run_adam(backend, s)
     off = (s.params()[0].double() - exact).abs()
-    # A step rounds the weight three times: the factor of its decay, its product, the difference. What is
-    # taken off is smaller by lr, so its own roundings vanish beside these.
+    # A step rounds the weight three times: the factor of its decay, its product, the difference.
+    # What is taken off is smaller by lr, so its own roundings vanish beside these.
     assert (off <= steps * 1.5 * torch.finfo(torch.float32).eps * (1 + exact.abs())).all()
     # The roundings of the weight make most of either error, so chance decides the third digit.
     for param in theirs:
@@ -228,7 +242,12 @@ def test_float32_adamw_is_a_few_ulps_from_the_truth_and_no_farther_than_any_of_t
 
 def adam_like(cls: type[torch.optim.Optimizer], **options: Any) -> tuple[Any, ...]:
     values = (1e-2, 0.9, 0.99, 1e-8, options.pop("weight_decay", 0.0))
-    keywords = {"lr": values[0], "betas": values[1:3], "eps": values[3], "weight_decay": values[4]} | options
+    keywords = {
+        "lr": values[0],
+        "betas": values[1:3],
+        "eps": values[3],
+        "weight_decay": values[4],
+    } | options
     ours = {"decoupled": cls is torch.optim.AdamW} | options
     return "adam", values, ours, cls, keywords
 
@@ -236,7 +255,9 @@ def adam_like(cls: type[torch.optim.Optimizer], **options: Any) -> tuple[Any, ..
 def sgd_like(**options: Any) -> tuple[Any, ...]:
     names = ("momentum", "dampening", "weight_decay")
     values = (1e-2, *(options.get(name, 0.0) for name in names))
-    ours = {k: v for k, v in options.items() if k not in names} | {"momentum": "momentum" in options}
+    ours = {k: v for k, v in options.items() if k not in names} | {
+        "momentum": "momentum" in options
+    }
     return "sgd", values, ours, torch.optim.SGD, {"lr": 1e-2} | options
 
 
@@ -258,7 +279,8 @@ def sgd_like(**options: Any) -> tuple[Any, ...]:
 def test_200_steps_follow_torch_optim(
     backend: str, rule: str, values: Any, ours: Any, cls: Any, keywords: Any
 ) -> None:
-    # In float64 the two differ by the order of operations only: at most some rounding errors in each step.
+    # In float64 the two differ by the order of operations only: at most some rounding errors in
+    # each step.
     s = Segment.of((17, 300), param=torch.float64, grad=torch.float64, state=torch.float64, taken=0)
     theirs = [param.clone().requires_grad_() for param in s.params()]
     optimizer = cls(theirs, **keywords)
@@ -269,7 +291,9 @@ def test_200_steps_follow_torch_optim(
         optimizer.step()
         RUN[rule](backend, now, values, **ours)
     for our, their in zip(s.params(), theirs, strict=True):
-        torch.testing.assert_close(our, their.detach(), rtol=200 * 16 * 2.2e-16, atol=200 * 16 * 2.2e-16)
+        torch.testing.assert_close(
+            our, their.detach(), rtol=200 * 16 * 2.2e-16, atol=200 * 16 * 2.2e-16
+        )
 
 
 @pytest.mark.parametrize("rule", RUN)
@@ -281,7 +305,10 @@ def test_a_parameter_without_a_gradient_is_left_alone_completely(backend: str, r
         RUN[rule](backend, s)
         for i in range(len(SIZES)):
             after = [s.params()[i], *(s.states(x)[i] for x in (s.first, s.master))]
-            old = [before.params()[i], *(before.states(x)[i] for x in (before.first, before.master))]
+            old = [
+                before.params()[i],
+                *(before.states(x)[i] for x in (before.first, before.master)),
+            ]
             dead = i in (0, 4)
             assert s.steps[s.pieces[i][4]] == (3 if dead else 4)
             if SIZES[i]:
@@ -317,7 +344,11 @@ def test_a_scale_is_a_factor_of_the_gradients(backend: str, rule: str, dtype: to
 @pytest.mark.parametrize("rule", RUN)
 @pytest.mark.parametrize(
     ("half", "master"),
-    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.bfloat16, torch.int16)],
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.int16),
+    ],
     ids=str,
 )
 def test_an_exact_weight_goes_the_way_of_a_float32_parameter(
@@ -333,11 +364,15 @@ def test_an_exact_weight_goes_the_way_of_a_float32_parameter(
             if master == torch.float32:
                 assert_same_bits(stored, exact.to(half))
             else:  # of two neighbours equally near, the larger
-                assert ((stored.float() - exact).abs() <= (exact.to(half).float() - exact).abs()).all()
+                assert (
+                    (stored.float() - exact).abs() <= (exact.to(half).float() - exact).abs()
+                ).all()
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
-def test_who_writes_the_parameter_last_wins_over_the_master(backend: str, half: torch.dtype) -> None:
+def test_who_writes_the_parameter_last_wins_over_the_master(
+    backend: str, half: torch.dtype
+) -> None:
     s = Segment.of((100, 3000), param=half, master=torch.float32, taken=0)
     run_adam(backend, s)
     s.param[10:50] = 50.0  # as loading a checkpoint does; far from what any master rounds to
@@ -350,7 +385,8 @@ def test_who_writes_the_parameter_last_wins_over_the_master(backend: str, half: 
 
 def test_stochastic_rounding_is_right_on_average(backend: str) -> None:
     numel, lr = 40_000, 2.0**-10
-    # A quarter of the way from 1 to its upper neighbour in bfloat16, 1 + 2**-7; the step itself is exact.
+    # A quarter of the way from 1 to its upper neighbour in bfloat16, 1 + 2**-7; the step itself is
+    # exact.
     s = Segment.of((numel,), param=torch.bfloat16, taken=0)
     s.param.fill_(1.0)
     s.grad.fill_(-2.0)
@@ -366,7 +402,9 @@ def test_stochastic_rounding_is_right_on_average(backend: str) -> None:
         assert abs(both - 0.0625) < 5 * math.sqrt(0.0625 * 0.9375 / numel) * 2
 
 
-def test_stochastic_rounding_depends_on_seed_step_and_place_and_on_nothing_else(backend: str) -> None:
+def test_stochastic_rounding_depends_on_seed_step_and_place_and_on_nothing_else(
+    backend: str,
+) -> None:
     def once(seed: int, taken: int = 0, sizes: tuple[int, ...] = (4000,)) -> Tensor:
         s = Segment.of(sizes, param=torch.bfloat16, taken=taken)
         s.param.fill_(1.0)
@@ -385,7 +423,9 @@ def test_stochastic_rounding_tells_elements_apart_that_are_four_billion_away(
     backend: str, tmp_path: Path
 ) -> None:
     numel, far = 1000, 2**32
-    sparse = torch.from_file(str(tmp_path / "x"), shared=True, size=far + numel, dtype=torch.bfloat16)
+    sparse = torch.from_file(
+        str(tmp_path / "x"), shared=True, size=far + numel, dtype=torch.bfloat16
+    )
     found = []
     for first in (0, far):
         s = Segment.of((numel,), taken=0)
@@ -400,7 +440,9 @@ def test_stochastic_rounding_tells_elements_apart_that_are_four_billion_away(
 
 def test_stochastic_rounding_keeps_what_is_exact_and_what_is_not_finite(backend: str) -> None:
     s = Segment.of((7,), param=torch.bfloat16, taken=0)
-    values = torch.tensor([1.0, -0.0, math.inf, -math.inf, math.nan, 3.0, 2.0**-126], dtype=torch.bfloat16)
+    values = torch.tensor(
+        [1.0, -0.0, math.inf, -math.inf, math.nan, 3.0, 2.0**-126], dtype=torch.bfloat16
+    )
     s.params()[0].copy_(values)
     s.grad.zero_()
     run_sgd(backend, s, (0.1, 0.0, 0.0, 0.0), momentum=False, stochastic_rounding=True)

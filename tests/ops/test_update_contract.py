@@ -40,7 +40,18 @@ def example_arguments(rule: str) -> tuple[Any, ...]:
     common = (s.steps, s.ticket, s.touched, s.rows, s.tiles)
     extras = (torch.tensor(0.5), torch.tensor(0.0))
     if rule == "adam":
-        return (s.param, s.grad, s.first, s.second, s.master, *common, hyper(*ADAM), *extras, *[True] * 3, 7)
+        return (
+            s.param,
+            s.grad,
+            s.first,
+            s.second,
+            s.master,
+            *common,
+            hyper(*ADAM),
+            *extras,
+            *[True] * 3,
+            7,
+        )
     return (s.param, s.grad, s.first, s.master, *common, hyper(*SGD), *extras, *[True] * 4, 7)
 
 
@@ -95,7 +106,12 @@ def test_the_python_functions_pass_every_argument_on() -> None:
     ):
         for exact in (None, torch.float32):
             s, other = (Segment.of(param=torch.bfloat16, master=exact) for _ in range(2))
-            extra = options | {"scale": scale, "found_inf": found_inf, "stochastic_rounding": True, "seed": 9}
+            extra = options | {
+                "scale": scale,
+                "found_inf": found_inf,
+                "stochastic_rounding": True,
+                "seed": 9,
+            }
             common: dict[str, Any] = {
                 "steps": s.steps, "ticket": s.ticket, "touched": s.touched, "rows": s.rows, "tiles": s.tiles,
                 "hyper": hyper(*(ADAM if name == "adam" else SGD)), "master": s.master,
@@ -147,8 +163,14 @@ def row(*values: int) -> Tensor:
         ({"rows": row(2**62, 0, 0, 8, 0, 0, 0)}, "row 0 does not fit"),
         ({"tiles": 2}, "rows have 1 tiles, but tiles says 2"),
         ({"master": torch.zeros(8)}, "master must be float32 for a bfloat16 or float16 param"),
-        ({"param": torch.zeros(8).half(), "master": torch.zeros(8).short()}, "master must be float32"),
-        ({"param": torch.zeros(8).half(), "master": torch.zeros(9)}, "share one number of elements"),
+        (
+            {"param": torch.zeros(8).half(), "master": torch.zeros(8).short()},
+            "master must be float32",
+        ),
+        (
+            {"param": torch.zeros(8).half(), "master": torch.zeros(9)},
+            "share one number of elements",
+        ),
     ],
 )
 def test_arguments_that_would_leave_their_memory_are_refused(
@@ -157,7 +179,15 @@ def test_arguments_that_would_leave_their_memory_are_refused(
     rows, tiles = ops.segment_rows([(0, 0, 0, 8, 0, 0)])
     flat = [torch.zeros(8) for _ in range(4)]
     s = Segment(
-        (8,), (), *flat, None, torch.zeros(1), torch.zeros(1, dtype=torch.int32), torch.ones(1), rows, tiles
+        (8,),
+        (),
+        *flat,
+        None,
+        torch.zeros(1),
+        torch.zeros(1, dtype=torch.int32),
+        torch.ones(1),
+        rows,
+        tiles,
     )
     with pytest.raises(RuntimeError, match=message):
         RUN[rule](backend, replace(s, **change))
@@ -168,8 +198,14 @@ def test_arguments_that_would_leave_their_memory_are_refused(
     ("call", "message"),
     [
         (lambda run, backend, s: run(backend, s, (1.0, 2.0)), "hyper"),
-        (lambda run, backend, s: run(backend, s, scale=torch.ones(2)), "scale must be float32 or float64"),
-        (lambda run, backend, s: run(backend, s, scale=torch.ones(1).half()), "scale must be float32 or"),
+        (
+            lambda run, backend, s: run(backend, s, scale=torch.ones(2)),
+            "scale must be float32 or float64",
+        ),
+        (
+            lambda run, backend, s: run(backend, s, scale=torch.ones(1).half()),
+            "scale must be float32 or",
+        ),
         (
             lambda run, backend, s: run(backend, s, found_inf=torch.ones(1).double()),
             "found_inf must be float32",

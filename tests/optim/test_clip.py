@@ -1,4 +1,6 @@
-"""Clipping measures like torch, writes nothing, and whoever looks at a gradient finds it clipped."""
+"""Clipping measures like torch, writes nothing, and whoever looks at a gradient finds it
+clipped.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ NORMS = [2.0, 1.0, math.inf, 3.5, -math.inf]
 
 def clip(engine: Engine, params: Any, *args: Any, **kwargs: Any) -> Tensor:
     home = torch.nn.utils if engine is UNSHARDED else shardgrad
-    params = params.parameters() if isinstance(params, nn.Module) and engine is UNSHARDED else params
+    params = (
+        params.parameters() if isinstance(params, nn.Module) and engine is UNSHARDED else params
+    )
     norm: Tensor = home.clip_grad_norm_(params, *args, **kwargs)
     assert norm.dtype == torch.float64
     return norm
@@ -97,7 +101,9 @@ def mixed() -> None:
     norms = []
     for engine in (SHARDGRAD, UNSHARDED):
         model = build(engine)
-        model(UNSHARDED.inputs(0, 5, dtype=torch.float64)).square().mean().backward()  # the same on each rank
+        model(
+            UNSHARDED.inputs(0, 5, dtype=torch.float64)
+        ).square().mean().backward()  # the same on each rank
         norms.append(clip(engine, model, 0.1))
     torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
 
@@ -110,7 +116,10 @@ def a_norm_is_one_message_though_an_equal_mesh_was_there_before() -> None:
     """Torch takes what it knows of a DTensor of the same shape: its mesh is the one of before."""
     sent = []
     for widths in ((6, 10), (6, 10, 14)):
-        model, mesh = stack(*widths), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model, mesh = (
+            stack(*widths),
+            init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+        )
         for unit in (*(layer for layer in model if isinstance(layer, nn.Linear)), model):
             shardgrad.fully_shard(unit, mesh=mesh)
         model(SHARDGRAD.inputs(0, 6)).square().mean().backward()
@@ -184,7 +193,9 @@ def test_looking_at_shape_and_identity_writes_nothing(two_ranks: Ranks) -> None:
 
 
 def the_factor_is_not_lost_and_not_taken_twice() -> None:
-    """A second micro-batch, a second clip, a stock optimizer, a gradient by hand: each sees the factor."""
+    """A second micro-batch, a second clip, a stock optimizer, a gradient by hand: each sees the
+    factor.
+    """
     model, right, _ = with_gradients()
     model(SHARDGRAD.inputs(1, 5)).square().mean().backward()
     other = SHARDGRAD.fully_shard(stack(5, 4, 3))
@@ -333,7 +344,9 @@ def test_a_norm_is_the_same_bits_every_time(two_ranks: Ranks) -> None:
 
 
 def another_librarys_dtensors() -> None:
-    """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of ours."""
+    """Parameters cut on another dimension by hand, as tensor parallelism does, beside a unit of
+    ours.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = [torch.arange(24.0).view(4, 6), torch.ones(3, 4)]
     cut = [
@@ -356,7 +369,8 @@ def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks)
     two_ranks.run(another_librarys_dtensors)
 
 
-# -- whatever happened before -------------------------------------------------------------------------------
+# -- whatever happened before
+# -------------------------------------------------------------------------------
 
 
 def clips_after_an_evaluation(options: dict[str, Any]) -> None:
@@ -378,7 +392,9 @@ def clips_after_an_evaluation(options: dict[str, Any]) -> None:
     [{}, {"reshard_after_forward": False}, {"reshard_after_forward": 1}, {"zero_stage": 2}],
     ids=["default", "unsharded", "over_fewer_ranks", "stage_2"],
 )
-def test_clipping_after_an_evaluation_finds_every_gradient(two_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_clipping_after_an_evaluation_finds_every_gradient(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
     two_ranks.run(clips_after_an_evaluation, options)
 
 
@@ -425,7 +441,9 @@ def test_a_norm_over_no_gradients_is_zero_after_a_nan_was_clipped(two_ranks: Ran
 
 
 def steps_after_a_nan_was_zeroed_group_by_group() -> None:
-    """Two groups of one optimizer share every unit; the next step has gradients of the root alone."""
+    """Two groups of one optimizer share every unit; the next step has gradients of the root
+    alone.
+    """
     model = SHARDGRAD.shard_tower(tower())
     params = list(model.parameters())
     optim = shardgrad.optim.SGD([{"params": params[::2]}, {"params": params[1::2]}], lr=0.1)
@@ -439,8 +457,13 @@ def steps_after_a_nan_was_zeroed_group_by_group() -> None:
     token_loss(model, SHARDGRAD.tokens(1)).backward()
     optim.step()
     assert optim.skipped_steps.item() == 1
-    assert any(not torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert any(
+        not torch.equal(p.to_local(), old)
+        for p, old in zip(model.parameters(), before, strict=True)
+    )
 
 
-def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step(two_ranks: Ranks) -> None:
+def test_a_nan_that_two_groups_of_an_optimizer_have_zeroed_skips_no_later_step(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(steps_after_a_nan_was_zeroed_group_by_group)

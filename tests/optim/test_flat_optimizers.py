@@ -87,7 +87,9 @@ def trains_as_torch_does_unsharded(rule: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_every_rule_follows_torch_unsharded_with_groups_and_schedules(two_ranks: Ranks, rule: str) -> None:
+def test_every_rule_follows_torch_unsharded_with_groups_and_schedules(
+    two_ranks: Ranks, rule: str
+) -> None:
     two_ranks.run(trains_as_torch_does_unsharded, rule)
 
 
@@ -99,7 +101,8 @@ def test_hybrid_sharding(four_ranks: Ranks) -> None:
     four_ranks.run(trains_as_torch_does_unsharded, "adamw", mesh=(2, 2))
 
 
-# -- one launch -----------------------------------------------------------------------------------------
+# -- one launch
+# -----------------------------------------------------------------------------------------
 
 
 class _Launches:
@@ -134,7 +137,9 @@ def test_a_step_is_one_launch_for_each_unit_and_group_and_nothing_else(two_ranks
 
 
 def the_step_never_looks_through_a_gradient() -> None:
-    """The gradient's DTensor is replaced by one whose every use raises; its memory is the shard's."""
+    """The gradient's DTensor is replaced by one whose every use raises; its memory is the
+    shard's.
+    """
     model = SHARDGRAD.fully_shard(stack(5, 3))
     optim = shardgrad.optim.SGD(model.parameters(), lr=1.0)
     for _ in range(2):
@@ -177,7 +182,11 @@ KEPT: dict[str, tuple[torch.dtype, torch.dtype, Callable[[Any], torch.optim.Opti
         torch.bfloat16,
         lambda p: shardgrad.optim.Adam(p, master="remainder", moment_dtype=torch.bfloat16),
     ),
-    "momentum": (torch.float32, torch.bfloat16, lambda p: shardgrad.optim.SGD(p, lr=1e-3, momentum=0.9)),
+    "momentum": (
+        torch.float32,
+        torch.bfloat16,
+        lambda p: shardgrad.optim.SGD(p, lr=1e-3, momentum=0.9),
+    ),
     "looks for itself": (
         torch.float32,
         torch.float32,
@@ -209,7 +218,8 @@ def test_no_megabyte_is_allocated_after_the_first_step(two_ranks: Ranks, name: s
     two_ranks.run(nothing_is_allocated_after_the_first_step, name)
 
 
-# -- clipping by torch, groups that come later ---------------------------------------------------------------
+# -- clipping by torch, groups that come later
+# ---------------------------------------------------------------
 
 
 def train_with_torchs_clipping(engine: Engine) -> Tensors:
@@ -218,7 +228,9 @@ def train_with_torchs_clipping(engine: Engine) -> Tensors:
     history: Tensors = {}
     for step in range(4):
         if step == 2:
-            optim.add_param_group({"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 5e-3})
+            optim.add_param_group(
+                {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 5e-3}
+            )
         token_loss(model, engine.tokens(step)).backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         assert norm > 0.05
@@ -239,11 +251,14 @@ def test_torchs_clipping_and_a_group_added_later_work_as_unsharded(two_ranks: Ra
     two_ranks.run(torchs_clipping_and_later_groups_work)
 
 
-# -- None, and gradients by hand ---------------------------------------------------------------------------
+# -- None, and gradients by hand
+# ---------------------------------------------------------------------------
 
 
 def train_with_gaps(engine: Engine) -> Tensors:
-    """A gradient is dropped in one step, assigned by hand in another; no decay and no moment may move."""
+    """A gradient is dropped in one step, assigned by hand in another; no decay and no moment may
+    move.
+    """
     torch.manual_seed(0)
     model = engine.fully_shard(stack(5, 4, 3))
     optim = build("adamw", engine, model.parameters())
@@ -304,7 +319,8 @@ def test_the_none_rule_is_that_of_all_ranks_together(two_ranks: Ranks) -> None:
     two_ranks.run(a_parameter_touched_elsewhere_is_updated_and_one_touched_nowhere_is_not)
 
 
-# -- dtypes ------------------------------------------------------------------------------------------------
+# -- dtypes
+# ------------------------------------------------------------------------------------------------
 
 
 def half(engine: Engine) -> nn.Module:
@@ -372,7 +388,9 @@ def test_small_steps_survive_in_16_bits_if_something_keeps_them(
 
 
 def rounded(replicas: int) -> list[Tensor]:
-    """One step, the same for every element, that lies between two bf16 values; returns this rank's pieces."""
+    """One step, the same for every element, that lies between two bf16 values; returns this rank's
+    pieces.
+    """
     ranks = dist.get_world_size()
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=torch.bfloat16) for _ in range(2)))
     for layer in model:
@@ -405,7 +423,9 @@ def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
     for policy in (GradientPolicy(dtype=torch.float32, decoupled=decoupled), GradientPolicy()):
         model = stack(40, 40).to(torch.bfloat16)
         shardgrad.fully_shard(
-            model, gradient_policy=policy, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
+            model,
+            gradient_policy=policy,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32),
         )
         optim = shardgrad.optim.SGD(model.parameters(), lr=1.0, master="float32")
         torch.manual_seed(dist.get_rank())
@@ -417,7 +437,9 @@ def wide_gradients_of_narrow_parameters(decoupled: bool) -> None:
             for p, g in zip(model.parameters(), grads, strict=True)
         ]
         optim.step()
-        runs[policy.dtype] = [optim.state[p]["master"].to_local().clone() for p in model.parameters()]
+        runs[policy.dtype] = [
+            optim.state[p]["master"].to_local().clone() for p in model.parameters()
+        ]
         for master, right in zip(runs[policy.dtype], expected, strict=True):
             assert torch.equal(master, right)
         optim.zero_grad()
@@ -464,7 +486,9 @@ def whoever_wrote_the_weights_last_wins() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::shardgrad.UntrainedParameterWarning")
-def test_weights_loaded_after_the_optimizer_was_built_are_not_lost_to_the_master(two_ranks: Ranks) -> None:
+def test_weights_loaded_after_the_optimizer_was_built_are_not_lost_to_the_master(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(whoever_wrote_the_weights_last_wins)
 
 
@@ -472,7 +496,8 @@ def test_the_compiled_kernels_are_the_ones_under_test() -> None:
     assert ops.backend() == "compiled"
 
 
-# -- refusals ------------------------------------------------------------------------------------------------
+# -- refusals
+# ------------------------------------------------------------------------------------------------
 
 
 def parameters_of_two_engines_are_refused() -> None:
@@ -545,7 +570,9 @@ def gradients_sharded_otherwise_are_refused() -> None:
     model[0].weight.grad = distribute_tensor(torch.ones(3, 5), mesh, [Replicate()])
     with pytest.raises(ForeignParameterError, match="sharded like its parameter"):
         optim.step()
-    assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_a_gradient_that_is_sharded_otherwise_is_refused(two_ranks: Ranks) -> None:

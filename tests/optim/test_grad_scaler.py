@@ -41,7 +41,10 @@ def scales_move_as_torchs(clip: bool, stock: bool) -> None:
     ours, theirs = shardgrad.GradScaler(**settings), torch.amp.GradScaler("cpu", **settings)
     model, other = build(), build()
     home = torch.optim if stock else shardgrad.optim
-    optim, other_optim = home.SGD(model.parameters(), lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)
+    optim, other_optim = (
+        home.SGD(model.parameters(), lr=0.1),
+        torch.optim.SGD(other.parameters(), lr=0.1),
+    )
     for step in range(6):
         before = weights(model)
         for m, o, s, clipping in (
@@ -66,7 +69,9 @@ def scales_move_as_torchs(clip: bool, stock: bool) -> None:
 
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("stock", [False, True])
-def test_the_scale_and_the_weights_move_as_with_torch(two_ranks: Ranks, clip: bool, stock: bool) -> None:
+def test_the_scale_and_the_weights_move_as_with_torch(
+    two_ranks: Ranks, clip: bool, stock: bool
+) -> None:
     two_ranks.run(scales_move_as_torchs, clip, stock)
 
 
@@ -107,7 +112,9 @@ def gradients_are_not_written() -> None:
     shardgrad.clip_grad_norm_(model, 1e-3)
     scaler.step(optim)
     assert torch.equal(memory, before)
-    ratio = model[0].weight.grad.to_local() / before[: model[0].weight.to_local().numel()].view(-1, 5)
+    ratio = model[0].weight.grad.to_local() / before[: model[0].weight.to_local().numel()].view(
+        -1, 5
+    )
     assert (ratio < 1 / 8).all()
 
 
@@ -134,8 +141,14 @@ def test_two_optimizers_over_one_unit_take_the_scale_out_once(two_ranks: Ranks) 
 
 
 def an_infinite_gradient_of_no_unit_is_seen() -> None:
-    """The norm of the units' gradients is known, and finite; that of a parameter beside them is not."""
-    model, beside, scaler = build(), nn.Parameter(torch.ones(3)), shardgrad.GradScaler(init_scale=8.0)
+    """The norm of the units' gradients is known, and finite; that of a parameter beside them is
+    not.
+    """
+    model, beside, scaler = (
+        build(),
+        nn.Parameter(torch.ones(3)),
+        shardgrad.GradScaler(init_scale=8.0),
+    )
     optim = shardgrad.optim.SGD([*model.parameters(), beside], lr=0.1)
     backward(model, scaler, 0)
     beside.grad = torch.tensor([1.0, math.inf, 1.0])
@@ -149,7 +162,9 @@ def an_infinite_gradient_of_no_unit_is_seen() -> None:
     assert scaler.get_scale() == 4.0
 
 
-def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known(two_ranks: Ranks) -> None:
+def test_a_gradient_of_no_unit_counts_where_the_norm_of_the_units_is_known(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(an_infinite_gradient_of_no_unit_is_seen)
 
 

@@ -1,4 +1,6 @@
-"""`shardgrad.optim.Muon` trains as an unsharded `torch.optim.Muon`, whichever parameters have gradients."""
+"""`shardgrad.optim.Muon` trains as an unsharded `torch.optim.Muon`, whichever parameters have
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,18 @@ def trains_as_torch_does_unsharded(**options: Any) -> None:
     [
         {},
         {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0},
-        {"ns_steps": 3, "ns_coefficients": (1.875, -1.25, 0.375), "eps": 0.5, "adjust_lr_fn": "original"},
+        {
+            "ns_steps": 3,
+            "ns_coefficients": (1.875, -1.25, 0.375),
+            "eps": 0.5,
+            "adjust_lr_fn": "original",
+        },
     ],
     ids=["defaults", "match_rms", "other_iteration"],
 )
-def test_ten_steps_follow_torch_unsharded_with_schedules(two_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_ten_steps_follow_torch_unsharded_with_schedules(
+    two_ranks: Ranks, options: dict[str, Any]
+) -> None:
     two_ranks.run(trains_as_torch_does_unsharded, **options)
 
 
@@ -65,7 +74,8 @@ def test_a_group_of_one(worlds: dict[int, Ranks]) -> None:
 
 def clipping_is_part_of_the_step() -> None:
     # Here the factor is float32: a relative 2**-24 in all gradients alike, which the iteration's
-    # normalisation takes out again as long as momentum is made of gradients with one factor; ten steps.
+    # normalisation takes out again as long as momentum is made of gradients with one factor; ten
+    # steps.
     with exactly():
         ours, theirs = train(GATHERED, clip=0.5), train(UNSHARDED, clip=0.5)
     assert_close(ours, theirs, tolerance=10 * 2**-24)
@@ -105,7 +115,8 @@ def iterating_in_float32() -> None:
         mock.patch.object(_muon, "_zeropower_via_newtonschulz", textbook),
     ):
         ours, theirs = train(GATHERED), train(UNSHARDED)
-    # As for TIGHT, with roundings of 2**-24; what reaches a weight is multiplied by its learning rate.
+    # As for TIGHT, with roundings of 2**-24; what reaches a weight is multiplied by its learning
+    # rate.
     assert_close(ours, theirs, tolerance=2 * 10 * 485 * 2**-24 * 0.02 * (13 / 7) ** 0.5)
 
 
@@ -113,11 +124,14 @@ def test_ten_steps_in_float32(two_ranks: Ranks) -> None:
     two_ranks.run(iterating_in_float32)
 
 
-# -- bfloat16, as by default --------------------------------------------------------------------------------
+# -- bfloat16, as by default
+# --------------------------------------------------------------------------------
 
 
 def same_gradients_give_the_same_bits() -> None:
-    """Gradients are small integers, exact in any order of summation: only the optimizer is compared."""
+    """Gradients are small integers, exact in any order of summation: only the optimizer is
+    compared.
+    """
     found = []
     for engine in (GATHERED, UNSHARDED):
         model = engine.fully_shard(stack(24, 40, 16, 24))
@@ -135,18 +149,21 @@ def same_gradients_give_the_same_bits() -> None:
     assert_close(*found, tolerance=10 * 2**-24)
 
 
-def test_the_same_gradients_give_torchs_weights_with_the_iteration_in_bfloat16(two_ranks: Ranks) -> None:
+def test_the_same_gradients_give_torchs_weights_with_the_iteration_in_bfloat16(
+    two_ranks: Ranks,
+) -> None:
     two_ranks.run(same_gradients_give_the_same_bits)
 
 
 def ten_steps_in_bfloat16_stay_near_torchs() -> None:
     """A float32 gradient summed in another order may round to the next bf16 value.
 
-    Such a difference is 2**-8 of an element, at most 2**-8 of the matrix's norm, and comes out of the
-    iteration at most 3.4445**5 = 485 times larger. That is no useful bound for one step, so this takes the
-    certain one: two updates whose singular values are below 1.21 differ by less than 2.42 in every
-    element, times the learning rate's adjustment, at most `(13 / 7) ** 0.5`, if all went wrong; and requires
-    that a hundredth of that suffices. Measured: 0.0012 on four ranks, a fifth of that hundredth.
+    Such a difference is 2**-8 of an element, at most 2**-8 of the matrix's norm, and comes out of
+    the iteration at most 3.4445**5 = 485 times larger. That is no useful bound for one step, so
+    this takes the certain one: two updates whose singular values are below 1.21 differ by less than
+    2.42 in every element, times the learning rate's adjustment, at most `(13 / 7) ** 0.5`, if all
+    went wrong; and requires that a hundredth of that suffices. Measured: 0.0012 on four ranks, a
+    fifth of that hundredth.
     """
     ours, theirs = train(GATHERED), train(UNSHARDED)
     worst = 10 * 0.02 * 2.42 * (13 / 7) ** 0.5
@@ -157,11 +174,14 @@ def test_ten_steps_in_bfloat16_stay_near_torchs(two_ranks: Ranks) -> None:
     two_ranks.run(ten_steps_in_bfloat16_stay_near_torchs)
 
 
-# -- whether a parameter changes ----------------------------------------------------------------------------
+# -- whether a parameter changes
+# ----------------------------------------------------------------------------
 
 
 def train_with_gaps(engine: Engine) -> Tensors:
-    """A gradient is dropped in one step, assigned by hand in another; no decay and no momentum may move."""
+    """A gradient is dropped in one step, assigned by hand in another; no decay and no momentum may
+    move.
+    """
     model = engine.fully_shard(stack(5, 4, 3))
     optim = muon(engine, [p for p in model.parameters() if p.ndim == 2], lr=0.1)
     for step in range(4):
@@ -274,7 +294,9 @@ def a_step_to_be_skipped_changes_nothing(finder: str) -> None:
                 assert torch.equal(after[name], value), name
         elif step:
             assert all(
-                not torch.equal(after[name], old) for name, old in before.items() if "bias" not in name
+                not torch.equal(after[name], old)
+                for name, old in before.items()
+                if "bias" not in name
             )
         assert all(value.isfinite().all() for value in after.values())
     assert optim.skipped_steps.item() == 1

@@ -1,4 +1,6 @@
-"""`shardgrad.optim.Muon`: state that goes to torch and back, groups, dtypes, what travels, refusals."""
+"""`shardgrad.optim.Muon`: state that goes to torch and back, groups, dtypes, what travels,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ from tests.support.parity import (
 )
 from tests.support.ranks import Ranks
 
-# -- state --------------------------------------------------------------------------------------------------
+# -- state
+# --------------------------------------------------------------------------------------------------
 
 
 def steps(engine: Engine, model: nn.Module, optim: torch.optim.Optimizer, which: range) -> None:
@@ -65,9 +68,14 @@ def small(engine: Engine, **options: Any) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def whole(tree: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with whole tensors, as a checkpoint for another world would have them."""
+    """Returns a state dict with whole tensors, as a checkpoint for another world would have
+    them.
+    """
     state = {
-        key: {name: v.full_tensor() if isinstance(v, DTensor) else v.clone() for name, v in of_one.items()}
+        key: {
+            name: v.full_tensor() if isinstance(v, DTensor) else v.clone()
+            for name, v in of_one.items()
+        }
         for key, of_one in tree["state"].items()
     }
     return {"state": state, "param_groups": tree["param_groups"]}
@@ -83,7 +91,9 @@ def weights(model: nn.Module) -> Tensors:
 def put(model: nn.Module, values: Tensors) -> None:
     with torch.no_grad():
         for name, param in model.named_parameters():
-            param.copy_(cut_like(param, values[name]) if isinstance(param, DTensor) else values[name])
+            param.copy_(
+                cut_like(param, values[name]) if isinstance(param, DTensor) else values[name]
+            )
 
 
 def start(engine: Engine) -> tuple[dict[str, Any], Tensors]:
@@ -119,7 +129,9 @@ def state_goes_between_us_and_torch(*, to_torch: bool, from_torch: bool) -> None
 
 
 @pytest.mark.parametrize(
-    ("from_torch", "to_torch"), [(False, False), (True, False), (False, True)], ids=["ours", "load", "save"]
+    ("from_torch", "to_torch"),
+    [(False, False), (True, False), (False, True)],
+    ids=["ours", "load", "save"],
 )
 def test_state_is_saved_and_loaded_here_and_in_torch(
     two_ranks: Ranks, from_torch: bool, to_torch: bool
@@ -174,11 +186,14 @@ def test_a_state_that_does_not_fit_changes_nothing(two_ranks: Ranks) -> None:
     two_ranks.run(a_state_that_does_not_fit_changes_nothing)
 
 
-# -- groups -------------------------------------------------------------------------------------------------
+# -- groups
+# -------------------------------------------------------------------------------------------------
 
 
 def train_in_groups(engine: Engine) -> Tensors:
-    """A second group in the same units, added later, with every option of its own; lr is a tensor."""
+    """A second group in the same units, added later, with every option of its own; lr is a
+    tensor.
+    """
     model = engine.shard_tower(tower())
     matrices = [p for p in model.parameters() if p.ndim == 2]
     lr = torch.tensor(0.02)
@@ -186,7 +201,12 @@ def train_in_groups(engine: Engine) -> Tensors:
     for step in range(4):
         if step == 1:
             optim.add_param_group(
-                {"params": matrices[1::2], "lr": 0.01, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+                {
+                    "params": matrices[1::2],
+                    "lr": 0.01,
+                    "nesterov": False,
+                    "adjust_lr_fn": "match_rms_adamw",
+                }
             )
         if step == 2:
             lr.fill_(0.03)
@@ -206,7 +226,8 @@ def test_groups_added_later_and_a_tensor_as_learning_rate(two_ranks: Ranks) -> N
     two_ranks.run(groups_follow_torch)
 
 
-# -- parameters that are not sharded, and those of 16 bits --------------------------------------------------
+# -- parameters that are not sharded, and those of 16 bits
+# --------------------------------------------------
 
 
 def test_plain_matrices_follow_torch_also_where_columns_lie_together() -> None:
@@ -238,8 +259,8 @@ def a_master_keeps_small_steps() -> None:
             optim.zero_grad()
         assert optim.state[model.weight]["momentum_buffer"].dtype == torch.float32
         found[master] = model.weight.full_tensor().float()
-    # Each step moves an element by about 1e-3 / 8, far below the last place of a bf16 one; the iteration's
-    # band of 0.68 to 1.21 and the weight's own rounding are 2**-9 each.
+    # Each step moves an element by about 1e-3 / 8, far below the last place of a bf16 one; the
+    # iteration's band of 0.68 to 1.21 and the weight's own rounding are 2**-9 each.
     assert torch.equal(found[None], torch.ones(8, 8))
     expected = 1 - 40 * 1e-3 / 8
     torch.testing.assert_close(found["float32"], torch.full((8, 8), expected), rtol=0, atol=2**-8)
@@ -263,7 +284,8 @@ def test_momentum_has_the_dtype_of_the_gradients_or_the_one_asked_for(two_ranks:
     two_ranks.run(momentum_has_the_dtype_of_gradients_or_the_one_asked_for)
 
 
-# -- what travels -------------------------------------------------------------------------------------------
+# -- what travels
+# -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -304,7 +326,9 @@ def a_step_sends_each_piece_there_and_back() -> None:
     assert len(addresses) == 1
 
 
-def test_a_step_sends_two_bytes_there_and_back_for_each_element(two_ranks: Ranks, four_ranks: Ranks) -> None:
+def test_a_step_sends_two_bytes_there_and_back_for_each_element(
+    two_ranks: Ranks, four_ranks: Ranks
+) -> None:
     two_ranks.run(a_step_sends_each_piece_there_and_back)
     four_ranks.run(a_step_sends_each_piece_there_and_back)
 
@@ -334,7 +358,8 @@ def test_replicas_agree_without_talking(four_ranks: Ranks) -> None:
     four_ranks.run(replicas_do_not_talk)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------
 
 
 def test_what_torch_refuses_is_refused_with_a_typed_error() -> None:

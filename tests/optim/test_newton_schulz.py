@@ -65,7 +65,9 @@ def test_singular_vectors_stay_what_they_are() -> None:
 
 
 def test_converging_coefficients_give_the_nearest_orthogonal_matrix() -> None:
-    """(15, -10, 3) / 8 has slope zero at 1, to second order: the polar factor, to the last digits."""
+    """(15, -10, 3) / 8 has slope zero at 1, to second order: the polar factor, to the last
+    digits.
+    """
     matrix = with_singular_values(torch.linspace(0.2, 1, 6, dtype=torch.float64), 6, 9)
     u, _, vt = torch.linalg.svd(matrix, full_matrices=False)
     (result,) = newton_schulz(matrix.unsqueeze(0), coefficients=(15 / 8, -10 / 8, 3 / 8), steps=20)

@@ -1,4 +1,6 @@
-"""Programs edit an optimizer's groups and state by hand; the flat optimizers follow as torch's do."""
+"""Programs edit an optimizer's groups and state by hand; the flat optimizers follow as torch's
+do.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from shardgrad.optim import SGD, AdamW
 PAIRS = [
     pytest.param(lambda p: AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1), id="AdamW"),
     pytest.param(
-        lambda p: SGD(p, lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), id="SGD"
+        lambda p: SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        id="SGD",
     ),
 ]
 both = pytest.mark.parametrize(("ours", "theirs"), PAIRS)
@@ -54,10 +58,17 @@ def trained(make: Callable[[Any], Optimizer], edits: list[Edit]) -> nn.Sequentia
 
 
 def assert_follows(ours: Any, theirs: Any, *edits: Edit) -> None:
-    left, right, unedited = trained(ours, list(edits)), trained(theirs, list(edits)), trained(theirs, [])
+    left, right, unedited = (
+        trained(ours, list(edits)),
+        trained(theirs, list(edits)),
+        trained(theirs, []),
+    )
     for p, q in zip(left.parameters(), right.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
-    assert any(not torch.equal(p, q) for p, q in zip(right.parameters(), unedited.parameters(), strict=True))
+    assert any(
+        not torch.equal(p, q)
+        for p, q in zip(right.parameters(), unedited.parameters(), strict=True)
+    )
 
 
 @both
@@ -163,7 +174,9 @@ def test_state_of_another_shape_is_refused_before_anything_changes() -> None:
     assert all(map(torch.equal, before, m.parameters()))
 
 
-def test_state_and_groups_cannot_be_edited_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_and_groups_cannot_be_edited_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     m = model()
     optim = AdamW(m.parameters(), lr=0.1)
     train(m, optim, range(1))

@@ -1,4 +1,6 @@
-"""Groups of an optimizer are dictionaries whose numbers live on the device, and refuse what cannot be."""
+"""Groups of an optimizer are dictionaries whose numbers live on the device, and refuse what cannot
+be.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ def test_parameters_whose_memory_is_not_in_row_order_are_updated_in_place() -> N
 
 
 def test_an_assignment_reaches_the_device_at_once() -> None:
-    optim = AdamW(plain(2, 2).parameters(), lr=0.5, betas=(0.25, 0.75), eps=0.125, weight_decay=0.0625)
+    optim = AdamW(
+        plain(2, 2).parameters(), lr=0.5, betas=(0.25, 0.75), eps=0.125, weight_decay=0.0625
+    )
     assert mirror(optim) == [0.5, 0.25, 0.75, 0.125, 0.0625]
     numbers = optim.param_groups[0].on(CPU)
     optim.param_groups[0]["lr"] = 0.75
@@ -126,7 +130,9 @@ def test_bad_options_are_refused_at_construction(options: dict[str, Any], says: 
 
 
 @pytest.mark.parametrize(("options", "says"), BAD[:11])
-def test_bad_values_are_refused_at_assignment_and_nothing_changes(options: dict[str, Any], says: str) -> None:
+def test_bad_values_are_refused_at_assignment_and_nothing_changes(
+    options: dict[str, Any], says: str
+) -> None:
     optim = AdamW(plain(2, 2).parameters())
     before = mirror(optim), dict(optim.param_groups[0])
     with pytest.raises(OptionError, match=says):
@@ -225,7 +231,10 @@ def test_an_optimizer_whose_parameters_to_empty_has_replaced_says_so() -> None:
 
 
 def test_a_state_of_torchs_with_amsgrad_is_refused_before_anything_changes() -> None:
-    optim, other = AdamW(plain(2, 2).parameters()), torch.optim.AdamW(plain(2, 2).parameters(), amsgrad=True)
+    optim, other = (
+        AdamW(plain(2, 2).parameters()),
+        torch.optim.AdamW(plain(2, 2).parameters(), amsgrad=True),
+    )
     other.param_groups[0]["lr"] = 0.5
     with pytest.raises(UnsupportedError, match="amsgrad"):
         optim.load_state_dict(other.state_dict())
@@ -233,7 +242,9 @@ def test_a_state_of_torchs_with_amsgrad_is_refused_before_anything_changes() -> 
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_decoupled_decay_of_sgd_shrinks_the_weight_and_stays_out_of_the_momentum(momentum: float) -> None:
+def test_decoupled_decay_of_sgd_shrinks_the_weight_and_stays_out_of_the_momentum(
+    momentum: float,
+) -> None:
     p, q = (nn.Parameter(torch.linspace(-1, 1, 7, dtype=torch.float64)) for _ in range(2))
     ours = SGD([p], lr=0.1, momentum=momentum, weight_decay=0.5, decoupled_weight_decay=True)
     theirs = torch.optim.SGD([q], lr=0.1, momentum=momentum)
@@ -306,7 +317,9 @@ class TestUnderCapture:
     @pytest.fixture
     def capturing(self, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         state = [False]
-        monkeypatch.setattr(torch.cpu, "is_current_stream_capturing", lambda: state[0], raising=False)
+        monkeypatch.setattr(
+            torch.cpu, "is_current_stream_capturing", lambda: state[0], raising=False
+        )
         return state
 
     def test_an_assignment_would_be_repeated_by_every_replay_and_is_refused(
@@ -326,7 +339,9 @@ class TestUnderCapture:
         capturing[0] = True
         assert group.on(CPU)[0] == 0.5  # the same device: a copy that replays
 
-    def test_what_a_launch_has_as_an_argument_is_fixed_by_a_capture(self, capturing: list[bool]) -> None:
+    def test_what_a_launch_has_as_an_argument_is_fixed_by_a_capture(
+        self, capturing: list[bool]
+    ) -> None:
         p = nn.Parameter(torch.ones(3))
         optim = SGD([p], lr=1.0)
         p.grad = torch.ones(3)
@@ -345,7 +360,9 @@ class TestUnderCapture:
             optim.load_state_dict(saved)
         assert (optim.param_groups[0]["lr"], optim.state[p]["step"]) == (0.5, 2)
 
-    def test_a_loss_scale_that_every_replay_would_reset_is_refused(self, capturing: list[bool]) -> None:
+    def test_a_loss_scale_that_every_replay_would_reset_is_refused(
+        self, capturing: list[bool]
+    ) -> None:
         scaler, loss = shardgrad.GradScaler(), torch.ones(())
         capturing[0] = True
         with pytest.raises(CaptureError, match="first loss"):

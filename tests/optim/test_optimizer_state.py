@@ -118,13 +118,19 @@ def loading_keeps_addresses() -> None:
     model, optim = build(SHARDGRAD)
     run(SHARDGRAD, model, optim, range(1))
     before = [
-        v.to_local().data_ptr() for p in model.parameters() for k, v in optim.state[p].items() if k != "step"
+        v.to_local().data_ptr()
+        for p in model.parameters()
+        for k, v in optim.state[p].items()
+        if k != "step"
     ]
     saved = copy.deepcopy(optim.state_dict())
     run(SHARDGRAD, model, optim, range(1, 3))
     optim.load_state_dict(saved)
     after = [
-        v.to_local().data_ptr() for p in model.parameters() for k, v in optim.state[p].items() if k != "step"
+        v.to_local().data_ptr()
+        for p in model.parameters()
+        for k, v in optim.state[p].items()
+        if k != "step"
     ]
     assert before == after
     assert {float(optim.state[p]["step"]) for p in model.parameters()} == {1.0}
@@ -181,7 +187,12 @@ def crosses(source: Engine, target: Engine, folder: str | None, flatten: bool) -
     ("source", "target"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["from FSDP2", "to FSDP2"]
 )
 def test_state_crosses_through_torchs_functions_and_checkpoints(
-    two_ranks: Ranks, tmp_path: Path, source: Engine, target: Engine, checkpoint: bool, flatten: bool
+    two_ranks: Ranks,
+    tmp_path: Path,
+    source: Engine,
+    target: Engine,
+    checkpoint: bool,
+    flatten: bool,
 ) -> None:
     two_ranks.run(crosses, source, target, str(tmp_path) if checkpoint else None, flatten)
 
@@ -208,7 +219,10 @@ def save_momentum(folder: str) -> Tensors:
     optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     run(FSDP2, model, optim, range(2))
     dcp.save({"optimizer": get_optimizer_state_dict(model, optim)}, checkpoint_id=folder)
-    return {name: optim.state[p]["momentum_buffer"].full_tensor() for name, p in model.named_parameters()}
+    return {
+        name: optim.state[p]["momentum_buffer"].full_tensor()
+        for name, p in model.named_parameters()
+    }
 
 
 def load_momentum(folder: str) -> None:
@@ -219,7 +233,10 @@ def load_momentum(folder: str) -> None:
     state = {"optimizer": get_optimizer_state_dict(model, optim)}
     dcp.load(state, checkpoint_id=folder, planner=DefaultLoadPlanner(allow_partial_load=True))
     set_optimizer_state_dict(model, optim, state["optimizer"])
-    loaded = {n: optim.state[p]["momentum_buffer"].full_tensor().clone() for n, p in model.named_parameters()}
+    loaded = {
+        n: optim.state[p]["momentum_buffer"].full_tensor().clone()
+        for n, p in model.named_parameters()
+    }
     assert_same_bits(loaded, right)
     gradients = {}
     token_loss(model, SHARDGRAD.tokens(2)).backward()

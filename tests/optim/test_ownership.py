@@ -60,7 +60,9 @@ def test_what_one_rank_sends_is_what_the_other_expects(
 
 @few
 @given(shapes, worlds)
-def test_only_padding_travels_besides_the_pieces(matrices: list[tuple[int, int]], world_size: int) -> None:
+def test_only_padding_travels_besides_the_pieces(
+    matrices: list[tuple[int, int]], world_size: int
+) -> None:
     for rank, exchange in enumerate(all_exchanges(matrices, world_size)):
         pieces = [(torch.empty(shape).chunk(world_size), shape) for shape in matrices]
         mine = sum(cut[rank].numel() for cut, _ in pieces if rank < len(cut))
@@ -69,7 +71,9 @@ def test_only_padding_travels_besides_the_pieces(matrices: list[tuple[int, int]]
 
 @settings(max_examples=25, deadline=None)
 @given(shapes, worlds)
-def test_every_matrix_arrives_whole_at_its_owner(matrices: list[tuple[int, int]], world_size: int) -> None:
+def test_every_matrix_arrives_whole_at_its_owner(
+    matrices: list[tuple[int, int]], world_size: int
+) -> None:
     exchanges = all_exchanges(matrices, world_size)
     wholes = [
         torch.arange(rows * columns).view(rows, columns) + 10_000 * i
@@ -93,7 +97,9 @@ def test_every_matrix_arrives_whole_at_its_owner(matrices: list[tuple[int, int]]
         seen = []
         for batch in exchange.batches:
             assert batch.offset % 64 == 0
-            found = whole[batch.offset : batch.offset + batch.numel].view(len(batch.matrices), *batch.shape)
+            found = whole[batch.offset : batch.offset + batch.numel].view(
+                len(batch.matrices), *batch.shape
+            )
             for matrix, values in zip(batch.matrices, found, strict=True):
                 assert torch.equal(values, wholes[matrix])
                 seen.append(matrix)
@@ -102,7 +108,9 @@ def test_every_matrix_arrives_whole_at_its_owner(matrices: list[tuple[int, int]]
 
 @given(st.lists(shapes, min_size=1, max_size=12), worlds)
 @few
-def test_waves_cover_all_segments_and_are_as_short_as_balance_allows(segments: Any, world_size: int) -> None:
+def test_waves_cover_all_segments_and_are_as_short_as_balance_allows(
+    segments: Any, world_size: int
+) -> None:
     cut = buckets(segments, world_size)
     assert [i for bucket in cut for i in bucket] == list(range(len(segments)))
 

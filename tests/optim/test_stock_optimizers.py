@@ -1,4 +1,6 @@
-"""torch's own optimizers, clipping and loss scaler on our parameters do what they do under FSDP2."""
+"""torch's own optimizers, clipping and loss scaler on our parameters do what they do under
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +105,11 @@ def test_clipping_by_torch_gives_the_bits_of_fsdp2(two_ranks: Ranks, name: str) 
 def _minimise(engine: Engine, line_search: str | None) -> Tensors:
     model = engine.fully_shard(stack(4, 6, 2))
     x, y = engine.inputs(0, 4), engine.inputs(1, 2)
-    # On the mean of each rank's loss: a line search that saw different losses would tear ranks apart.
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search)
+    # On the mean of each rank's loss: a line search that saw different losses would tear ranks
+    # apart.
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.5, max_iter=4, line_search_fn=line_search
+    )
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -123,7 +128,8 @@ def test_lbfgs_does_what_it_does_under_fsdp2(two_ranks: Ranks, line_search: str 
     two_ranks.run(_does_alike, _minimise, line_search)
 
 
-# -- clipping by shardgrad ----------------------------------------------------------------------------------
+# -- clipping by shardgrad
+# ----------------------------------------------------------------------------------
 
 
 def _clipped_step(engine: Engine, ours: bool, name: str) -> Tensors:
@@ -134,13 +140,16 @@ def _clipped_step(engine: Engine, ours: bool, name: str) -> Tensors:
     clip: Any = shardgrad.clip_grad_norm_ if ours else torch.nn.utils.clip_grad_norm_
     norm = clip(model.parameters(), 0.1)
     optimizer.step()
-    return {"norm": norm.full_tensor() if isinstance(norm, DTensor) else norm, **engine.snapshot(model)}
+    return {
+        "norm": norm.full_tensor() if isinstance(norm, DTensor) else norm,
+        **engine.snapshot(model),
+    }
 
 
 def _clips_as_torch(name: str) -> None:
     ours, theirs = _clipped_step(SHARDGRAD, True, name), _clipped_step(FSDP2, False, name)
-    # Norms are summed in another order: each of n squares and sums carries one rounding in torch's float32,
-    # and the root halves the error. The factor inherits it, and so do gradients.
+    # Norms are summed in another order: each of n squares and sums carries one rounding in torch's
+    # float32, and the root halves the error. The factor inherits it, and so do gradients.
     numel = sum(t.numel() for key, t in theirs.items() if key.endswith(".grad"))
     unit = 2.0**-24
     relative = (numel**0.5 + 8) * unit
@@ -149,7 +158,9 @@ def _clips_as_torch(name: str) -> None:
         scale = right.abs().max().item() if right.numel() else 0.0
         # A step moves a weight by lr times a gradient here, so by no more of its error than that.
         bound = (
-            relative * scale if key.endswith(("norm", ".grad")) else relative * lr * 0.1 + 2 * unit * scale
+            relative * scale
+            if key.endswith(("norm", ".grad"))
+            else relative * lr * 0.1 + 2 * unit * scale
         )
         off = (ours[key] - right).abs().max().item() if right.numel() else 0.0
         assert off <= bound, f"{key} differs by {off}, more than {bound}"
@@ -160,7 +171,8 @@ def test_clipping_by_shardgrad_reaches_an_optimizer_of_torch(two_ranks: Ranks, n
     two_ranks.run(_clips_as_torch, name)
 
 
-# -- loss scaling -------------------------------------------------------------------------------------------
+# -- loss scaling
+# -------------------------------------------------------------------------------------------
 
 
 def _scaled(engine: Engine, name: str, unscale: bool) -> Tensors:
@@ -184,7 +196,9 @@ def _scaled(engine: Engine, name: str, unscale: bool) -> Tensors:
         history |= {f"step {step} {key}": t for key, t in engine.snapshot(model).items()}
         history[f"scale {step}"] = torch.tensor(scaler.get_scale())
     for key in [key for key in history if key.startswith("step 1 ")]:
-        assert torch.equal(history[key], history[key.replace("step 1", "step 0")]), f"{key} was not skipped"
+        assert torch.equal(history[key], history[key.replace("step 1", "step 0")]), (
+            f"{key} was not skipped"
+        )
     assert [history[f"scale {step}"].item() for step in range(3)] == [2.0**11, 2.0**10, 2.0**11]
     return history
 
@@ -197,7 +211,8 @@ def test_a_loss_scaler_of_torch_skips_on_all_ranks_as_under_fsdp2(
     two_ranks.run(same_bits_as_fsdp2, _scaled, name, unscale)
 
 
-# -- under capture ------------------------------------------------------------------------------------------
+# -- under capture
+# ------------------------------------------------------------------------------------------
 
 
 def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, warm: bool) -> None:
@@ -213,7 +228,10 @@ def _says(kind: type[Optimizer], options: dict[str, Any], words: str | None, war
     closure()
     if warm:
         optimizer.step()
-    ask, capturable_optimizers.is_capturing = capturable_optimizers.is_capturing, lambda device: True
+    ask, capturable_optimizers.is_capturing = (
+        capturable_optimizers.is_capturing,
+        lambda device: True,
+    )
     try:
         if words is None:
             optimizer.step()

@@ -26,7 +26,8 @@ from shardgrad.plan.timeline import play
 pytestmark = pytest.mark.timeout(400)
 
 SMALL = Request(preset="small", override={"layers": 3}, ranks=16, seq_len=512, batch_size=8)
-# Communication hidden, exposed, over replicas, with recomputation, accumulated; launched eagerly or not.
+# Communication hidden, exposed, over replicas, with recomputation, accumulated; launched eagerly or
+# not.
 CASES = {
     "hidden": (SMALL, machine_of("h100")),
     "exposed": (SMALL.but(batch_size=1), machine_of("h100", network="eth25", is_graphed=True)),
@@ -44,8 +45,12 @@ def rehearsed(name: str, **fields: Any) -> Rehearsal:
     return rehearse(CASES[name][0].but(**fields))
 
 
-def step_s(name: str, *, machine: Machine | None = None, scale: float = 1.0, **fields: Any) -> float:
-    """The step of a run that makes the change: rehearsed with it, and timed by the planner's own clock."""
+def step_s(
+    name: str, *, machine: Machine | None = None, scale: float = 1.0, **fields: Any
+) -> float:
+    """The step of a run that makes the change: rehearsed with it, and timed by the planner's own
+    clock.
+    """
     request, usual = CASES[name]
     cost = CostModel(machine or usual, request.shards, scale)
     return play(rehearsed(name, **fields).events, cost).step_s
@@ -124,7 +129,10 @@ def test_neither_a_mark_of_an_earlier_step_nor_a_wait_of_the_host_holds_back_a_s
     kernel = Kernel("compute", "add", "forward", False, 0.0, 0.0, "bf16", 10**6)
     events = Waited(7, "compute"), kernel, Marked(2, "compute"), Waited(2, None), kernel
     rehearsal = dataclasses.replace(rehearsed("hidden"), events=events)
-    assert [op.after for op in step_of(rehearsal, CostModel(machine, request.shards)).ops] == [(), ()]
+    assert [op.after for op in step_of(rehearsal, CostModel(machine, request.shards)).ops] == [
+        (),
+        (),
+    ]
 
 
 def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -135,7 +143,9 @@ def test_a_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     again = replay(read_trace(tmp_path / "trace.json").ops)
     assert again.seconds == pytest.approx(played.seconds, rel=1e-3)
     for kind, seconds in played.on_critical_path().items():
-        assert again.on_critical_path().get(kind, 0.0) == pytest.approx(seconds, abs=0.01 * played.seconds)
+        assert again.on_critical_path().get(kind, 0.0) == pytest.approx(
+            seconds, abs=0.01 * played.seconds
+        )
 
 
 def test_the_critical_path_and_the_bubbles_are_the_whole_step() -> None:

@@ -1,4 +1,6 @@
-"""Plans: sizes and schedules are the engine's own, clocks obey arithmetic, and bad input gets a sentence."""
+"""Plans: sizes and schedules are the engine's own, clocks obey arithmetic, and bad input gets a
+sentence.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ from shardgrad.train.failure import UsageError
 from shardgrad.train.model import Transformer
 from shardgrad.train.presets import PRESETS, TransformerConfig, transformer_config
 
-pytestmark = pytest.mark.timeout(400)  # a rehearsal takes a second, or many where others use the machine
+pytestmark = pytest.mark.timeout(
+    400
+)  # a rehearsal takes a second, or many where others use the machine
 
 H100 = machine_of("h100")
 TINY = Request(preset="tiny", ranks=16, seq_len=64)
@@ -60,7 +64,9 @@ def transfers(rehearsal: Rehearsal) -> list[Transfer]:
 
 
 def chunk_nbytes(shape: tuple[int, ...], ranks: int, itemsize: int) -> int:
-    """What one parameter takes in a shard of fp32 or, aligned alike, of a narrower dtype; 128-byte pieces."""
+    """What one parameter takes in a shard of fp32 or, aligned alike, of a narrower dtype; 128-byte
+    pieces.
+    """
     numel = -(-shape[0] // ranks) * math.prod(shape[1:])
     return -(-numel // 64) * 64 * itemsize  # bf16 travels too, so 64 elements
 
@@ -76,7 +82,8 @@ def test_a_rehearsal_leaves_no_garbage_for_the_next_one() -> None:
         assert modules() == before
 
 
-# -- memory ---------------------------------------------------------------------------------------------
+# -- memory
+# ---------------------------------------------------------------------------------------------
 
 
 def test_shards_and_states_between_steps_are_what_the_shapes_come_to() -> None:
@@ -114,11 +121,14 @@ def test_whole_parameters_stay_in_stage_2() -> None:
     assert whole["2"] >= numel * 2 > whole["3"]
 
 
-# -- traffic --------------------------------------------------------------------------------------------
+# -- traffic
+# --------------------------------------------------------------------------------------------
 
 
 def test_stage_3_gathers_what_backward_needs_again_and_stage_2_gathers_once() -> None:
-    counts = {stage: Counter(t.kind for t in transfers(rehearsal_of(stage=stage))) for stage in ("2", "3")}
+    counts = {
+        stage: Counter(t.kind for t in transfers(rehearsal_of(stage=stage))) for stage in ("2", "3")
+    }
     units = rehearsal_of().units
     assert counts["2"]["all-gather"] == units
     assert counts["2"]["reduce-scatter"] == counts["3"]["reduce-scatter"] == units
@@ -175,7 +185,9 @@ def test_what_float8_messages_lose_is_memory_of_a_byte_for_each_whole_parameter(
     with torch.device("meta"):
         numel = sum(param.numel() for param in Transformer(PRESETS["tiny"]).parameters())
     kept = rehearsal_of(wire_dtype="fp8").resting["error feedback"]
-    assert numel <= kept <= 1.2 * numel  # pieces of small parameters over 16 ranks are filled up to 128
+    assert (
+        numel <= kept <= 1.2 * numel
+    )  # pieces of small parameters over 16 ranks are filled up to 128
     assert "error feedback" not in rehearsal_of(wire_dtype="bf16").resting
 
 
@@ -200,10 +212,16 @@ def test_replicas_exchange_a_shard_of_gradients_and_nothing_else() -> None:
 
 
 def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
-    hsdp, hfsdp, fsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp"), rehearsal_of()
+    hsdp, hfsdp, fsdp = (
+        rehearsal_of(mesh="4x4"),
+        rehearsal_of(mesh="4x4", stage="hfsdp"),
+        rehearsal_of(),
+    )
     for owner in ("parameters", "gradients", "optimizer state"):
         assert hfsdp.resting[owner] == fsdp.resting[owner] < hsdp.resting[owner] / 3
-    assert hfsdp.resting["inner shards"] == pytest.approx(hsdp.resting["parameters"] / 2, rel=0.05)  # bf16
+    assert hfsdp.resting["inner shards"] == pytest.approx(
+        hsdp.resting["parameters"] / 2, rel=0.05
+    )  # bf16
     outer = [t for t in transfers(hfsdp) if t.axis == "replicate"]
     assert Counter(t.kind for t in outer) == {"all-gather": 3, "reduce-scatter": 3}
     assert {t.ranks for t in outer} == {4}
@@ -212,7 +230,10 @@ def test_hfsdp_cuts_over_replicas_what_hsdp_repeats() -> None:
 def test_hfsdp_sends_inside_a_replica_what_hsdp_does() -> None:
     hsdp, hfsdp = rehearsal_of(mesh="4x4"), rehearsal_of(mesh="4x4", stage="hfsdp")
     kinds = ("all-gather", "reduce-scatter")
-    inner = [[t for t in transfers(one) if t.axis == "shard" and t.kind in kinds] for one in (hsdp, hfsdp)]
+    inner = [
+        [t for t in transfers(one) if t.axis == "shard" and t.kind in kinds]
+        for one in (hsdp, hfsdp)
+    ]
     assert [t.name for t in inner[0]] == [t.name for t in inner[1]]
     for one, other in zip(*inner, strict=True):
         assert one.nbytes == pytest.approx(other.nbytes, rel=0.05)
@@ -226,7 +247,11 @@ def test_a_plan_says_the_same_again_in_the_same_process() -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, pytest.param(16_384, marks=pytest.mark.long)])
 def test_the_order_of_collectives_does_not_depend_on_the_number_of_ranks(ranks: int) -> None:
-    names = [transfer.name for transfer in transfers(rehearsal_of(ranks=ranks)) if " of " in transfer.name]
+    names = [
+        transfer.name
+        for transfer in transfers(rehearsal_of(ranks=ranks))
+        if " of " in transfer.name
+    ]
     assert names == [transfer.name for transfer in transfers(rehearsal_of())]
 
 
@@ -239,7 +264,8 @@ def test_two_levels_take_as_many_operations_for_many_ranks_as_for_few() -> None:
     assert counts[0] == counts[1]
 
 
-# -- the clock ------------------------------------------------------------------------------------------
+# -- the clock
+# ------------------------------------------------------------------------------------------
 
 
 def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
@@ -247,7 +273,9 @@ def kernel(stream: str = "compute", nbytes: int = 268 * 10**6) -> Kernel:
 
 
 def gather(stream: str = "gather", nbytes: int = 10**9) -> Transfer:
-    return Transfer(stream, "all-gather of x", "all-gather", "shard", 8, nbytes, nbytes * 7 // 8, False)
+    return Transfer(
+        stream, "all-gather of x", "all-gather", "shard", 8, nbytes, nbytes * 7 // 8, False
+    )
 
 
 def played(*events: Event, machine: Machine = H100) -> list[tuple[float, float]]:
@@ -276,7 +304,9 @@ def test_a_stream_that_waits_for_nothing_overlaps() -> None:
 
 
 def test_a_mark_holds_back_the_stream_that_waits_for_it() -> None:
-    (_, gathered), (begun, _) = played(gather(), Marked(1, "gather"), Waited(1, "compute"), kernel())
+    (_, gathered), (begun, _) = played(
+        gather(), Marked(1, "gather"), Waited(1, "compute"), kernel()
+    )
     assert begun == gathered
 
 
@@ -336,7 +366,8 @@ def test_model_flops_are_six_for_each_parameter_and_token() -> None:
     assert counted == pytest.approx(TINY.tokens * (6 * matrices + attention), rel=1e-6)
 
 
-# -- collectives ----------------------------------------------------------------------------------------
+# -- collectives
+# ----------------------------------------------------------------------------------------
 
 
 def test_ranks_are_placed_on_nodes_as_a_launcher_places_them() -> None:
@@ -354,7 +385,10 @@ def test_a_large_gather_takes_its_bytes_over_the_bandwidth() -> None:
 def test_a_small_all_reduce_over_many_nodes_goes_along_a_tree() -> None:
     small = Transfer("reduce", "x", "all-reduce", "shard", 512, 1024, 1024, False)
     cost, layout = CostModel(H100, 512), AxisLayout.of("shard", 512, 512, 8)
-    assert cost.transfer_s(small) < min(cost._ring_s(small, layout, protocol) for protocol in range(3)) / 4
+    assert (
+        cost.transfer_s(small)
+        < min(cost._ring_s(small, layout, protocol) for protocol in range(3)) / 4
+    )
 
 
 def test_a_flat_ring_over_4096_ranks_spends_milliseconds_on_latency() -> None:
@@ -376,7 +410,8 @@ def test_more_bandwidth_is_never_slower_and_more_ranks_are_never_faster() -> Non
         assert times == sorted(times)
 
 
-# -- depth and advice -----------------------------------------------------------------------------------
+# -- depth and advice
+# -----------------------------------------------------------------------------------
 
 
 def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
@@ -402,7 +437,9 @@ def test_a_line_through_shallow_models_leads_to_the_deep_one() -> None:
 
 
 def test_blocks_that_differ_are_rehearsed_and_only_like_ones_are_left_out() -> None:
-    """Two dense blocks before those with experts, in a mixture's configuration with little of everything."""
+    """Two dense blocks before those with experts, in a mixture's configuration with little of
+    everything.
+    """
     small = TransformerConfig(width=64, layers=8, heads=2, kv_heads=2, hidden=64)
     config = MoeConfig(small, dense_layers=2, experts=4, expert_hidden=32, top_k=1, groups=2)
     with mock.patch.dict(MOE_PRESETS, {"moe-670b": config}):
@@ -424,11 +461,15 @@ def test_blocks_are_alike_only_if_their_numbers_are() -> None:
         return model
 
     with torch.device("meta"):
-        assert PlanModel("x", build(), "layers", lambda b, s: torch.empty(())).alike() == range(2, 5)
+        assert PlanModel("x", build(), "layers", lambda b, s: torch.empty(())).alike() == range(
+            2, 5
+        )
 
 
 def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> None:
-    """The embedding and the head are the largest units; whether they share one is a matter of parity."""
+    """The embedding and the head are the largest units; whether they share one is a matter of
+    parity.
+    """
     for layers in (8, 9):
         request = TINY.but(override={"layers": layers}, accumulate=2)
         deep = plan_of([rehearse(request)], H100)
@@ -440,7 +481,9 @@ def test_the_line_is_true_where_accumulation_makes_stagings_grow_in_turns() -> N
 def test_what_was_seen_before_is_written_down_as_it_was_the_first_time() -> None:
     first, again = rehearse(TINY.but(seq_len=96)), rehearse(TINY.but(seq_len=96))
     assert first.events == again.events
-    assert [change.nbytes for change in first.changes] == [change.nbytes for change in again.changes]
+    assert [change.nbytes for change in first.changes] == [
+        change.nbytes for change in again.changes
+    ]
     assert first.resting == again.resting
 
 
@@ -525,7 +568,8 @@ def test_a_margin_is_left_for_fragmentation() -> None:
     assert not plan_of([rehearsal_of()], machine_of("h100", memory_gib=without)).fits
 
 
-# -- recomputation and compilation ----------------------------------------------------------------------
+# -- recomputation and compilation
+# ----------------------------------------------------------------------
 
 
 def test_selective_recomputation_is_between_none_and_all() -> None:
@@ -544,11 +588,17 @@ def test_a_compiled_block_has_fewer_launches_and_moves_fewer_bytes() -> None:
 
     def own(rehearsal: Rehearsal) -> list[Kernel]:
         kernels = [e for e in rehearsal.events if isinstance(e, Kernel) and e.is_launched]
-        return [kernel for kernel in kernels if not kernel.is_engine and kernel.phase != "optimizer"]
+        return [
+            kernel for kernel in kernels if not kernel.is_engine and kernel.phase != "optimizer"
+        ]
 
     assert len(own(compiled)) < 0.6 * len(own(eager))
-    assert sum(kernel.nbytes for kernel in own(compiled)) < 0.8 * sum(kernel.nbytes for kernel in own(eager))
-    assert sum(kernel.flops for kernel in own(compiled)) == sum(kernel.flops for kernel in own(eager))
+    assert sum(kernel.nbytes for kernel in own(compiled)) < 0.8 * sum(
+        kernel.nbytes for kernel in own(eager)
+    )
+    assert sum(kernel.flops for kernel in own(compiled)) == sum(
+        kernel.flops for kernel in own(eager)
+    )
 
 
 def test_a_fused_kernel_reads_what_comes_from_outside_and_writes_what_is_needed_later() -> None:
@@ -564,7 +614,8 @@ def test_a_fused_kernel_reads_what_comes_from_outside_and_writes_what_is_needed_
     assert kept.nbytes == 300
 
 
-# -- measuring and searching ----------------------------------------------------------------------------
+# -- measuring and searching
+# ----------------------------------------------------------------------------
 
 
 def test_a_measurement_on_this_machine_scales_the_plan() -> None:
@@ -668,7 +719,9 @@ def test_a_search_returns_what_fits_fastest_first_with_the_command_that_trains_s
         ({"override": {"tied": False}}, "shardgrad train .* --override tied=false"),
     ],
 )
-def test_a_command_of_a_search_has_all_that_was_asked_for(changes: dict[str, object], words: str) -> None:
+def test_a_command_of_a_search_has_all_that_was_asked_for(
+    changes: dict[str, object], words: str
+) -> None:
     command = Setting(TINY.but(**changes), "a100", 1, 1.0, 1.0).command()
     assert re.match(words, command), command
     options = command.split()[1:]
@@ -682,7 +735,9 @@ def test_tokens_that_the_ranks_cannot_share_are_refused_with_a_number_near() -> 
 
 
 def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> None:
-    plan = plan_of([rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1}))], H100)
+    plan = plan_of(
+        [rehearse(TINY.but(batch_size=2, precision="fp32", override={"layers": 1}))], H100
+    )
     assert plan.fits
     advice = advise(plan, Calibration(), most=10)
     speeds = [each.tokens_per_s for each in advice]
@@ -692,7 +747,8 @@ def test_advice_for_a_model_that_fits_makes_it_faster_the_fastest_first() -> Non
     assert advise(plan, Calibration()) == advice[:3]
 
 
-# -- the command ----------------------------------------------------------------------------------------
+# -- the command
+# ----------------------------------------------------------------------------------------
 
 
 def run(*arguments: str) -> Result:
@@ -706,7 +762,11 @@ def test_the_command_prints_a_plan_for_programs() -> None:
     plan = json.loads(result.stdout)
     assert plan["memory"]["peak_nbytes"] == make_plan(TINY, H100).peak_nbytes
     assert plan["time"]["step_s"] == pytest.approx(make_plan(TINY, H100).step_s)
-    assert {row["kind"] for row in plan["traffic"]} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {row["kind"] for row in plan["traffic"]} == {
+        "all-gather",
+        "reduce-scatter",
+        "all-reduce",
+    }
 
 
 @pytest.mark.parametrize(
@@ -751,7 +811,9 @@ def test_the_command_draws_and_prints_for_people(tmp_path: Path) -> None:
         "axis replicate",
     ):
         assert words in " ".join(result.stdout.split()), "wherever a line ends"
-    assert result.stdout.count("tokens/s, a rank") == 2, "from the least to the most, and what is likely"
+    assert result.stdout.count("tokens/s, a rank") == 2, (
+        "from the least to the most, and what is likely"
+    )
 
 
 def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(
@@ -759,7 +821,9 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_any_work(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    with mock.patch("shardgrad.plan.planning.make_plan", side_effect=AssertionError("work was begun")):
+    with mock.patch(
+        "shardgrad.plan.planning.make_plan", side_effect=AssertionError("work was begun")
+    ):
         result = run("--picture", "plan.txt")
     assert result.exit_code == 2, result.output
     assert "--picture plan.txt cannot be written: try a name that ends in .png" in result.stderr
@@ -782,13 +846,18 @@ def test_a_picture_shows_all_memory_to_the_end_and_all_work() -> None:
     curve, timeline = memory_of(rehearsal), play(rehearsal.events, CostModel(H100, TINY.shards))
     memory, lanes = mock.Mock(), mock.Mock()
     picture._draw_memory(plan_for(), curve, timeline, memory)
-    (times, layers), labels = memory.stackplot.call_args.args, memory.stackplot.call_args.kwargs["labels"]
+    (times, layers), labels = (
+        memory.stackplot.call_args.args,
+        memory.stackplot.call_args.kwargs["labels"],
+    )
     assert times == sorted(times)
     assert [layer[-1] * 2**30 for layer in layers] == [
         curve.moments[-1].nbytes.get(owner, 0) for owner in labels
     ]
     picture._draw_lanes(rehearsal, timeline, lanes)
-    drawn_ms = sum(length for call in lanes.broken_barh.call_args_list for _, length in call.args[0])
+    drawn_ms = sum(
+        length for call in lanes.broken_barh.call_args_list for _, length in call.args[0]
+    )
     worked_ms = sum(
         span.end_s - span.begin_s
         for span in timeline.spans

@@ -1,4 +1,6 @@
-"""What is said about plans is true: the benchmark runs, the page on scaling says what the planner says."""
+"""What is said about plans is true: the benchmark runs, the page on scaling says what the planner
+says.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,17 @@ LIMITS_S = {"70b": 30, "70b on two levels": 30, "moe": 60, "wide moe": 60}
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", LARGEST)
-def test_the_largest_plans_take_less_than_a_minute_of_one_core_and_4_gib(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "shardgrad", "plan", "--json", "--activation-checkpointing=full"]
+def test_the_largest_plans_take_less_than_a_minute_of_one_core_and_4_gib(
+    name: str, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "shardgrad",
+        "plan",
+        "--json",
+        "--activation-checkpointing=full",
+    ]
     with (tmp_path / "plan.json").open("wb") as out:
         process = subprocess.Popen([*command, *LARGEST[name]], cwd=ROOT, stdout=out)
         _, status, used = os.wait4(process.pid, 0)

@@ -71,7 +71,9 @@ def train(
             shardgrad.clip_grad_norm_(model.parameters(), math.inf)
             optimizer.step()
             optimizer.zero_grad()
-    state = sum(flat.numel() * flat.itemsize for _, flat in optimizer.buffers() if flat.numel() > 64)
+    state = sum(
+        flat.numel() * flat.itemsize for _, flat in optimizer.buffers() if flat.numel() > 64
+    )
     return {"sent": log.seen, "state": state, "rank": dist.get_rank()}
 
 
@@ -112,7 +114,9 @@ def test_the_rehearsed_collectives_are_those_that_real_ranks_make(
         on_host=True,
     )
     rehearsal = rehearse(request)
-    written = [(e.kind, e.nbytes) for e in rehearsal.events if isinstance(e, Transfer) and e.ranks > 1]
+    written = [
+        (e.kind, e.nbytes) for e in rehearsal.events if isinstance(e, Transfer) and e.ranks > 1
+    ]
     for one in real:
         assert one["sent"] == written, f"rank {one['rank']}"
     assert rehearsal.resting["optimizer state"] == pytest.approx(real[0]["state"], rel=0.01)

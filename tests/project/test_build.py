@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTRUCTION = "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+INSTRUCTION = (
+    "pip install --no-build-isolation --no-deps --force-reinstall --no-binary shardgrad shardgrad"
+)
 USE_OPS = """
 import torch
 from shardgrad import ops
@@ -55,10 +57,14 @@ def assert_warned_once(done: subprocess.CompletedProcess[str], because: str) -> 
 def test_without_the_library_import_warns_once_and_the_reference_answers(
     package: Path, tmp_path: Path
 ) -> None:
-    assert_warned_once(use(package, cwd=tmp_path), f"there is no compiled library {package / '_C.so'}")
+    assert_warned_once(
+        use(package, cwd=tmp_path), f"there is no compiled library {package / '_C.so'}"
+    )
 
 
-def test_a_corrupt_library_is_reported_once_and_the_reference_answers(package: Path, tmp_path: Path) -> None:
+def test_a_corrupt_library_is_reported_once_and_the_reference_answers(
+    package: Path, tmp_path: Path
+) -> None:
     (package / "_C.so").write_bytes(b"not a library")
     assert_warned_once(use(package, cwd=tmp_path), "_C.so could not be loaded by torch")
 
@@ -68,7 +74,9 @@ def test_a_library_for_another_torch_is_reported_once_and_the_reference_answers(
     package: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "other.c"
-    source.write_text("extern int torch_of_another_time(void); int (*needed)(void) = torch_of_another_time;")
+    source.write_text(
+        "extern int torch_of_another_time(void); int (*needed)(void) = torch_of_another_time;"
+    )
     subprocess.run(["cc", "-shared", "-fPIC", "-o", package / "_C.so", source], check=True)
     assert_warned_once(use(package, cwd=tmp_path), "undefined symbol: torch_of_another_time")
 
@@ -115,7 +123,9 @@ def metadata_of(wheel: Path) -> str:
         return archive.read(name).decode()
 
 
-def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(sources: Path) -> None:
+def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(
+    sources: Path,
+) -> None:
     (sources / "README.md").write_text("[a](docs/README.md), [b](#b), [c](https://example.org/c)\n")
     (sources / "shardgrad" / "_commit.txt").write_text("0123456789ab\n")
     wheel = wheel_without_compiler(sources, SHARDGRAD_SOURCE_URL="https://example.org/shardgrad/")
@@ -126,7 +136,9 @@ def test_without_a_compiler_the_wheel_is_for_every_platform_and_says_what_it_is(
     source = "https://example.org/shardgrad"
     metadata = metadata_of(wheel)
     assert f"Project-URL: Source, {source}\n" in metadata
-    assert f"[a]({source}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
+    assert (
+        f"[a]({source}/blob/main/docs/README.md), [b](#b), [c](https://example.org/c)" in metadata
+    )
 
 
 def test_an_address_of_the_source_is_not_made_up(sources: Path) -> None:
@@ -143,16 +155,22 @@ def test_in_a_source_tree_the_command_builds_that_tree(package: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(("compiler", "asked"), [("cat", 1), ("no-such-compiler", 0)])
-def test_an_isolated_build_asks_for_torch_only_where_there_is_a_compiler(compiler: str, asked: int) -> None:
+def test_an_isolated_build_asks_for_torch_only_where_there_is_a_compiler(
+    compiler: str, asked: int
+) -> None:
     program = "import backend; print(*backend.get_requires_for_build_wheel())"
-    done = run(sys.executable, "-c", program, cwd=ROOT, PYTHONPATH=str(ROOT / "release"), CXX=compiler)
+    done = run(
+        sys.executable, "-c", program, cwd=ROOT, PYTHONPATH=str(ROOT / "release"), CXX=compiler
+    )
     assert done.stdout.count("torch>=") == asked, done.stderr
 
 
 @pytest.mark.parametrize("described", ["0123456789ab", None])
 def test_the_version_has_the_commit_if_it_is_known(package: Path, described: str | None) -> None:
     source = (ROOT / "shardgrad" / "version.py").read_text()
-    (package / "version.py").write_text(re.sub(r'__version__ = "[^"]*"', '__version__ = "1.2.3"', source))
+    (package / "version.py").write_text(
+        re.sub(r'__version__ = "[^"]*"', '__version__ = "1.2.3"', source)
+    )
     (package / "__init__.py").write_text("")
     if described:
         (package / "_commit.txt").write_text(described + "\n")
@@ -177,7 +195,9 @@ def test_without_a_compiler_the_build_succeeds_and_says_so_in_one_sentence(sourc
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-def test_the_library_builds_in_a_path_with_spaces_and_again_when_a_header_changes(sources: Path) -> None:
+def test_the_library_builds_in_a_path_with_spaces_and_again_when_a_header_changes(
+    sources: Path,
+) -> None:
     done = build(sources)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr

@@ -1,4 +1,6 @@
-"""The CUDA sources compile for every architecture we ship; needs nvcc, but no GPU and no torch headers."""
+"""The CUDA sources compile for every architecture we ship; needs nvcc, but no GPU and no torch
+headers.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ ARCHITECTURES = ("80", "90", "100")
 NVCC = shutil.which("nvcc")
 
 
-# The sources do not ask for the architecture, so one says what the others would, in a third of the time.
+# The sources do not ask for the architecture, so one says what the others would, in a third of the
+# time.
 @pytest.mark.slow
 @pytest.mark.skipif(NVCC is None, reason="nvcc is not on PATH")
 @pytest.mark.parametrize(
@@ -33,10 +36,22 @@ def test_a_cuda_source_compiles_without_warnings(
     known = subprocess.run(
         [NVCC, "--list-gpu-arch"], check=True, capture_output=True, text=True
     ).stdout.split()
-    flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures if f"compute_{a}" in known]
+    flags = [
+        f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures if f"compute_{a}" in known
+    ]
     assert flags
     target = tmp_path / source.with_suffix(".o").name
-    command = [NVCC, "-std=c++17", "-O3", "--fmad=false", *flags, "-c", str(source), "-o", str(target)]
+    command = [
+        NVCC,
+        "-std=c++17",
+        "-O3",
+        "--fmad=false",
+        *flags,
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert target.stat().st_size > 0
@@ -48,7 +63,16 @@ def test_the_architectures_of_a_wheel_are_those_that_nvcc_was_asked_for(tmp_path
     flags = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ("80", "90")]
     flags += ["-gencode=arch=compute_100,code=compute_100"]  # for later ones: no machine code
     library = tmp_path / "_C.so"
-    command = [NVCC, *flags, "-shared", "-Xcompiler", "-fPIC", "-o", library, tmp_path / "kernel.cu"]
+    command = [
+        NVCC,
+        *flags,
+        "-shared",
+        "-Xcompiler",
+        "-fPIC",
+        "-o",
+        library,
+        tmp_path / "kernel.cu",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
         wheel.write(library, "shardgrad/_C.so")
@@ -70,6 +94,12 @@ def test_a_cuda_source_does_not_ask_for_the_architecture(source: Path) -> None:
 @pytest.mark.parametrize("source", [*SOURCES, *HEADERS], ids=lambda path: path.name)
 def test_a_cuda_source_never_allocates_synchronises_or_picks_a_stream(source: Path) -> None:
     calls = set(re.findall(r"\bcuda[A-Z]\w+(?=\()", source.read_text()))
-    asks = {"cudaGetDevice", "cudaDeviceGetAttribute", "cudaOccupancyMaxActiveBlocksPerMultiprocessor"}
+    asks = {
+        "cudaGetDevice",
+        "cudaDeviceGetAttribute",
+        "cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+    }
     assert calls <= {"cudaGetLastError", "cudaGetErrorString", *asks}
-    assert all(config.endswith(", stream") for config in re.findall(r"<<<(.*?)>>>", source.read_text()))
+    assert all(
+        config.endswith(", stream") for config in re.findall(r"<<<(.*?)>>>", source.read_text())
+    )

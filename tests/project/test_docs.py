@@ -27,7 +27,9 @@ WITH_CODE = [
     *sorted((ROOT / "docs/explanation").glob("*.md")),
 ]
 CODE = [
-    path for folder in ("shardgrad", "csrc", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")
+    path
+    for folder in ("shardgrad", "csrc", "tests", "benchmarks")
+    for path in (ROOT / folder).rglob("*.py")
 ]
 
 
@@ -37,7 +39,9 @@ def named(path: Path) -> str:
 
 def prose(page: Path) -> str:
     """Returns a page without its blocks of code."""
-    return re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(
+        r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -65,7 +69,9 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 def test_every_page_can_be_reached_from_the_index() -> None:
     index = prose(ROOT / "docs/README.md")
     for page in (ROOT / "docs").glob("*/*.md"):
-        assert page.relative_to(ROOT / "docs").as_posix() in index, f"{named(page)} is not in docs/README.md"
+        assert page.relative_to(ROOT / "docs").as_posix() in index, (
+            f"{named(page)} is not in docs/README.md"
+        )
 
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=named)
@@ -77,7 +83,9 @@ def test_python_examples_compile(page: Path) -> None:
 @pytest.mark.parametrize("page", WITH_CODE, ids=named)
 def test_examples_import_what_exists(page: Path) -> None:
     for code in blocks(page, "python"):
-        imports = re.findall(r"^\s*from (shardgrad[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE)
+        imports = re.findall(
+            r"^\s*from (shardgrad[\w.]*) import ([\w, ]+)", code, flags=re.MULTILINE
+        )
         for module, names in imports:
             found = importlib.import_module(module)
             for name in re.split(r", *", names.strip()):
@@ -173,17 +181,23 @@ def test_modules_and_targets_that_commands_name_exist() -> None:
             if module == "benchmarks" and first and "`" not in first:
                 assert first in (*BENCHMARKS, *_RECORDS, "all"), (path, first)
             seen.add(module)
-        for target in re.findall(r"(?:^|`)make ([a-z0-9-]+)(?:`| *$|  | [A-Z])", text, flags=re.MULTILINE):
+        for target in re.findall(
+            r"(?:^|`)make ([a-z0-9-]+)(?:`| *$|  | [A-Z])", text, flags=re.MULTILINE
+        ):
             assert target in targets, (path, target)
     assert {"benchmarks", "shardgrad", "shardgrad.patch"} <= seen
 
 
 def test_files_that_pages_name_exist() -> None:
-    """`engine/unit.py` is below the package, `tests/...` below the root, others next to the page."""
+    """`engine/unit.py` is below the package, `tests/...` below the root, others next to the
+    page.
+    """
     for page in PAGES:
         if page == HISTORY:
             continue
-        for name in re.findall(r"`([\w.]+(?:/[\w.]+)+\.(?:py|cpp|cu|h|sh)|\w+(?:/\w+)+/)`", prose(page)):
+        for name in re.findall(
+            r"`([\w.]+(?:/[\w.]+)+\.(?:py|cpp|cu|h|sh)|\w+(?:/\w+)+/)`", prose(page)
+        ):
             places = (ROOT / name, ROOT / "shardgrad" / name, page.parent / name)
             assert any(place.exists() for place in places), f"{named(page)} names {name}"
 
@@ -191,12 +205,16 @@ def test_files_that_pages_name_exist() -> None:
 def test_functions_that_pages_name_are_in_their_files() -> None:
     """Where a page says "`engine/unit.py`: `pre_forward`"."""
     for page in PAGES:
-        for file, name in re.findall(r"`([\w/]+/\w+\.py)`(?:: |, )`(?:\w+\.)*(\w+)(?:\(\))?`", prose(page)):
-            path = ROOT / "shardgrad" / file if (ROOT / "shardgrad" / file).exists() else ROOT / file
-            text = path.read_text(encoding="utf-8")
-            assert re.search(rf"\b(def|class) {name}\b|^\s*{name}\b.*=", text, flags=re.MULTILINE), (
-                f"{named(page)}: {name} is not in {file}"
+        for file, name in re.findall(
+            r"`([\w/]+/\w+\.py)`(?:: |, )`(?:\w+\.)*(\w+)(?:\(\))?`", prose(page)
+        ):
+            path = (
+                ROOT / "shardgrad" / file if (ROOT / "shardgrad" / file).exists() else ROOT / file
             )
+            text = path.read_text(encoding="utf-8")
+            assert re.search(
+                rf"\b(def|class) {name}\b|^\s*{name}\b.*=", text, flags=re.MULTILINE
+            ), f"{named(page)}: {name} is not in {file}"
 
 
 def test_every_test_that_a_page_names_exists() -> None:
@@ -217,7 +235,9 @@ def test_every_room_and_every_file_of_the_engine_is_in_the_house() -> None:
     package = ROOT / "shardgrad"
     rooms = [f"{init.parent.name}/" for init in package.glob("*/__init__.py")]
     files = [path.name for path in package.glob("*.py") if not path.name.startswith("__")]
-    engine = [f"engine/{path.name}" for path in package.glob("engine/*.py") if path.name != "__init__.py"]
+    engine = [
+        f"engine/{path.name}" for path in package.glob("engine/*.py") if path.name != "__init__.py"
+    ]
     for name in (*rooms, *files, *engine):
         assert f"`{name}`" in house, f"docs/design/house.md does not say what {name} is for"
 

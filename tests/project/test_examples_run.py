@@ -29,7 +29,14 @@ from tests.support.ranks import Ranks
 DOCS = Path(__file__).parents[2] / "docs"
 SIZES = TransformerConfig(width=32, layers=3, heads=2, kv_heads=2, hidden=32)
 # What a page begins with: a model that it shards, a sharded one, or nothing.
-UNSHARDED = ("compile", "from_ddp", "from_deepspeed", "from_fsdp1", "from_megatron_fsdp", "send_fewer_bytes")
+UNSHARDED = (
+    "compile",
+    "from_ddp",
+    "from_deepspeed",
+    "from_fsdp1",
+    "from_megatron_fsdp",
+    "send_fewer_bytes",
+)
 SHARDED = (
     *("accumulate_gradients", "check_your_streams", "checkpoints", "explain_a_step"),
     *("migrate_to_graphed_step", "optimize_and_clip", "ranks_without_a_batch", "read_an_error"),
@@ -77,7 +84,12 @@ def tokens() -> torch.Tensor:
 
 def surroundings(page: str, folder: str) -> dict[str, Any]:
     """Returns what a page takes for granted."""
-    names: dict[str, Any] = {"torch": torch, "shardgrad": shardgrad, "F": functional, "folder": folder}
+    names: dict[str, Any] = {
+        "torch": torch,
+        "shardgrad": shardgrad,
+        "F": functional,
+        "folder": folder,
+    }
     if page in UNSHARDED:
         names["model"] = built(ScalarModel if page == "from_deepspeed" else Model)
         names |= {"mesh": init_device_mesh("cpu", (2,)), "batches": [tokens() for _ in range(8)]}
@@ -88,7 +100,9 @@ def surroundings(page: str, folder: str) -> dict[str, Any]:
             optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-3)  # type: ignore[assignment]
             for name in ("generator", "critic"):
                 names[name] = shardgrad.fully_shard(torch.nn.Linear(8, 8))
-                names[f"{name}_optimizer"] = shardgrad.optim.AdamW(names[name].parameters(), lr=1e-3)
+                names[f"{name}_optimizer"] = shardgrad.optim.AdamW(
+                    names[name].parameters(), lr=1e-3
+                )
 
         def step() -> None:
             model.loss(tokens(), tokens()).backward()
@@ -169,7 +183,9 @@ def test_the_examples_of_a_page_run(page: str, two_ranks: Ranks) -> None:
 
 
 def printed(code: str, names: dict[str, Any]) -> str:
-    """Runs a whole program, but for its last line, which would leave no process group to the next one."""
+    """Runs a whole program, but for its last line, which would leave no process group to the next
+    one.
+    """
     text = io.StringIO()
     code = code.replace("torch.distributed.destroy_process_group()", "")
     with contextlib.redirect_stdout(text):
@@ -178,7 +194,9 @@ def printed(code: str, names: dict[str, Any]) -> str:
 
 
 def calls_of(names: dict[str, Any]) -> list[Callable[[], Any]]:
-    """Returns, for the blocks of the tutorial on graphs that define a step, the calls that it describes."""
+    """Returns, for the blocks of the tutorial on graphs that define a step, the calls that it
+    describes.
+    """
 
     def batch() -> torch.Tensor:
         return torch.randn(16, 32)
@@ -211,7 +229,9 @@ def run_tutorials() -> list[str]:
             if "def step" in part:
                 calls.pop(0)()
         said.append(printed(whole, {"__name__": "__main__"}))
-        said += [printed(block, {"__name__": "__main__"}) for block in blocks("tutorials/first_run")[1:]]
+        said += [
+            printed(block, {"__name__": "__main__"}) for block in blocks("tutorials/first_run")[1:]
+        ]
     return said
 
 

@@ -35,7 +35,9 @@ def test_the_compiled_library_comes_from_the_package_wherever_one_is_called(
     assert loaded[0].is_absolute()
 
 
-def test_a_gpu_without_kernels_is_told_once_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_without_kernels_is_told_once_with_what_to_type(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(library, "has_kernels", lambda device_type: False)
     library.warn_of_references.cache_clear()

@@ -24,7 +24,9 @@ SPIN = "import time\nwhile time.process_time() < {}: pass"
 
 @contextmanager
 def busy_core(others: int) -> Iterator[int]:
-    """Makes this process, and those it starts, share one core with so many others; yields the core."""
+    """Makes this process, and those it starts, share one core with so many others; yields the
+    core.
+    """
     before = os.sched_getaffinity(0)
     core = min(before)
     os.sched_setaffinity(0, {core})
@@ -99,7 +101,9 @@ def test_the_limit_of_a_test_is_for_what_hangs(works: bool, tmp_path: Path) -> N
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             timeout_s=100,
         )
-    assert done.returncode == (pytest.ExitCode.OK if works else pytest.ExitCode.TESTS_FAILED), done.stdout
+    assert done.returncode == (pytest.ExitCode.OK if works else pytest.ExitCode.TESTS_FAILED), (
+        done.stdout
+    )
     assert works or "Timeout" in done.stdout
 
 

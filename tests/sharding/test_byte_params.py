@@ -59,7 +59,9 @@ def train_beside(engine: Engine, dtype: torch.dtype, options: dict[str, Any]) ->
 
 def trains_beside(dtype: torch.dtype) -> None:
     for options in ({}, {"reshard_after_forward": False}):
-        assert_same_bits(train_beside(SHARDGRAD, dtype, options), train_beside(FSDP2, dtype, options))
+        assert_same_bits(
+            train_beside(SHARDGRAD, dtype, options), train_beside(FSDP2, dtype, options)
+        )
 
 
 def from_meta(dtype: torch.dtype) -> None:
@@ -81,7 +83,9 @@ def from_meta(dtype: torch.dtype) -> None:
 def refuses_what_trains_or_is_cast() -> None:
     trains = nn.Linear(3, 3)
     trains.weight = nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn))
-    with pytest.raises(UnsupportedParameterError, match=r"reduces no gradients in torch\.float8_e4m3fn"):
+    with pytest.raises(
+        UnsupportedParameterError, match=r"reduces no gradients in torch\.float8_e4m3fn"
+    ):
         SHARDGRAD.fully_shard(trains)
     trains.weight.requires_grad_(False)
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
@@ -91,7 +95,9 @@ def refuses_what_trains_or_is_cast() -> None:
 
 
 @pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
-def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(two_ranks: Ranks, dtype: Any) -> None:
+def test_parameters_of_other_dtypes_train_bit_for_bit_like_fsdp2(
+    two_ranks: Ranks, dtype: Any
+) -> None:
     two_ranks.run(trains_beside, dtype)
 
 

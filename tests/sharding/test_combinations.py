@@ -1,4 +1,6 @@
-"""Stages and homes for parameters cut along any dim, over any mesh, or by themselves: equal, or refused."""
+"""Stages and homes for parameters cut along any dim, over any mesh, or by themselves: equal, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -92,11 +94,14 @@ def carry_columns(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", BYTE_DTYPES, ids=str)
-def test_bytes_that_are_only_carried_are_cut_along_any_dim(two_ranks: Ranks, dtype: torch.dtype) -> None:
+def test_bytes_that_are_only_carried_are_cut_along_any_dim(
+    two_ranks: Ranks, dtype: torch.dtype
+) -> None:
     two_ranks.run(carry_columns, dtype)
 
 
-# -- refused ------------------------------------------------------------------------------------------------
+# -- refused
+# ------------------------------------------------------------------------------------------------
 
 
 def _of_last_dim() -> dict[str, Any]:
@@ -153,6 +158,8 @@ def test_sharding_over_both_axes_names_what_it_does_not_cut(
 def test_an_extension_is_not_moved_off_its_device() -> None:
     param: Tensor = nn.Parameter(Narrowed(torch.ones(2, 2)))
     away = ShardMemory(torch.device("cpu"), is_offloaded=True)
-    with pytest.raises(UnsupportedError, match="CPUOffloadPolicy for weight, which has fsdp_pre_all_gather"):
+    with pytest.raises(
+        UnsupportedError, match="CPUOffloadPolicy for weight, which has fsdp_pre_all_gather"
+    ):
         require_extension(param, "weight", None, away)
     require_extension(param, "weight", None, ShardMemory(torch.device("cpu")))

@@ -10,16 +10,22 @@ from shardgrad.sharding.layout import TAG_NUMEL, ShardLayout, alignment_numel
 from shardgrad.sharding.zero_copy import ZERO_COPY_NBYTES, is_zero_copy
 
 NCCL_NBYTES = 128  # pointers that are not multiples of this take its slow path
-SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+SHAPES = st.lists(
+    st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6
+)
 WORLD_SIZES = st.integers(1, 64)
 
 
-def layout_of(shapes: list[tuple[int, ...]], world_size: int, *, with_flags: bool = False) -> ShardLayout:
+def layout_of(
+    shapes: list[tuple[int, ...]], world_size: int, *, with_flags: bool = False
+) -> ShardLayout:
     return ShardLayout.of(shapes, world_size, alignment=32, with_flags=with_flags)
 
 
 @given(SHAPES, WORLD_SIZES)
-def test_every_rank_holds_what_torch_chunk_gives_it(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_every_rank_holds_what_torch_chunk_gives_it(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = layout_of(shapes, world_size)
     for shape, piece in zip(shapes, layout.pieces, strict=True):
         whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
@@ -32,7 +38,9 @@ def test_every_rank_holds_what_torch_chunk_gives_it(shapes: list[tuple[int, ...]
 
 
 @given(SHAPES, WORLD_SIZES, st.booleans())
-def test_pieces_do_not_overlap_and_fit(shapes: list[tuple[int, ...]], world_size: int, tail: bool) -> None:
+def test_pieces_do_not_overlap_and_fit(
+    shapes: list[tuple[int, ...]], world_size: int, tail: bool
+) -> None:
     layout = layout_of(shapes, world_size, with_flags=tail)
     end = 0
     for piece in layout.pieces:
@@ -63,7 +71,9 @@ def test_unsharded_offsets_do_not_depend_on_the_world_size(
 
 
 @given(SHAPES, WORLD_SIZES)
-def test_views_alias_the_buffer_they_come_from(shapes: list[tuple[int, ...]], world_size: int) -> None:
+def test_views_alias_the_buffer_they_come_from(
+    shapes: list[tuple[int, ...]], world_size: int
+) -> None:
     layout = layout_of(shapes, world_size)
     chunk = torch.zeros(layout.chunk_numel)
     for view, piece in zip(layout.local_views(chunk, 0), layout.pieces, strict=True):
@@ -99,7 +109,12 @@ def test_what_is_not_direct_is_the_end_of_a_chunk_and_laid_out_alike(
     assert sorted([*layout.zero_copy, *layout.others]) == list(range(len(shapes)))
 
 
-@given(st.integers(1, 9), st.integers(0, 3), WORLD_SIZES, st.sampled_from([torch.float32, torch.bfloat16]))
+@given(
+    st.integers(1, 9),
+    st.integers(0, 3),
+    WORLD_SIZES,
+    st.sampled_from([torch.float32, torch.bfloat16]),
+)
 def test_the_pieces_of_a_direct_parameter_in_rank_order_are_the_whole(
     rows: int, uneven: int, world_size: int, dtype: torch.dtype
 ) -> None:

@@ -33,7 +33,9 @@ def train_offloaded(engine: Engine, options: dict[str, Any], **loop: Any) -> Ten
 
 
 def load_piece_by_piece(engine: Engine) -> Tensors:
-    """Fills a model on the meta device as a loader of large checkpoints does: one tensor after another."""
+    """Fills a model on the meta device as a loader of large checkpoints does: one tensor after
+    another.
+    """
     whole = tower(seed=3).state_dict()
     with torch.device("meta"):
         model = tower()

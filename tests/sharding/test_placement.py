@@ -1,4 +1,6 @@
-"""Parameters cut along other dims, or over other meshes, than the default: the same bits as under FSDP2."""
+"""Parameters cut along other dims, or over other meshes, than the default: the same bits as under
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ class Cube(nn.Module):
 
 
 def train(
-    engine: Engine, build: Callable[[], nn.Module], micro_batches: int = 1, sync: bool = True, **options: Any
+    engine: Engine,
+    build: Callable[[], nn.Module],
+    micro_batches: int = 1,
+    sync: bool = True,
+    **options: Any,
 ) -> Tensors:
     """Trains a model of stacked children, each a unit, for two steps."""
     model = build()
@@ -96,7 +102,9 @@ def cube() -> nn.Module:
 
 def transformer() -> nn.Module:
     torch.manual_seed(0)
-    layers = (nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0) for _ in range(2))
+    layers = (
+        nn.TransformerEncoderLayer(8, nhead=2, dim_feedforward=16, dropout=0.0) for _ in range(2)
+    )
     return nn.Sequential(*layers, nn.Linear(8, 4))
 
 
@@ -144,7 +152,9 @@ def test_four_ranks_train_any_dim_like_fsdp2(four_ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("program", [train_any_dim, train_resharding_to_two])
-def test_any_dim_trains_like_an_unsharded_model(four_ranks: Ranks, program: Callable[..., Tensors]) -> None:
+def test_any_dim_trains_like_an_unsharded_model(
+    four_ranks: Ranks, program: Callable[..., Tensors]
+) -> None:
     four_ranks.run(close_to_unsharded, program)
 
 
@@ -183,7 +193,8 @@ def test_faces_are_those_of_fsdp2_and_contiguous(two_ranks: Ranks) -> None:
     two_ranks.run(faces_agree)
 
 
-# -- our own optimizers, clipping and state -----------------------------------------------------------------
+# -- our own optimizers, clipping and state
+# -----------------------------------------------------------------
 
 
 def train_with(make: Callable[..., Any], clip: Callable[..., Tensor], cls: str) -> Tensors:
@@ -227,7 +238,9 @@ def assign_then_train() -> None:
         for param in donor.parameters():
             param.mul_(3).add_(1)
     shardgrad.fully_shard(model, shard_placement_fn=last_dim)
-    places = {name: (param.device_mesh, param.placements) for name, param in model.named_parameters()}
+    places = {
+        name: (param.device_mesh, param.placements) for name, param in model.named_parameters()
+    }
     state = {
         name: torch.distributed.tensor.distribute_tensor(value, *places[name])
         for name, value in donor.state_dict().items()
@@ -241,7 +254,8 @@ def test_replacements_cut_along_another_dim_are_taken_over(two_ranks: Ranks) -> 
     two_ranks.run(assign_then_train)
 
 
-# -- meshes of their own ------------------------------------------------------------------------------------
+# -- meshes of their own
+# ------------------------------------------------------------------------------------
 
 
 @cache
@@ -280,7 +294,8 @@ def train_mixture(engine: Engine, *, alone: bool = False) -> Tensors:
         engine.fully_shard(mixture, mesh=wide_mesh, shard_placement_fn=choose)
     engine.fully_shard(model, mesh=wide_mesh, shard_placement_fn=choose)
     optim = torch.optim.AdamW(
-        [{"params": [p for p in model.parameters() if p.device_mesh.size() == n]} for n in (2, 4)], lr=1e-2
+        [{"params": [p for p in model.parameters() if p.device_mesh.size() == n]} for n in (2, 4)],
+        lr=1e-2,
     )
     found: Tensors = {}
     for step in range(2):
@@ -323,7 +338,8 @@ def test_a_norm_over_several_meshes_counts_each_element_once(four_ranks: Ranks) 
     four_ranks.run(clip_a_mixture)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------
 
 Answer = Callable[[nn.Parameter], Any]
 
@@ -337,7 +353,8 @@ REFUSED: dict[str, tuple[Answer, type[Exception], type[Exception], str]] = {
         NotImplementedError, "FSDP does not support uneven sharding on dim 1",
     ),
     "replicate": (
-        lambda param: Replicate(), errors.PlacementError, ValueError, "Invalid shard_placement_fn result"
+        lambda param: Replicate(), errors.PlacementError, ValueError, "Invalid shard_placement_fn "
+                                                                      "result"
     ),
 }  # fmt: skip
 

@@ -1,4 +1,6 @@
-"""Pieces cut along a later dim, against `torch.chunk`; and what every layout promises, for any dim."""
+"""Pieces cut along a later dim, against `torch.chunk`; and what every layout promises, for any
+dim.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 @st.composite
 def cut_shapes(draw: st.DrawFn) -> tuple[list[tuple[int, ...]], list[int], int]:
-    """Returns shapes, the dim each is cut along, and a number of ranks that divides those other than 0."""
+    """Returns shapes, the dim each is cut along, and a number of ranks that divides those other
+    than 0.
+    """
     world_size = draw(st.integers(1, 8))
     shapes, dims = [], []
     for _ in range(draw(st.integers(1, 5))):
@@ -42,13 +46,23 @@ def layout_of(case: Cut, *, with_flags: bool = True) -> ShardLayout:
 
 
 def packed(
-    layout: ShardLayout, grads: list[torch.Tensor], slot: torch.Tensor, *, divisor: float, accumulate: bool
+    layout: ShardLayout,
+    grads: list[torch.Tensor],
+    slot: torch.Tensor,
+    *,
+    divisor: float,
+    accumulate: bool,
 ) -> None:
     """Packs everything, as the engine does."""
     pack_strided(grads, slot, layout, divisor=divisor, accumulate=accumulate)
     straight = [grads[i] for i in layout.straight]
     ops.pack(
-        straight, slot, layout.table, chunk_numel=layout.chunk_numel, divisor=divisor, accumulate=accumulate
+        straight,
+        slot,
+        layout.table,
+        chunk_numel=layout.chunk_numel,
+        divisor=divisor,
+        accumulate=accumulate,
     )
 
 
@@ -71,7 +85,9 @@ def test_packing_cuts_and_unpacking_puts_together(case: Cut, divisor: float, apa
     packed(layout, grads, slot, divisor=divisor, accumulate=False)
     chunks = list(slot.view(layout.world_size, -1).unbind())
     for rank, chunk in enumerate(chunks):
-        for view, grad, piece in zip(layout.local_views(chunk, rank), grads, layout.pieces, strict=True):
+        for view, grad, piece in zip(
+            layout.local_views(chunk, rank), grads, layout.pieces, strict=True
+        ):
             assert torch.equal(view, piece.of(grad, rank) / divisor)
             padding = chunk[piece.shard_offset + view.numel() : piece.shard_offset + piece.span]
             assert not padding.any()
@@ -132,7 +148,9 @@ def test_every_shard_is_aligned_in_every_world_size(world_size: int) -> None:
         )
         for dtype in dtypes:
             base = torch.empty(world_size * layout.chunk_numel, dtype=dtype, device="meta")
-            offsets = [view.storage_offset() for view in layout.local_views(base[: layout.chunk_numel], 0)]
+            offsets = [
+                view.storage_offset() for view in layout.local_views(base[: layout.chunk_numel], 0)
+            ]
             offsets += [rank * layout.chunk_numel for rank in range(world_size)]
             offsets += [piece.unsharded_offset for piece in layout.pieces]
             assert all(offset * dtype.itemsize % ALIGNMENT_NBYTES == 0 for offset in offsets)

@@ -1,4 +1,6 @@
-"""Parameters that tensor parallelism has made DTensors of: bits, placements and state as under FSDP2."""
+"""Parameters that tensor parallelism has made DTensors of: bits, placements and state as under
+FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
     ],
     ids=["default", "uneven", "bf16", "kept", "sync_last", "clipped"],
 )
-def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(four_ranks: Ranks, options: dict[str, Any]) -> None:
+def test_two_by_two_ranks_train_bit_for_bit_like_fsdp2(
+    four_ranks: Ranks, options: dict[str, Any]
+) -> None:
     four_ranks.run(same_bits_as_fsdp2, train, (2, 2), **options)
 
 
@@ -69,7 +73,8 @@ def close_to_fsdp2(shape: tuple[int, ...]) -> None:
         assert_close(train(SHARDGRAD, shape, hidden=12), train(FSDP2, shape, hidden=12))
 
 
-# -- faces and state ----------------------------------------------------------------------------------------
+# -- faces and state
+# ----------------------------------------------------------------------------------------
 
 
 def along_columns(param: nn.Parameter) -> Shard:
@@ -79,7 +84,9 @@ def along_columns(param: nn.Parameter) -> Shard:
 def left_free(param: nn.Parameter) -> Shard:
     """The dim that tensor parallelism has not cut."""
     return Shard(
-        1 if isinstance(param, DTensor) and param.placements == (Shard(0),) and param.ndim == 2 else 0
+        1
+        if isinstance(param, DTensor) and param.placements == (Shard(0),) and param.ndim == 2
+        else 0
     )
 
 
@@ -93,10 +100,19 @@ def describe(engine: Engine, shape: tuple[int, ...], **options: Any) -> dict[str
     for name, param in model.state_dict().items():
         assert isinstance(param, DTensor)
         kind = (param.placements, param.device_mesh.mesh_dim_names, param.shape, param.stride())
-        faces[name] = (*kind, param.device_mesh.mesh.tolist(), param.to_local(), param.full_tensor())
+        faces[name] = (
+            *kind,
+            param.device_mesh.mesh.tolist(),
+            param.to_local(),
+            param.full_tensor(),
+        )
     for name, param in model.named_parameters():
         assert param.grad is not None
-        faces[f"{name}.grad"] = (param.grad.placements, param.grad.to_local(), param.grad.full_tensor())
+        faces[f"{name}.grad"] = (
+            param.grad.placements,
+            param.grad.to_local(),
+            param.grad.full_tensor(),
+        )
         moment = optim.state[param]["exp_avg"]
         faces[f"{name}.exp_avg"] = (moment.placements, moment.full_tensor())
     return faces
@@ -107,7 +123,11 @@ def faces_agree(shape: tuple[int, ...], **options: Any) -> None:
     assert ours.keys() == theirs.keys()
     for name, right in theirs.items():
         for ours_is, theirs_is in zip(ours[name], right, strict=True):
-            same = torch.equal(ours_is, theirs_is) if isinstance(theirs_is, Tensor) else ours_is == theirs_is
+            same = (
+                torch.equal(ours_is, theirs_is)
+                if isinstance(theirs_is, Tensor)
+                else ours_is == theirs_is
+            )
             assert same, f"{name}: {ours_is} is not {theirs_is}"
 
 
@@ -160,14 +180,17 @@ def state_travels(saver: Engine, loader: Engine) -> None:
     assert torch.equal(first(x), second(x))
 
 
-@pytest.mark.parametrize(("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"])
+@pytest.mark.parametrize(
+    ("saver", "loader"), [(FSDP2, SHARDGRAD), (SHARDGRAD, FSDP2)], ids=["to_us", "back"]
+)
 def test_state_of_either_engine_loads_into_the_other(
     four_ranks: Ranks, saver: Engine, loader: Engine
 ) -> None:
     four_ranks.run(state_travels, saver, loader)
 
 
-# -- our own optimizers and clipping ------------------------------------------------------------------------
+# -- our own optimizers and clipping
+# ------------------------------------------------------------------------
 
 
 def train_flat(make: Any, clip: Callable[..., Tensor], norm_type: float) -> Tensors:
@@ -221,7 +244,8 @@ def test_an_infinity_on_one_rank_makes_all_skip(four_ranks: Ranks) -> None:
     four_ranks.run(scaler_skips_everywhere)
 
 
-# -- dp_mesh_dims -------------------------------------------------------------------------------------------
+# -- dp_mesh_dims
+# -------------------------------------------------------------------------------------------
 
 
 class Pair(nn.Module):
@@ -265,7 +289,9 @@ def train_on_full_mesh(engine: Engine, shape: tuple[int, ...], dims: dict[str, A
     found: Tensors = {}
     for step in range(2):
         generator = torch.Generator().manual_seed(step)
-        whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+        whole = torch.randn(8, WIDTH, generator=generator, dtype=torch.float64).to(
+            torch.get_default_dtype()
+        )
         x = distribute_tensor(whole, mesh, [Shard(0)] * (len(names) - 1) + [Replicate()])
         loss = model(x).square().mean()
         loss.backward()
@@ -307,7 +333,8 @@ def test_parameters_on_a_full_mesh_train_like_under_fsdp2(
     four_ranks.run(full_mesh_agrees, shape, dims)
 
 
-# -- refusals -----------------------------------------------------------------------------------------------
+# -- refusals
+# -----------------------------------------------------------------------------------------------
 
 
 def refuse() -> None:
@@ -337,7 +364,9 @@ def refuse_full_mesh() -> None:
         shardgrad.DataParallelMeshDims()
     with pytest.raises(errors.PlacementError, match="all parameters must be DTensors"):
         shardgrad.fully_shard(Pair(), mesh=mesh, dp_mesh_dims=dims)
-    with pytest.raises(errors.PlacementError, match=r"Expected Replicate\(\) on data-parallel axis 'b'"):
+    with pytest.raises(
+        errors.PlacementError, match=r"Expected Replicate\(\) on data-parallel axis 'b'"
+    ):
         shardgrad.fully_shard(on_full_mesh(mesh, ()), mesh=mesh, dp_mesh_dims=dims)
     unknown = fsdp.DataParallelMeshDims(shard="c")
     with pytest.raises(errors.MeshError, match="'c' not found in mesh"):

@@ -1,4 +1,6 @@
-"""A transformer and its states under tensor parallelism and sharding: as the plain one, or as FSDP2's."""
+"""A transformer and its states under tensor parallelism and sharding: as the plain one, or as
+FSDP2's.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         cut = (each(x).unflatten(-1, (-1, WIDTH // HEADS)) for each in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(*(each.transpose(1, 2) for each in cut), is_causal=True)
+        mixed = F.scaled_dot_product_attention(
+            *(each.transpose(1, 2) for each in cut), is_causal=True
+        )
         return self.o(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -94,7 +98,9 @@ class Layer(nn.Module):
         return x + self.feed_forward(self.between(x))
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self._layer, x, use_reentrant=False) if self.recomputed else self._layer(x)
+        return (
+            checkpoint(self._layer, x, use_reentrant=False) if self.recomputed else self._layer(x)
+        )
 
 
 class Transformer(nn.Module):
@@ -130,7 +136,9 @@ def parallelize(model: Transformer, tp: DeviceMesh) -> Transformer:
             "feed_forward.up": ColwiseParallel(),
             "feed_forward.down": RowwiseParallel(output_layouts=Shard(1)),
         }
-        parallelize_module(layer, tp, plan | {f"attention.{name}": ColwiseParallel() for name in "qkv"})
+        parallelize_module(
+            layer, tp, plan | {f"attention.{name}": ColwiseParallel() for name in "qkv"}
+        )
     outer = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
         "norm": SequenceParallel(),
@@ -168,18 +176,24 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 def part_of(mesh: DeviceMesh) -> tuple[int, int]:
     """Returns this rank's number among the data-parallel ones, and how many there are."""
     outer = mesh["replicate"] if "replicate" in mesh.mesh_dim_names else None
-    part = mesh["dp"].get_local_rank() + (outer.get_local_rank() * mesh["dp"].size() if outer else 0)
+    part = mesh["dp"].get_local_rank() + (
+        outer.get_local_rank() * mesh["dp"].size() if outer else 0
+    )
     return part, mesh["dp"].size() * (outer.size() if outer else 1)
 
 
-def take_steps(model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, steps: range) -> None:
+def take_steps(
+    model: nn.Module, optim: torch.optim.Optimizer, mesh: DeviceMesh, steps: range
+) -> None:
     for step in steps:
         optim.zero_grad()
         loss_of(model, tokens(step, *part_of(mesh))).backward()
         optim.step()
 
 
-def trained(engine: Engine, mesh: DeviceMesh, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+def trained(
+    engine: Engine, mesh: DeviceMesh, seed: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = build(engine, mesh, seed)
     optim = adamw(model)
     take_steps(model, optim, mesh, range(2))
@@ -194,11 +208,14 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tenso
     for name, param in model.named_parameters():
         found[name] = param.detach().full_tensor().clone()
         for key, value in {} if optim is None else sorted(optim.state[param].items()):
-            found[f"{name}.{key}"] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+            found[f"{name}.{key}"] = (
+                value.full_tensor() if isinstance(value, DTensor) else value
+            ).clone()
     return found
 
 
-# -- training -----------------------------------------------------------------------------------------------
+# -- training
+# -----------------------------------------------------------------------------------------------
 
 
 def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool) -> None:
@@ -225,7 +242,9 @@ def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool)
             for optim in optims:
                 optim.step()
                 optim.zero_grad()
-        assert_close(whole(model), {name: p.detach() for name, p in plain.named_parameters()}, tolerance=1e-8)
+        assert_close(
+            whole(model), {name: p.detach() for name, p in plain.named_parameters()}, tolerance=1e-8
+        )
 
 
 @pytest.mark.parametrize("recomputed", [False, True], ids=["kept", "recomputed"])
@@ -293,7 +312,9 @@ def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(four_ranks: Ran
 
 
 def train_scaled(engine: Engine) -> Tensors:
-    """The second step overflows in one rank's part of one parameter: all skip it, and the scale backs off."""
+    """The second step overflows in one rank's part of one parameter: all skip it, and the scale
+    backs off.
+    """
     mesh = mesh_of(2, 2)
     model = build(engine, mesh)
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -310,7 +331,9 @@ def train_scaled(engine: Engine) -> Tensors:
         found |= {f"step {step} {name}": value for name, value in engine.snapshot(model).items()}
         found[f"scale {step}"] = torch.tensor(scaler.get_scale())
     for name, _ in model.named_parameters():
-        assert torch.equal(found[f"step 1 {name}"], found[f"step 0 {name}"]), f"{name} was not skipped"
+        assert torch.equal(found[f"step 1 {name}"], found[f"step 0 {name}"]), (
+            f"{name} was not skipped"
+        )
     assert [found[f"scale {step}"].item() for step in range(3)] == [2.0**11, 2.0**10, 2.0**11]
     return {name: value.nan_to_num() for name, value in found.items()}
 
@@ -319,10 +342,13 @@ def test_a_loss_scaler_skips_on_both_axes_as_under_fsdp2(four_ranks: Ranks) -> N
     four_ranks.run(same_bits_as_fsdp2, train_scaled)
 
 
-# -- states -------------------------------------------------------------------------------------------------
+# -- states
+# -------------------------------------------------------------------------------------------------
 
 
-def checkpoint_round_trip(shape: tuple[int, ...], folder: str, saver: Engine, loader: Engine) -> None:
+def checkpoint_round_trip(
+    shape: tuple[int, ...], folder: str, saver: Engine, loader: Engine
+) -> None:
     """A checkpoint of model and optimizer is loaded, and both train on to the same bits."""
     mesh = mesh_of(*shape)
     model, optim = trained(saver, mesh)
@@ -332,7 +358,9 @@ def checkpoint_round_trip(shape: tuple[int, ...], folder: str, saver: Engine, lo
     model_state, optim_state = get_state_dict(other, other_optim)
     state = {"model": model_state, "optim": optim_state}
     dcp.load(state, checkpoint_id=folder)
-    set_state_dict(other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    set_state_dict(
+        other, other_optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
     assert_same_bits(whole(other, other_optim), whole(model, optim))
     for each, its in ((model, optim), (other, other_optim)):
         take_steps(each, its, mesh, range(2, 3))
@@ -358,7 +386,9 @@ def sharded_too() -> Transformer:
     return build(SHARDGRAD, mesh_of(2, 2), seed=2)
 
 
-def changes_its_axes(source: Callable[[], nn.Module], target: Callable[[], nn.Module], folder: str) -> None:
+def changes_its_axes(
+    source: Callable[[], nn.Module], target: Callable[[], nn.Module], folder: str
+) -> None:
     model, other = source(), target()
     dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
     state = {"model": get_model_state_dict(other)}
@@ -368,16 +398,22 @@ def changes_its_axes(source: Callable[[], nn.Module], target: Callable[[], nn.Mo
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [(sharded_too, tensor_parallel_alone), (tensor_parallel_alone, sharded_too)]
+    ("source", "target"),
+    [(sharded_too, tensor_parallel_alone), (tensor_parallel_alone, sharded_too)],
 )
 def test_a_checkpoint_with_sharding_loads_without_it_and_back(
-    four_ranks: Ranks, tmp_path: Path, source: Callable[[], nn.Module], target: Callable[[], nn.Module]
+    four_ranks: Ranks,
+    tmp_path: Path,
+    source: Callable[[], nn.Module],
+    target: Callable[[], nn.Module],
 ) -> None:
     four_ranks.run(changes_its_axes, source, target, str(tmp_path))
 
 
 def full_state_is_broadcast() -> None:
-    """What rank 0 holds whole, as a checkpoint of a plain run is, goes to all ranks of both axes."""
+    """What rank 0 holds whole, as a checkpoint of a plain run is, goes to all ranks of both
+    axes.
+    """
     mesh = mesh_of(2, 2)
     model, optim = trained(SHARDGRAD, mesh)
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -1,4 +1,6 @@
-"""Parameters that travel by themselves: the numbers of FSDP2, and the same messages on every rank."""
+"""Parameters that travel by themselves: the numbers of FSDP2, and the same messages on every
+rank.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def train_stack(
         for step in range(steps):
             for micro in range(micro_batches):
                 engine.sync(model, sync_each or micro == micro_batches - 1)
-                x = engine.inputs(step * micro_batches + micro, SIZES[0], dtype=torch.get_default_dtype())
+                x = engine.inputs(
+                    step * micro_batches + micro, SIZES[0], dtype=torch.get_default_dtype()
+                )
                 loss = model(x).square().mean() / micro_batches
                 loss.backward()
             found[f"loss of step {step}"] = engine.mean(loss)
@@ -78,7 +82,8 @@ def train_stack(
     return found
 
 
-# -- numbers ------------------------------------------------------------------------------------------------
+# -- numbers
+# ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,7 +170,8 @@ def test_gradients_that_share_memory_are_only_read(two_ranks: Ranks) -> None:
     two_ranks.run(same_bits_as_fsdp2, gradients_that_share_memory)
 
 
-# -- messages -----------------------------------------------------------------------------------------------
+# -- messages
+# -----------------------------------------------------------------------------------------------
 
 
 def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> list[tuple[str, int]]:
@@ -184,7 +190,9 @@ def messages_of_a_step(change: Callable[[nn.Module], None] | None = None) -> lis
 WEIGHT = SIZES[0] * SIZES[1]
 
 
-def test_every_direct_parameter_has_a_message_of_its_own_behind_the_packed_one(two_ranks: Ranks) -> None:
+def test_every_direct_parameter_has_a_message_of_its_own_behind_the_packed_one(
+    two_ranks: Ranks,
+) -> None:
     first, second = two_ranks.run(messages_of_a_step)
     assert first == second
     sizes = [numel for _, numel in first]
@@ -197,7 +205,9 @@ def gather_by_itself(model: nn.Module) -> None:
         def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
             return torch.empty(*size, dtype=dtype, device=device)
 
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> None:
+        def __call__(
+            self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool
+        ) -> None:
             dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
 
     for layer in (model[0], model[2]):
@@ -218,7 +228,11 @@ def whole_bytes_after_a_dropped_gather() -> tuple[int, int]:
         (group,) = model[0]._unit.groups
 
         def whole() -> int:
-            return sum(storage.nbytes() for what, storage in group.memory() if what == "unsharded parameters")
+            return sum(
+                storage.nbytes()
+                for what, storage in group.memory()
+                if what == "unsharded parameters"
+            )
 
         handle = model[0].unshard(async_op=True)
         on_the_way = whole()

@@ -1,4 +1,6 @@
-"""`zero_stage`: the same numbers in every stage, and the traffic and the memory that the docs give."""
+"""`zero_stage`: the same numbers in every stage, and the traffic and the memory that the docs
+give.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def train_micro_batches(
     return found
 
 
-def equals_stage_3(stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]) -> None:
+def equals_stage_3(
+    stage: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
+) -> None:
     ours = train_micro_batches(
         SHARDGRAD,
         SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options),
@@ -78,7 +82,8 @@ def equals_stage_3(stage: int, micro_batches: int, sync_each: bool, options: dic
     assert_same_bits(ours, theirs)
 
 
-# -- traffic ------------------------------------------------------------------------------------------------
+# -- traffic
+# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -114,7 +119,9 @@ def step_once(model: Tower, optim: torch.optim.Optimizer, micro_batches: int, se
 
 
 def traffic_of(stage: int | str, **options: Any) -> tuple[dict[tuple[str, int], int], int, int]:
-    """Returns what one step of two micro-batches receives, and the bytes of one chunk of each kind."""
+    """Returns what one step of two micro-batches receives, and the bytes of one chunk of each
+    kind.
+    """
     model = SHARDGRAD.shard_tower(tower(), reshard_after_forward=None, zero_stage=stage, **options)
     model.set_reshard_after_forward(stage in (3, "hfsdp"))  # nothing is whole by chance
     optim = make_optimizer("sgd", model)
@@ -135,14 +142,18 @@ def traffic_is_as_documented(stage: int) -> None:
 
 
 def hybrid_traffic_is_as_documented() -> None:
-    """Four ranks, two by two: the outer axis carries a quarter of what the inner axis does, or less."""
+    """Four ranks, two by two: the outer axis carries a quarter of what the inner axis does, or
+    less.
+    """
     mesh = hsdp_mesh(2, 2)
     received, shards, gradients = traffic_of("hfsdp", mesh=mesh)
-    # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two reductions.
+    # Outer: a chunk a step, and one a reduction. Inner: two chunks in each of four gathers, two
+    # reductions.
     assert received == {("gather", 2): (1 + 4 * 2) * shards, ("reduce", 2): (2 + 2 * 2) * gradients}
 
 
-# -- memory -------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------
 
 
 def whole_nbytes(model: nn.Module) -> int:
@@ -152,7 +163,9 @@ def whole_nbytes(model: nn.Module) -> int:
 
 
 def memory_between_micro_batches(stage: int) -> tuple[int, int]:
-    """Returns the bytes of whole parameters and of whole gradients after a backward that is not the last."""
+    """Returns the bytes of whole parameters and of whole gradients after a backward that is not the
+    last.
+    """
     model = SHARDGRAD.shard_tower(tower(), zero_stage=stage)
     model.set_is_last_backward(False)
     token_loss(model, SHARDGRAD.tokens(0)).backward()
@@ -176,7 +189,8 @@ def memory_is_as_documented(stage: int) -> None:
     assert (gradients >= whole) if stage == 1 else (gradients == 0)
 
 
-# -- both axes ----------------------------------------------------------------------------------------------
+# -- both axes
+# ----------------------------------------------------------------------------------------------
 
 
 def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, Any]) -> None:
@@ -211,7 +225,9 @@ def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, An
 def a_written_shard_is_gathered_anew(stage: int | str) -> None:
     options = {"mesh": hsdp_mesh(2, dist.get_world_size() // 2)} if stage == "hfsdp" else {}
     model = SHARDGRAD.shard_tower(tower(), zero_stage=stage, **options)
-    model.set_reshard_after_forward(True)  # the root shows its shards, to be written, after a forward too
+    model.set_reshard_after_forward(
+        True
+    )  # the root shows its shards, to be written, after a forward too
     batch = SHARDGRAD.tokens(0)
     with torch.no_grad():
         before = token_loss(model, batch)
@@ -238,7 +254,8 @@ def reshard_gives_the_memory_back() -> None:
     assert whole_nbytes(model) == 0
 
 
-# -- tests --------------------------------------------------------------------------------------------------
+# -- tests
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`python -m tests.silent`: runs all programs under all engines, keeps records, and writes the page."""
+"""`python -m tests.silent`: runs all programs under all engines, keeps records, and writes the
+page.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,21 @@ from tests.support.processes import CONTEXT
 
 @click.command()
 @click.option("--page", "only_page", is_flag=True, help="Run nothing, write the page.")
-@click.option("--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="Default: all.")
 @click.option(
-    "--at-once", type=click.IntRange(min=1), default=3, show_default=True, help="Programs at a time."
+    "--engine", "engines", type=click.Choice(list(ENGINES)), multiple=True, help="Default: all."
+)
+@click.option(
+    "--at-once",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Programs at a time.",
 )
 def main(only_page: bool, engines: tuple[str, ...], at_once: int) -> None:
     """Run the programs of tests/silent/cases with every engine on two ranks.
 
-    DeepSpeed is one of the engines if it can be imported: pip install --no-build-isolation deepspeed.
+    DeepSpeed is one of the engines if it can be imported: pip install --no-build-isolation
+    deepspeed.
     """
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     CONTEXT.set_forkserver_preload(["tests.silent.preloaded"])
@@ -40,7 +49,11 @@ def measured(engine: str, at_once: int, started: dict[str, Any]) -> dict[str, An
     """Returns the record of an engine."""
     versions = _versions()
     is_installed = engine != "ZeRO-3" or versions["deepspeed"] != "not installed"
-    usual = {line for ending in run("control", engine) for line in ending.warned} if is_installed else set()
+    usual = (
+        {line for ending in run("control", engine) for line in ending.warned}
+        if is_installed
+        else set()
+    )
 
     def told(name: str) -> dict[str, Any]:
         found = judged(name, engine, usual) if is_installed else {"verdict": "not installed"}

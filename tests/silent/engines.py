@@ -1,7 +1,8 @@
 """What the programs in `cases/` are written against: one interface, and an engine behind it.
 
-A program is written as its author would have written it for any of these engines. What differs between them
-is here: how a model is wrapped, when gradients are averaged, how parameters are read as a whole.
+A program is written as its author would have written it for any of these engines. What differs
+between them is here: how a model is wrapped, when gradients are averaged, how parameters are read
+as a whole.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ class NotOffered(Exception):
 
 
 def batch(rank: int, step: int, rows: int = 4, columns: int = 8) -> torch.Tensor:
-    """Returns what rank `rank` trains on in a step: normal numbers, other ones for each rank and step."""
+    """Returns what rank `rank` trains on in a step: normal numbers, other ones for each rank and
+    step.
+    """
     return torch.randn(rows, columns, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 class Engine:
-    """Plain torch: every rank has rank 0's model, and gradients are averaged by hand. It is the oracle.
+    """Plain torch: every rank has rank 0's model, and gradients are averaged by hand. It is the
+    oracle.
 
     Args:
         folder: empty, and the same for all ranks.
@@ -54,7 +58,8 @@ class Engine:
 
         Args:
             model: the same on every rank, unless that is what a program is about.
-            units: what an engine that shards gathers at once; without it, every child, and the root.
+            units: what an engine that shards gathers at once; without it, every child, and the
+                root.
             keep: whether parameters stay whole between forward and backward.
             mesh: replicas and ranks that share one (HSDP).
         """
@@ -68,7 +73,11 @@ class Engine:
 
     def optimizer(self, model: nn.Module, kind: Any = torch.optim.SGD, **options: Any) -> Any:
         """Returns an optimizer of a class, over all parameters; or one that exists, made to fit."""
-        return kind if isinstance(kind, Optimizer) else kind(model.parameters(), **{"lr": 0.1, **options})
+        return (
+            kind
+            if isinstance(kind, Optimizer)
+            else kind(model.parameters(), **{"lr": 0.1, **options})
+        )
 
     def backward(self, loss: torch.Tensor | None, model: nn.Module, **options: Any) -> None:
         """Runs a backward, after which gradients are averages; without a loss, takes part in it."""
@@ -98,7 +107,9 @@ class Engine:
             has = torch.tensor(float(param.grad is not None))
             dist.all_reduce(has)
             if has:
-                total = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+                total = (
+                    torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
+                )
                 dist.all_reduce(total)
                 param.grad = total.div_(dist.get_world_size())
                 for hook in self._hooks:
@@ -177,7 +188,9 @@ class FSDP2(_Wrapper):
     name = "FSDP2"
     module = "torch.distributed.fsdp"
 
-    def wrap(self, model: nn.Module, *, units: Any = None, keep: bool = False, mesh: Any = None) -> nn.Module:
+    def wrap(
+        self, model: nn.Module, *, units: Any = None, keep: bool = False, mesh: Any = None
+    ) -> nn.Module:
         fully_shard = sys.modules[self.module].fully_shard
         options = {} if mesh is None else {"mesh": _mesh(mesh)}
         for unit in _units(model, units):

@@ -1,4 +1,6 @@
-"""Runs a program under an engine on two ranks, and judges how it ended by how it ends with plain torch."""
+"""Runs a program under an engine on two ranks, and judges how it ended by how it ends with plain
+torch.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ LIMIT_S = 13.0  # without a word; the longest program takes two seconds
 GRACE_S = 1.0  # for another rank's message, once one has ended badly
 SOON_S = 1.5  # a warning after it comes from a program that waits, mostly,
 PATIENCE_S = 4.0  # and has this long to go on
-# Numbers are of order one, in float32, and go through some hundred operations: rounding stays below 1e-5.
-# What these programs get wrong, they get wrong in the second or third digit.
+# Numbers are of order one, in float32, and go through some hundred operations: rounding stays below
+# 1e-5. What these programs get wrong, they get wrong in the second or third digit.
 TOLERANCE = 2e-5
 _BACKENDS = ("gloo", "Connection closed by peer", "Connection reset by peer")
 _CASES = Path(__file__).parent / "cases"
@@ -66,16 +68,22 @@ def names() -> list[str]:
 def judged(program: str, engine: str, usual: set[str]) -> dict[str, Any]:
     """Runs a program and returns `verdict`; runs it again, with more time, if it seems to hang."""
     found = verdict(run(program, engine), usual)
-    return verdict(run(program, engine, 2 * LIMIT_S), usual) if found["verdict"] == "hangs" else found
+    return (
+        verdict(run(program, engine, 2 * LIMIT_S), usual) if found["verdict"] == "hangs" else found
+    )
 
 
 def run(program: str, engine: str, limit_s: float = LIMIT_S) -> list[Ending]:
-    """Runs `cases/<program>.py` with plain torch and then under an engine, in a new process for each rank."""
+    """Runs `cases/<program>.py` with plain torch and then under an engine, in a new process for
+    each rank.
+    """
     with tempfile.TemporaryDirectory(prefix="silent-") as folder:
         processes, pipes = [], []
         for rank in range(RANKS):
             ours, theirs = CONTEXT.Pipe(duplex=False)
-            process = CONTEXT.Process(target=_rank, args=(program, engine, rank, folder, theirs), daemon=True)
+            process = CONTEXT.Process(
+                target=_rank, args=(program, engine, rank, folder, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             processes.append(process)
@@ -103,7 +111,9 @@ def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: floa
                 processes[rank].join(1)
                 status = processes[rank].exitcode or 0
                 ending.how = "died"
-                ending.error = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                ending.error = (
+                    signal.Signals(-status).name if status < 0 else f"exit status {status}"
+                )
                 told = None
             if isinstance(told, str):
                 ending.warned.append(told)
@@ -118,7 +128,8 @@ def _listen(pipes: Sequence[Connection], processes: Sequence[Any], limit_s: floa
     return endings
 
 
-# -- verdicts ------------------------------------------------------------------------------------------------
+# -- verdicts
+# ------------------------------------------------------------------------------------------------
 
 
 def verdict(endings: Sequence[Ending], usual: set[str]) -> dict[str, Any]:
@@ -129,7 +140,8 @@ def verdict(endings: Sequence[Ending], usual: set[str]) -> dict[str, Any]:
         usual: warnings that the engine gives to a program without a mistake.
 
     Returns:
-        `verdict`, and what there is of `error`, `message`, `off` (the largest difference) and `warned`.
+        `verdict`, and what there is of `error`, `message`, `off` (the largest difference) and
+        `warned`.
     """
     hows = {ending.how for ending in endings}
     warned = sorted({line for ending in endings for line in ending.warned} - usual)
@@ -163,7 +175,9 @@ def _is_of_backend(ending: Ending) -> bool:
 
 
 def _distance(values: Any, truth: Any) -> float:
-    """Returns the largest absolute difference; infinity where one side lacks something, or is not finite."""
+    """Returns the largest absolute difference; infinity where one side lacks something, or is not
+    finite.
+    """
     if isinstance(truth, dict) and isinstance(values, dict) and set(truth) == set(values):
         return max((_distance(values[key], truth[key]) for key in truth), default=0.0)
     if isinstance(truth, list) and isinstance(values, list) and len(truth) == len(values):
@@ -174,7 +188,8 @@ def _distance(values: Any, truth: Any) -> float:
     return off if math.isfinite(off) else (0.0 if str(values) == str(truth) else math.inf)
 
 
-# -- in a rank -----------------------------------------------------------------------------------------------
+# -- in a rank
+# -----------------------------------------------------------------------------------------------
 
 
 def _rank(program: str, engine: str, rank: int, folder: str, pipe: Connection) -> None:

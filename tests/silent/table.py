@@ -139,7 +139,9 @@ def case(name: str) -> Case:
     title, _, rest = doc.partition("\n\n")
     reports = tuple(re.findall(r"^Report: (\S+)$", rest, flags=re.MULTILINE))
     right = re.search(r"^Right: (.*)", rest, flags=re.MULTILINE | re.DOTALL)
-    return Case(source, " ".join(title.split()), reports, " ".join(right[1].split()) if right else "")
+    return Case(
+        source, " ".join(title.split()), reports, " ".join(right[1].split()) if right else ""
+    )
 
 
 def newest_records() -> dict[str, dict[str, Any]]:

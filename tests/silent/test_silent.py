@@ -1,4 +1,6 @@
-"""Programs that were silently wrong, hung or corrupted with some engine: with this one, right or named."""
+"""Programs that were silently wrong, hung or corrupted with some engine: with this one, right or
+named.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,8 @@ def test_a_program_without_a_mistake_is_right_and_not_warned(verdicts: Any) -> N
     assert (found["verdict"], found.get("warned")) == ("right", None)
 
 
-# -- programs, record and page -------------------------------------------------------------------------------
+# -- programs, record and page
+# -------------------------------------------------------------------------------
 
 
 def test_there_are_forty_programs_of_at_most_forty_lines_with_a_report_each() -> None:
@@ -70,7 +73,8 @@ def test_the_record_says_that_nothing_here_is_wrong_or_hangs_without_a_word() ->
         assert records["torch"]["summary"][name]["verdict"] == "right", name
 
 
-# -- how verdicts are made -----------------------------------------------------------------------------------
+# -- how verdicts are made
+# -----------------------------------------------------------------------------------
 
 
 def ended(how: str = "returned", **fields: Any) -> Ending:
@@ -90,8 +94,14 @@ def ended(how: str = "returned", **fields: Any) -> Ending:
         ([ended(), ended("late")], "hangs"),
         ([ended("late", warned=["rank 1 is late"]), ended("late")], "hangs, warned"),
         ([ended("late"), ended("raised", error="DesyncError", message="elsewhere")], "refused"),
-        ([ended("raised", error="RuntimeError", message="gloo: Read error"), ended("late")], "backend error"),
-        ([ended("raised", message="gloo: Read error"), ended("raised", message="a cause")], "refused"),
+        (
+            [ended("raised", error="RuntimeError", message="gloo: Read error"), ended("late")],
+            "backend error",
+        ),
+        (
+            [ended("raised", message="gloo: Read error"), ended("raised", message="a cause")],
+            "refused",
+        ),
         ([ended("died", error="SIGSEGV"), ended("late")], "crashes"),
         ([ended("not offered"), ended("not offered")], "not offered"),
         ([ended(), ended(truth={"w": [1.0, 2.1]})], "no oracle"),

@@ -42,7 +42,9 @@ def test_a_hook_registered_on_a_side_stream_runs_where_the_node_was_born() -> No
 
 
 def test_a_gradient_read_on_the_wrong_stream_is_a_hazard() -> None:
-    """A reduction that waits for the default stream, while the gradient comes on the side stream."""
+    """A reduction that waits for the default stream, while the gradient comes on the side
+    stream.
+    """
     for waits_for_side in (True, False):
         weight, side, reducer = _leaf(), torch.Stream("sim"), torch.Stream("sim")
         side.wait_stream(_current())
@@ -107,7 +109,9 @@ def test_a_backward_without_python_is_named_by_its_node() -> None:
 def test_training_ops_work_and_agree_with_the_cpu() -> None:
     def train(device: str) -> list[float]:
         torch.manual_seed(0)
-        model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).to(device)
+        model = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True).to(
+            device
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         batch = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1)).to(device)
         losses = []
@@ -122,7 +126,8 @@ def test_training_ops_work_and_agree_with_the_cpu() -> None:
 
     with checked():
         ours = train("sim")
-    # Attention is fused on the CPU and not here, so sums differ in their last bits: some hundred of 6e-8.
+    # Attention is fused on the CPU and not here, so sums differ in their last bits: some hundred of
+    # 6e-8.
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(train("cpu")), rtol=1e-5, atol=0)
 
 

@@ -1,4 +1,6 @@
-"""A capture refuses what CUDA refuses; a replay repeats it on the same addresses, without Python."""
+"""A capture refuses what CUDA refuses; a replay repeats it on the same addresses, without
+Python.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +93,12 @@ def test_replays_equal_eager_steps_bit_for_bit() -> None:
 
 
 def test_a_python_number_takes_the_dtype_of_what_it_meets_in_a_replay_too() -> None:
-    x, y, side, graph = torch.tensor(3.0, device="sim"), torch.zeros((), device="sim"), _side(), Graph()
+    x, y, side, graph = (
+        torch.tensor(3.0, device="sim"),
+        torch.zeros((), device="sim"),
+        _side(),
+        Graph(),
+    )
     right = 0.1 / (torch.tensor(3.0) + 1e-6)  # in float32 throughout; in float64 another bit
     with graph.capture(side):
         y.copy_(0.1 / (x + 1e-6))
@@ -241,7 +248,8 @@ def test_a_graph_holds_collectives_that_meet_again_at_every_replay() -> None:
     assert results == [[0.0, 6.0, 30.0]] * 2
 
 
-# -- what is refused ----------------------------------------------------------------------------------------
+# -- what is refused
+# ----------------------------------------------------------------------------------------
 
 
 def _synchronizes_a_stream(x: torch.Tensor, side: torch.Stream) -> None:
@@ -294,7 +302,9 @@ def _copies_from_the_host(x: torch.Tensor, side: torch.Stream) -> None:
         _copies_from_the_host,
     ],
 )
-def test_the_host_cannot_wait_inside_a_capture(body: Callable[[torch.Tensor, torch.Stream], None]) -> None:
+def test_the_host_cannot_wait_inside_a_capture(
+    body: Callable[[torch.Tensor, torch.Stream], None],
+) -> None:
     x, side = torch.zeros(8, device="sim"), _side()
     with pytest.raises(errors.HostSyncInCaptureError, match="sim:0"), Graph().capture(side):
         body(x, side)
@@ -327,7 +337,9 @@ def test_a_stream_that_is_not_joined_is_named_at_the_end() -> None:
             with other:
                 x.add_(1)
 
-    with pytest.raises(errors.UnjoinedStreamError, match=f"work on stream {other.stream_id} was not joined"):
+    with pytest.raises(
+        errors.UnjoinedStreamError, match=f"work on stream {other.stream_id} was not joined"
+    ):
         forks()
     assert x[0].item() == 0.0
 
@@ -350,7 +362,9 @@ _X = torch.zeros(0)
 
 
 @pytest.mark.parametrize("body", [_allocates, _launches])
-def test_a_stream_that_has_not_joined_may_neither_allocate_nor_launch(body: Callable[[], None]) -> None:
+def test_a_stream_that_has_not_joined_may_neither_allocate_nor_launch(
+    body: Callable[[], None],
+) -> None:
     global _X
     _X = torch.zeros(8, device="sim")
     main, other = _side(), _side()

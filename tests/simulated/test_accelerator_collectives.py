@@ -60,7 +60,9 @@ def _every_collective() -> None:
     assert torch.equal(taken.cpu(), torch.cat([t.chunk(size)[rank] for t in everyone]))
 
     rows = torch.empty(2 * size if rank == 0 else 0, device="sim")
-    dist.all_to_all_single(rows, _mine(2), [2] * size if rank == 0 else [0] * size, [2] + [0] * (size - 1))
+    dist.all_to_all_single(
+        rows, _mine(2), [2] * size if rank == 0 else [0] * size, [2] + [0] * (size - 1)
+    )
     assert rank or torch.equal(rows.cpu(), torch.cat(_all(2)))
 
     pieces = [torch.empty(4, device="sim") for _ in range(size)]
@@ -117,7 +119,11 @@ def _output_on_another_stream(waits: bool) -> None:
 
 def _peers_read_my_chunk(waits: bool) -> None:
     """Rank 1 writes the chunk that only rank 0 reads; its own chunk is ordered."""
-    send, part, side = torch.zeros(8, device="sim"), torch.empty(4, device="sim"), torch.Stream("sim")
+    send, part, side = (
+        torch.zeros(8, device="sim"),
+        torch.empty(4, device="sim"),
+        torch.Stream("sim"),
+    )
     side.wait_stream(torch.accelerator.current_stream())
     if dist.get_rank() == 1:
         with side:
@@ -165,7 +171,9 @@ def test_a_peers_access_is_told_with_its_stream_and_both_places() -> None:
     assert hazard.later.op == "simulated::reduce_scatter"
     assert "of sim:0 (communication of group 0" in hazard.later.stream
     assert "of sim:1" in hazard.earlier.stream
-    assert all(use.place.endswith(":_peers_read_my_chunk") for use in (hazard.earlier, hazard.later))
+    assert all(
+        use.place.endswith(":_peers_read_my_chunk") for use in (hazard.earlier, hazard.later)
+    )
 
 
 def _sub_groups() -> tuple[float, float, list[float]]:
@@ -207,7 +215,9 @@ def _one_raises() -> None:
 
 def test_a_rank_that_raises_ends_the_others_with_its_reason() -> None:
     clock = FairClock()
-    with pytest.raises(RankError, match="given up: rank 1 raised ValueError: no batch left") as caught:
+    with pytest.raises(
+        RankError, match="given up: rank 1 raised ValueError: no batch left"
+    ) as caught:
         VirtualRanks(2).run(_one_raises)
     assert isinstance(caught.value.__cause__, ValueError)
     assert clock.elapsed_s() < 5
@@ -233,7 +243,9 @@ def _different() -> None:
 
 
 def test_ranks_in_different_collectives_are_told_so() -> None:
-    with pytest.raises(RankError, match=r"rank 0 of the group is in all_reduce \(sum\), rank 1 in broadcast"):
+    with pytest.raises(
+        RankError, match=r"rank 0 of the group is in all_reduce \(sum\), rank 1 in broadcast"
+    ):
         VirtualRanks(2).run(_different)
 
 

@@ -1,4 +1,6 @@
-"""Every hazard is caught once and named exactly, and the same program with the missing wait is silent."""
+"""Every hazard is caught once and named exactly, and the same program with the missing wait is
+silent.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,14 @@ def _free_in_flight(*, waits: bool) -> None:
 @pytest.mark.parametrize(
     ("program", "kind", "earlier", "later", "begin", "end"),
     [
-        (_read_after_write, "read-after-write", "aten::fill_.Scalar", "aten::neg.out", NBYTES // 2, NBYTES),
+        (
+            _read_after_write,
+            "read-after-write",
+            "aten::fill_.Scalar",
+            "aten::neg.out",
+            NBYTES // 2,
+            NBYTES,
+        ),
         (_write_after_read, "write-after-read", "aten::neg.out", "aten::fill_.Scalar", 0, 32),
         (_write_after_write, "write-after-write", "aten::fill_.Scalar", "aten::zero_", 0, NBYTES),
         (_free_in_flight, "free-while-in-flight", "aten::fill_.Scalar", "free", 0, NBYTES),

@@ -50,7 +50,9 @@ def test_an_op_on_two_devices_is_refused() -> None:
         model(torch.zeros(2, 4, device="sim:1"))
     with pytest.raises(RuntimeError, match="cpu"):
         torch.zeros(4, device="sim") + torch.zeros(4)
-    with pytest.raises(errors.MixedDevicesError, match="expected all tensors on sim:1, got one on sim:0"):
+    with pytest.raises(
+        errors.MixedDevicesError, match="expected all tensors on sim:1, got one on sim:0"
+    ):
         torch.ops.shardgrad.sum_chunks(
             [torch.ones(2, device="sim:1")], torch.ones(2, device="sim:0"), 1.0, False
         )
@@ -71,7 +73,9 @@ def _tensor_of_another_rank() -> None:
 
 
 def test_a_collective_on_another_ranks_device_is_refused() -> None:
-    with pytest.raises(RankError, match="expected tensors on sim:0, this rank's device, got one on sim:1"):
+    with pytest.raises(
+        RankError, match="expected tensors on sim:0, this rank's device, got one on sim:1"
+    ):
         VirtualRanks(2).run(_tensor_of_another_rank)
 
 

@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 from shardgrad.engine.buffers import Slot
 from tests.simulated.programs.explore import STEPS, Digest, digests_of, scenario_of
 from tests.simulated.programs.running import run
-from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, _some_plan, some_scenario
+from tests.simulated.programs.scenarios import (
+    Model,
+    Places,
+    Plan,
+    Scenario,
+    _some_plan,
+    some_scenario,
+)
 from tests.support import processes
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +46,8 @@ AT_LEAST_OF_RANKS = {2: 24, 4: 10}
 @st.composite
 def _some(draw: Any, ranks: int) -> Scenario:
     modelled = some_scenario(lambda options: draw(st.sampled_from(options)), ranks=ranks, steps=0)
-    # Hypothesis likes to change an example a little, and most of its steps would then be those of the one
-    # before. So the streams of all steps hang on all choices.
+    # Hypothesis likes to change an example a little, and most of its steps would then be those of
+    # the one before. So the streams of all steps hang on all choices.
     choice = random.Random(f"{modelled} {draw(st.integers(0, 2**32 - 1))}").choice
     plans = tuple(_some_plan(choice, modelled.model) for _ in range(STEPS[ranks]))
     return replace(modelled, plans=plans)
@@ -121,7 +128,14 @@ def test_what_goes_wrong_is_told_as_a_small_scenario_to_paste() -> None:
 
 
 def test_the_long_mode_leaves_a_record(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.simulated.programs.explore", "--smoke", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.simulated.programs.explore",
+        "--smoke",
+        "--out",
+        str(tmp_path),
+    ]
     done = processes.run(command, cwd=ROOT, timeout_s=100)
     assert done.returncode == 0, done.stderr
     (line,) = (tmp_path / "interleavings.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,7 +1,8 @@
-"""The mutation audit: the engine without one of its waits, or without the marks of one place, is caught.
+"""The mutation audit: the engine without one of its waits, or without the marks of one place, is
+caught.
 
-Edges are found by running the programs, so a new one is audited as soon as it is there. The table is printed;
-`python -m tests.simulated.programs.audit` prints it too.
+Edges are found by running the programs, so a new one is audited as soon as it is there. The table
+is printed; `python -m tests.simulated.programs.audit` prints it too.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ def test_every_edge_of_the_engine_is_needed_by_a_program() -> None:
 
 
 class _Fan(nn.Module):
-    """Units that read the batch, each in a stream that the caller chooses; the first is reduced last."""
+    """Units that read the batch, each in a stream that the caller chooses; the first is reduced
+    last.
+    """
 
     def __init__(self, units: int, *, follow_the_caller: bool = True) -> None:
         super().__init__()
@@ -119,7 +122,9 @@ def test_one_rank_writes_a_gradient_after_the_backward_before_wherever_that_ende
 ) -> None:
     with watched(removed), device.checked(raises=False) as hazards:
         VirtualRanks(1).run(_two_backwards_on_three_streams_each)
-    assert {hazard.kind for hazard in hazards} == (set() if removed is None else {"write-after-write"})
+    assert {hazard.kind for hazard in hazards} == (
+        set() if removed is None else {"write-after-write"}
+    )
 
 
 def _updates_that_no_side_stream_waits_for() -> None:
@@ -142,14 +147,17 @@ def test_one_rank_reads_a_parameter_after_the_outermost_forward_began_in_any_str
 ) -> None:
     with watched(removed), device.checked(raises=False) as hazards:
         VirtualRanks(1).run(_updates_that_no_side_stream_waits_for)
-    assert {hazard.kind for hazard in hazards} == (set() if removed is None else {"read-after-write"})
+    assert {hazard.kind for hazard in hazards} == (
+        set() if removed is None else {"read-after-write"}
+    )
 
 
 def test_the_marks_of_every_place_are_needed_by_a_program() -> None:
     _require_all_caught(_without_the_marks_of_each_place(_edges()))
 
 
-# -- the audit can fail -------------------------------------------------------------------------------------
+# -- the audit can fail
+# -------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,7 +1,8 @@
-"""The engine waits for no more than it must: what may overlap, as facts about the launches of one step.
+"""The engine waits for no more than it must: what may overlap, as facts about the launches of one
+step.
 
-Two launches may overlap if no stream and no wait orders them, however long each takes. The step is the third:
-in the first the host waits for the device, and that orders everything launched later.
+Two launches may overlap if no stream and no wait orders them, however long each takes. The step is
+the third: in the first the host waits for the device, and that orders everything launched later.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Step:
     """What rank 0 launched in one step of training a chain of units.
 
     Attributes:
-        gathers, computes: of each unit, in the order they ran: forward's from the first unit to the last,
-            then backward's from the last to the first. A computation is several launches.
+        gathers, computes: of each unit, in the order they ran: forward's from the first unit to the
+            last, then backward's from the last to the first. A computation is several launches.
         packs, reductions: of each unit, in the order of backward. A reduction is several launches.
         scatters, all_reduces: the collectives of reductions.
         updates: of the optimizer.
@@ -56,7 +57,9 @@ class Step:
             elif launch.op == "shardgrad::pack":
                 self.reductions.append([])
             elif (
-                launch in self.scatters or launch in self.all_reduces or launch.op == "shardgrad::sum_chunks"
+                launch in self.scatters
+                or launch in self.all_reduces
+                or launch.op == "shardgrad::sum_chunks"
             ):
                 self.reductions[-1].append(launch)
             elif launch.op in ("aten::addmm.out", "aten::mm.out"):
@@ -103,7 +106,8 @@ def _last_step(ranks: int, *, replicas: int = 1, raises: bool = True) -> Step:
     return Step(launches)
 
 
-# -- facts: each returns what speaks against it -------------------------------------------------------------
+# -- facts: each returns what speaks against it
+# -------------------------------------------------------------
 
 
 def _writers_that_wait_for_the_last_reduction(step: Step) -> list[str]:
@@ -127,7 +131,8 @@ def _computations_that_wait_for_the_last_reduction(step: Step) -> list[str]:
 
 def _gathers_that_do_not_overlap_what_computes(step: Step) -> list[str]:
     pairs = [(i, i + 1) for i in range(2 * UNITS - 1) if i != UNITS - 1]
-    # In forward even the gather after that; in backward a reduction lies between, on the group's own stream.
+    # In forward even the gather after that; in backward a reduction lies between, on the group's
+    # own stream.
     pairs += [(i, i + 2) for i in range(UNITS - 2)]
     return [
         f"gather {gathered} and {compute} of computation {computed} are ordered"
@@ -175,7 +180,9 @@ def test_the_all_gather_of_a_unit_overlaps_the_computation_of_the_unit_before() 
     assert not _gathers_that_do_not_overlap_what_computes(step)
 
 
-def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_unit_before() -> None:
+def test_a_reduce_scatter_does_not_wait_for_the_all_reduce_over_replicas_of_the_unit_before() -> (
+    None
+):
     step = _last_step(4, replicas=2)
     assert len(step.scatters) == len(step.all_reduces) == UNITS
     assert not _scatters_that_wait_for_the_last_all_reduce(step)
@@ -186,7 +193,8 @@ def test_the_optimizer_comes_after_every_reduction() -> None:
     assert not _updates_that_do_not_wait_for_a_reduction(_last_step(2))
 
 
-# -- the facts can be wrong ---------------------------------------------------------------------------------
+# -- the facts can be wrong
+# ---------------------------------------------------------------------------------
 
 
 def _waits_for_all_of(later: Any, earlier: Any, streams: Any) -> None:

@@ -21,7 +21,9 @@ from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_tim
 
 
 class SimulatedOrder:
-    """Asks the simulated device itself: whoever may read a token without a hazard comes after its writer."""
+    """Asks the simulated device itself: whoever may read a token without a hazard comes after its
+    writer.
+    """
 
     def start(self) -> None:
         self._tokens: list[torch.Tensor] = []
@@ -92,7 +94,9 @@ def test_the_engine_alone_has_nothing_to_report(world_size: int) -> None:
     for report in VirtualRanks(world_size).run(_without_streams_of_its_own):
         assert report.hazards == []
         assert report.operations > 50
-        assert ("the engine's reduce stream" in report.streams) == (world_size > 1)  # one rank sends nothing
+        assert ("the engine's reduce stream" in report.streams) == (
+            world_size > 1
+        )  # one rank sends nothing
         assert str(report).endswith("all of them ordered")
 
 
@@ -118,7 +122,11 @@ def test_a_hook_that_writes_a_gradient_on_another_stream_is_named_with_its_line(
     pack = [h for h in report.hazards if h.later.op == "shardgrad::pack"]
     assert len(pack) == 1
     assert pack[0].memory == "gradient of 1.weight"
-    assert (pack[0].earlier.op, pack[0].earlier.writes, pack[0].later.writes) == ("aten::mul_", True, False)
+    assert (pack[0].earlier.op, pack[0].earlier.writes, pack[0].later.writes) == (
+        "aten::mul_",
+        True,
+        False,
+    )
     assert pack[0].earlier.place.startswith(f"{__file__}:")
     assert pack[0].earlier.place.endswith(" in halve")
     assert pack[0].earlier.stream.startswith("stream ")
@@ -151,7 +159,9 @@ def _gradients_logged_on_a_side_stream(*, waits: bool) -> StreamReport:
 
 
 def test_a_reader_of_gradients_is_found_on_both_sides() -> None:
-    """It reads before the reduction is sure to be over, and the next step writes while it may still read."""
+    """It reads before the reduction is sure to be over, and the next step writes while it may still
+    read.
+    """
     report, _ = VirtualRanks(2).run(_gradients_logged_on_a_side_stream, waits=False)
     assert {hazard.memory for hazard in report.hazards} == {"gradient of 2.bias"}
     reads_early, written_early = report.hazards[0], report.hazards[1]
@@ -175,7 +185,10 @@ def _printed() -> str:
             grad.mul_(0.5)
 
     _whole_weight(model).register_hook(careless)
-    with contextlib.redirect_stdout(io.StringIO()) as out, check_streams(model, order=SimulatedOrder()):
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        check_streams(model, order=SimulatedOrder()),
+    ):
         step()
     return out.getvalue()
 

@@ -1,4 +1,6 @@
-"""The engine, unmodified, on virtual ranks: no hazard, the right losses; and its waits are needed."""
+"""The engine, unmodified, on virtual ranks: no hazard, the right losses; and its waits are
+needed.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _loss(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -
 
 
 def _sharded_tower(replicas: int, **options: Any) -> Tower:
-    shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    shape = (
+        (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    )
     names = ("replicate", "shard")[-len(shape) :]
     mesh = init_device_mesh(NAME, shape, mesh_dim_names=names)
     with one_at_a_time():
@@ -81,7 +85,9 @@ def _train_on_cpu(world_size: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 2)])
-def test_sharded_training_has_no_hazard_and_the_losses_of_the_cpu(world_size: int, replicas: int) -> None:
+def test_sharded_training_has_no_hazard_and_the_losses_of_the_cpu(
+    world_size: int, replicas: int
+) -> None:
     with checked():
         by_rank = VirtualRanks(world_size).run(_train_sharded, replicas)
     by_step = torch.tensor(by_rank).T
@@ -152,11 +158,15 @@ def test_a_model_is_deleted_with_an_all_gather_in_flight() -> None:
 
 
 def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
-    """Two layers had reduced and bound their gradients when the third failed; nobody has called zero_grad."""
+    """Two layers had reduced and bound their gradients when the third failed; nobody has called
+    zero_grad.
+    """
     model = _sharded_tower(1)
     if fails:
         tokens, targets = (t.to("sim") for t in _batch(7, dist.get_rank(), dist.get_world_size()))
-        handle = model.layers[0].register_forward_hook(lambda _, __, output: TrapInBackward.apply(output))
+        handle = model.layers[0].register_forward_hook(
+            lambda _, __, output: TrapInBackward.apply(output)
+        )
         with pytest.raises(Trap):
             _loss(model, tokens, targets).backward()
         handle.remove()
@@ -170,7 +180,9 @@ def _after_a_failed_backward(fails: bool) -> list[torch.Tensor]:
 
 def test_gradients_that_a_failed_backward_has_bound_are_taken_back() -> None:
     """On streams they are bound at once; ranks that exchange by the host bind them at the end."""
-    after, without = (VirtualRanks(2).run(_after_a_failed_backward, fails) for fails in (True, False))
+    after, without = (
+        VirtualRanks(2).run(_after_a_failed_backward, fails) for fails in (True, False)
+    )
     for ours, theirs in zip(after, without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 

@@ -1,7 +1,9 @@
-"""What a recorded step says a change would save is what the step takes in a program that makes the change.
+"""What a recorded step says a change would save is what the step takes in a program that makes the
+change.
 
-The program runs on the simulated accelerator, which records what waits for what; durations are given. The
-changed step is recorded from the changed program, and timed by vector clocks, not by the replay.
+The program runs on the simulated accelerator, which records what waits for what; durations are
+given. The changed step is recorded from the changed program, and timed by vector clocks, not by the
+replay.
 """
 
 from __future__ import annotations
@@ -64,12 +66,17 @@ CASES = {
     "exposed": Case(Clock(product_s=15e-6, bytes_per_s=5e7), (BF16, LINKS)),
     "launches are slow": Case(Clock(product_s=8e-6, launch_s=20e-6), (GRAPH,)),
     "replicas": Case(
-        Clock(product_s=30e-6, bytes_per_s=2e8), (BF16, PREFETCH, LINKS, KERNELS), ranks=4, replicas=2
+        Clock(product_s=30e-6, bytes_per_s=2e8),
+        (BF16, PREFETCH, LINKS, KERNELS),
+        ranks=4,
+        replicas=2,
     ),
     "recomputed": Case(SLOW, (BF16, LINKS), recomputes=True),
     "accumulated": Case(SLOW, (BF16, LINKS), micro_batches=2),
     "uneven": Case(
-        Clock(product_s=20e-6, bytes_per_s=1.5e8, launch_s=2e-6), (BF16, PREFETCH, LINKS, KERNELS), passes=4
+        Clock(product_s=20e-6, bytes_per_s=1.5e8, launch_s=2e-6),
+        (BF16, PREFETCH, LINKS, KERNELS),
+        passes=4,
     ),
 }
 
@@ -175,7 +182,9 @@ def test_a_recorded_step_says_what_changes_would_save(name: str) -> None:
         if replay(changed).seconds != pytest.approx(real, rel=0.05)
     }
     assert not wrong, (replay(ops).seconds, wrong)
-    gains = {change for change, (_, real) in guesses.items() if real < 0.97 * seconds_of(before, clock)}
+    gains = {
+        change for change, (_, real) in guesses.items() if real < 0.97 * seconds_of(before, clock)
+    }
     assert gains == {*case.gains}
 
 
@@ -188,5 +197,7 @@ def test_the_command_explains_a_recorded_step(tmp_path: Path) -> None:
     told = json.loads(result.stdout)
     assert told["replayed_s"] == pytest.approx(replay(step.ops).seconds, rel=1e-3)
     right = {one.change.name: one.share for one in changes.savings(step.ops)}
-    assert {row["change"]: row["share"] for row in told["changes"]} == pytest.approx(right, abs=1e-3)
+    assert {row["change"]: row["share"] for row in told["changes"]} == pytest.approx(
+        right, abs=1e-3
+    )
     assert min(right, key=lambda change: right[change]) == "free communication"

@@ -44,13 +44,19 @@ Optimizer = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
     "AdamW": lambda model: shardgrad.optim.AdamW(model.parameters(), lr=0.01),
     "SGD": lambda model: shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-    "Muon": lambda model: shardgrad.optim.Muon([p for p in model.parameters() if p.ndim == 2], lr=0.01),
+    "Muon": lambda model: shardgrad.optim.Muon(
+        [p for p in model.parameters() if p.ndim == 2], lr=0.01
+    ),
     "torch's AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True),
 }
 
 
 def shards(model: nn.Module) -> list[GradShard]:
-    groups = {group_of(managed): None for p in model.parameters() if (managed := managed_by(p)) is not None}
+    groups = {
+        group_of(managed): None
+        for p in model.parameters()
+        if (managed := managed_by(p)) is not None
+    }
     return [shard for group in groups if (shard := grads_of(group).shard) is not None]
 
 
@@ -83,11 +89,14 @@ def on_a_side_stream() -> Iterator[torch.Stream]:
         yield side
 
 
-# -- eager --------------------------------------------------------------------------------------------------
+# -- eager
+# --------------------------------------------------------------------------------------------------
 
 
 def memory_of_a_step(name: str) -> tuple[int, int]:
-    """Returns what gradients add to the memory that is allocated at the loss, and their own bytes."""
+    """Returns what gradients add to the memory that is allocated at the loss, and their own
+    bytes.
+    """
     model = build(Setup())
     optimizer = OPTIMIZERS[name](model)
     found: list[int] = []
@@ -105,7 +114,9 @@ def memory_of_a_step(name: str) -> tuple[int, int]:
             model.zero_grad()
         found.append(nbytes)
     kept, _ = at_the_loss(model, batch(0))  # of a step that begins with gradients
-    assert list(map(id, flats)) == [id(shard.flat) for shard in shards(model)]  # none was left to its views
+    assert list(map(id, flats)) == [
+        id(shard.flat) for shard in shards(model)
+    ]  # none was left to its views
     return kept - found[-1], gradients
 
 
@@ -150,7 +161,9 @@ def gradients_of_odd_calls() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients(ranks: int) -> None:
+def test_steps_clips_and_assignments_without_a_backward_are_as_without_gradients(
+    ranks: int,
+) -> None:
     run_checked(ranks, gradients_of_odd_calls)
 
 
@@ -218,13 +231,17 @@ def gradients_in_new_memory(options: dict[str, Any], dtype: torch.dtype) -> None
 def test_a_reduction_leaves_nothing_of_new_memory_unwritten(
     ranks: int, strided: bool, dtype: torch.dtype
 ) -> None:
-    placement = {"shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None}
+    placement = {
+        "shard_placement_fn": lambda p: Shard(p.ndim - 1) if p.shape[-1] % 2 == 0 else None
+    }
     options = placement if strided and ranks < 4 else {}
     VirtualRanks(ranks).run(gradients_in_new_memory, options, dtype)
 
 
 def dropped_in_flight() -> None:
-    """Gradients are set to None, and the next forward begins, while their reductions are in flight."""
+    """Gradients are set to None, and the next forward begins, while their reductions are in
+    flight.
+    """
     with one_at_a_time():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
@@ -242,7 +259,9 @@ def test_memory_that_a_reduction_in_flight_writes_is_not_freed() -> None:
 
 
 def kept_beside_another_stream() -> None:
-    """The next forward runs on another stream, and frees; the first one goes on beside it, and allocates."""
+    """The next forward runs on another stream, and frees; the first one goes on beside it, and
+    allocates.
+    """
     model = build(Setup(depth=1))
     with on_a_side_stream() as first:
         loss_of(model, batch(0)).backward()
@@ -266,7 +285,9 @@ def test_what_is_kept_is_copied_before_another_stream_may_have_its_memory(ranks:
 
 
 def kept_while_an_optimizer_writes() -> None:
-    """Gradients are scaled on the optimizer's stream, which the forward does not wait for, and kept."""
+    """Gradients are scaled on the optimizer's stream, which the forward does not wait for, and
+    kept.
+    """
     model = build(Setup(depth=1))
     loss_of(model, batch(0)).backward()
     kept = model[0].first.weight.grad
@@ -287,7 +308,9 @@ def test_what_is_kept_is_copied_after_the_optimizers_stream() -> None:
 
 
 def thawed_between_backwards() -> None:
-    """Weights begin to require grad between two backwards, so biases' gradients move to other places."""
+    """Weights begin to require grad between two backwards, so biases' gradients move to other
+    places.
+    """
     model = build(Setup())
     for block in model:
         block.first.weight.requires_grad_(False)
@@ -372,7 +395,8 @@ def test_steps_that_ran_out_of_memory_for_gradients_leave_nothing_to_later_ones(
     VirtualRanks(2).run(out_of_memory_twice)
 
 
-# -- graphs -------------------------------------------------------------------------------------------------
+# -- graphs
+# -------------------------------------------------------------------------------------------------
 
 
 def whole_steps(graphed: Callable[..., Any]) -> list[Any]:
@@ -581,14 +605,17 @@ def test_a_graph_of_the_programs_own_finds_gradients_where_they_were(what: str) 
     run_checked(2, as_without_a_graph, what)
 
 
-# -- gradients on their way ---------------------------------------------------------------------------------
+# -- gradients on their way
+# ---------------------------------------------------------------------------------
 
 
 WIDE = 32
 
 
 class _Wide(nn.Module):
-    """Layers whose weights are sent without a copy, behind a parameter of the root's that is larger."""
+    """Layers whose weights are sent without a copy, behind a parameter of the root's that is
+    larger.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -622,10 +649,14 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
 ) -> None:
     arrived: dict[torch.device, list[StorageWeakRef]] = {}
     alive: list[int] = []
-    staged: list[tuple[int, int, int]] = []  # ring, bytes of all its slots, and of the one that it lends
+    staged: list[
+        tuple[int, int, int]
+    ] = []  # ring, bytes of all its slots, and of the one that it lends
     take, acquire = GradCollector.take, SlotRing.acquire
 
-    def counting(self: GradCollector, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any) -> bool:
+    def counting(
+        self: GradCollector, unsharded: Any, grad: Tensor, *args: Any, **kwargs: Any
+    ) -> bool:
         here = arrived.setdefault(grad.device, [])
         here.append(StorageWeakRef(grad.untyped_storage()))
         alive.append(sum(not each.expired() for each in here))
@@ -636,7 +667,9 @@ def test_whole_gradients_are_there_of_two_groups_and_staging_of_the_largest(
         staged.append((id(self), sum(each.nbytes for each in self.slots), slot.nbytes))
         return slot
 
-    with pytest.MonkeyPatch.context() as patch:  # here: a fixture's would stay in the process of these tests
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # here: a fixture's would stay in the process of these tests
         patch.setattr(zero_copy, "ZERO_COPY_NBYTES", WIDE * WIDE)
         patch.setattr(GradCollector, "take", counting)
         patch.setattr(SlotRing, "acquire", measured)

@@ -1,4 +1,6 @@
-"""What a call leaves to the next one, if either is a graph: clip factors, verdicts, the program's event."""
+"""What a call leaves to the next one, if either is a graph: clip factors, verdicts, the program's
+event.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def update_of_the_step_before(graphed: Callable[..., Any]) -> list[Any]:
 
 
 def gradients_and_update(graphed: Callable[..., Any]) -> list[Any]:
-    """Two graphs of gradients, for two shapes, and one of the update, which reads what either left."""
+    """Two graphs of gradients, for two shapes, and one of the update, which reads what either
+    left.
+    """
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
@@ -171,7 +175,9 @@ def event_of_the_optimizer(graphed: Callable[..., Any]) -> list[Any]:
 
 
 def update_on_another_stream(graphed: Callable[..., Any]) -> list[Any]:
-    """The program's stream does not wait for the optimizer's; only the event says when it is done."""
+    """The program's stream does not wait for the optimizer's; only the event says when it is
+    done.
+    """
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
@@ -197,7 +203,9 @@ def update_on_another_stream(graphed: Callable[..., Any]) -> list[Any]:
 
 
 def write_after_an_error(graphed: Callable[..., Any]) -> list[Any]:
-    """The program goes on at once on its own stream, with parameters that the step was still reading."""
+    """The program goes on at once on its own stream, with parameters that the step was still
+    reading.
+    """
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 

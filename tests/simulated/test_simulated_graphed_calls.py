@@ -43,7 +43,8 @@ from tests.simulated.programs.graphed import (
 )
 from tests.support.processes import FairClock
 
-# -- what a call may bring ----------------------------------------------------------------------------------
+# -- what a call may bring
+# ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -61,7 +62,9 @@ def structures() -> None:
     parameter = nn.Parameter(torch.full((), 5.0, device=NAME))
 
     @shardgrad.graphed_step(warmup=1)
-    def step(given: Any, fixed: Tensor, weight: Tensor, twice: bool, nothing: None, *, power: int) -> Any:
+    def step(
+        given: Any, fixed: Tensor, weight: Tensor, twice: bool, nothing: None, *, power: int
+    ) -> Any:
         x, factor = given["batch"].x, given["batch"].scale
         out = (x * factor * fixed * weight) ** power
         return {"out": out * 2 if twice else out, "none": nothing}
@@ -156,7 +159,11 @@ def test_a_capture_inside_a_capture_is_refused_and_the_outer_one_goes_on() -> No
 def autocast() -> None:
     @shardgrad.graphed_step(warmup=1)
     def step(x: Tensor) -> Tensor:
-        return x * torch.finfo(torch.get_autocast_dtype(NAME)).eps if torch.is_autocast_enabled(NAME) else x
+        return (
+            x * torch.finfo(torch.get_autocast_dtype(NAME)).eps
+            if torch.is_autocast_enabled(NAME)
+            else x
+        )
 
     for _ in range(3):
         assert step(torch.ones(3, device=NAME)).tolist() == [1.0] * 3
@@ -178,7 +185,8 @@ def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
 KEEPS_LOSSES = {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=torch.float8_e4m3fn)}
 
 
-# -- what cannot be captured --------------------------------------------------------------------------------
+# -- what cannot be captured
+# --------------------------------------------------------------------------------
 
 
 def failing(policy: str) -> None:
@@ -201,7 +209,9 @@ def failing(policy: str) -> None:
     reads = True
     before, random = weights(model), torch.get_device_module(NAME).get_rng_state()
     if policy == "raise":
-        with pytest.raises(CaptureError, match=r"step could not be captured: HostSyncInCaptureError"):
+        with pytest.raises(
+            CaptureError, match=r"step could not be captured: HostSyncInCaptureError"
+        ):
             step(batch(3))
         assert torch.equal(random, torch.get_device_module(NAME).get_rng_state())
         for old, new in zip(before, weights(model), strict=True):
@@ -268,7 +278,8 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
     found = VirtualRanks(2, COLLECTIVE_TIMEOUT_S).run(capture_fails_on_rank_1, policy)
     name = "capture_fails_on_rank_1.<locals>.step"
     apart = (
-        f"CaptureError: ranks did not capture {name} together. On rank 1: {name} could not be captured: "
+        f"CaptureError: ranks did not capture {name} together. On rank 1: {name} could not be "
+        f"captured: "
         "OnPurposeError"
     )
     assert found[0].startswith(apart)
@@ -279,7 +290,9 @@ def test_a_capture_that_fails_on_one_rank_ends_on_all_in_time_and_names_it(polic
 
 
 def exception_in_the_step(graphed: Callable[..., Any], setup: Setup, half_way: bool) -> list[Any]:
-    """The function raises while it is captured, once; the call is repeated and trains as if nothing was."""
+    """The function raises while it is captured, once; the call is repeated and trains as if nothing
+    was.
+    """
     model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     raises = False
@@ -391,7 +404,8 @@ def test_what_cannot_be_a_step_is_refused_in_words() -> None:
     VirtualRanks(1).run(refusals)
 
 
-# -- tensors that a step closes over ------------------------------------------------------------------------
+# -- tensors that a step closes over
+# ------------------------------------------------------------------------
 
 
 @dataclass
@@ -416,7 +430,9 @@ def fresh_in_every_call() -> None:
     for number in range(3):
         held = Held(batch(number))
         step(batch(number))
-    with pytest.raises(CaptureError, match=r"aten\.sub\.Tensor read held\.weight, which is not an argument"):
+    with pytest.raises(
+        CaptureError, match=r"aten\.sub\.Tensor read held\.weight, which is not an argument"
+    ):
         step(batch(3))
     step(batch(4))
     assert step.captures == 0
@@ -512,7 +528,11 @@ def replaced_functions() -> list[bool]:
     )
 
     def are_torchs() -> bool:
-        now = dist.destroy_process_group, distributed_c10d.destroy_process_group, checkpoint.get_device_states
+        now = (
+            dist.destroy_process_group,
+            distributed_c10d.destroy_process_group,
+            checkpoint.get_device_states,
+        )
         return all(one is other for one, other in zip(now, functions, strict=True))
 
     @shardgrad.graphed_step(model, warmup=1)
@@ -547,7 +567,8 @@ def test_methods_of_a_capturable_with_their_old_names_are_refused_with_the_new_o
         type("Old", (shardgrad.graphs.Capturable,), {"facts": lambda self: None})
 
 
-# -- what is found before a capture -------------------------------------------------------------------------
+# -- what is found before a capture
+# -------------------------------------------------------------------------
 
 
 def issues(what: str) -> None:
@@ -630,7 +651,9 @@ def frozen_without_gradients() -> None:
     assert caught.value.where == "parameter 0.first.weight and 5 more"
     assert (caught.value.fix or "").startswith("zero_grad() once they train again")
     with pytest.warns(shardgrad.UncapturableStepWarning, match="runs eagerly"):
-        seen = adversarial(partial(shardgrad.graphed_step, on_uncapturable="eager"), frozen_without=True)
+        seen = adversarial(
+            partial(shardgrad.graphed_step, on_uncapturable="eager"), frozen_without=True
+        )
     for ours, theirs in zip(seen, adversarial(eager, frozen_without=True), strict=True):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))
 
@@ -644,7 +667,8 @@ def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None
     VirtualRanks(1).run(issues, what)
 
 
-# -- trust --------------------------------------------------------------------------------------------------
+# -- trust
+# --------------------------------------------------------------------------------------------------
 
 
 def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -692,7 +716,9 @@ def forgotten_state(told: bool) -> None:
     if told:
         assert step(batch(3)).item() == pytest.approx(batch(3).sum().item() + 4)
     else:
-        with pytest.raises(ReplayMismatchError, match=r"(?s)a replay and an eager step.*differ in output"):
+        with pytest.raises(
+            ReplayMismatchError, match=r"(?s)a replay and an eager step.*differ in output"
+        ):
             step(batch(3))
     step.close()
 
@@ -724,7 +750,8 @@ def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
     VirtualRanks(1).run(dropout_in_a_recomputed_region, True)
 
 
-# -- status -------------------------------------------------------------------------------------------------
+# -- status
+# -------------------------------------------------------------------------------------------------
 
 
 def polled() -> None:

@@ -1,4 +1,6 @@
-"""Whole training steps captured and replayed: the same bits as eager, whatever a step is made of."""
+"""Whole training steps captured and replayed: the same bits as eager, whatever a step is made
+of.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from tests.simulated.programs.graphed import (
     weights,
 )
 
-# -- what a step may be made of -----------------------------------------------------------------------------
+# -- what a step may be made of
+# -----------------------------------------------------------------------------
 
 
 def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -74,12 +77,21 @@ SETUPS = {
     "tied": (2, Setup(tied=True)),
     "frozen": (2, Setup(frozen=True)),
     "narrow on the wire": (2, Setup(options={"gradient_policy": NARROW})),
-    "narrow on the wire, gradients whole": (2, Setup(options={"gradient_policy": NARROW, "zero_stage": 1})),
+    "narrow on the wire, gradients whole": (
+        2,
+        Setup(options={"gradient_policy": NARROW, "zero_stage": 1}),
+    ),
     "narrow on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": NARROW})),
-    "narrow on the wire, four replicas": (4, Setup(replicas=4, options={"gradient_policy": NARROW})),
+    "narrow on the wire, four replicas": (
+        4,
+        Setup(replicas=4, options={"gradient_policy": NARROW}),
+    ),
     "float8 on the wire": (2, Setup(options={"gradient_policy": FLOAT8})),
     "float8 on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": FLOAT8})),
-    "float8 on the wire, four replicas": (4, Setup(replicas=4, options={"gradient_policy": FLOAT8})),
+    "float8 on the wire, four replicas": (
+        4,
+        Setup(replicas=4, options={"gradient_policy": FLOAT8}),
+    ),
     "low precision": (
         2,
         Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
@@ -93,7 +105,8 @@ def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
     same_on(ranks, plain_training, setup)
 
 
-# -- gradients that the program keeps from call to call ------------------------------------------------------
+# -- gradients that the program keeps from call to call
+# ------------------------------------------------------
 
 
 def keeping_gradients(graphed: Callable[..., Any], zeroes: str, clips: bool) -> list[Any]:
@@ -197,7 +210,9 @@ def test_200_steps_of_everything_are_bit_for_bit_those_of_eager() -> None:
 
 
 def accumulation(graphed: Callable[..., Any], mode: str) -> list[Any]:
-    """Several micro-batches in a step: in one graph from a list, or two graphs told apart by a boolean."""
+    """Several micro-batches in a step: in one graph from a list, or two graphs told apart by a
+    boolean.
+    """
     model = build(Setup())
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -280,7 +295,9 @@ def test_gradients_are_bound_after_a_replay_as_after_an_eager_step(outside: str)
 
 
 def unused_parameters(graphed: Callable[..., Any]) -> list[Any]:
-    """A branch that no rank uses, then rank 0 alone, then all: weight decay moves only what is touched."""
+    """A branch that no rank uses, then rank 0 alone, then all: weight decay moves only what is
+    touched.
+    """
     model = build(Setup(depth=2))
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
 
@@ -372,7 +389,9 @@ def test_evaluation_in_a_graph_and_without_one_sees_what_training_replayed() -> 
 
 
 def evaluated_at_rest(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
-    """An evaluation is captured while nothing has changed since the last one, and gathers all the same."""
+    """An evaluation is captured while nothing has changed since the last one, and gathers all the
+    same.
+    """
     model = build(setup)
     optimizer = shardgrad.optim.SGD(model.parameters(), lr=0.1)
 
@@ -409,7 +428,9 @@ def test_an_evaluation_captured_at_rest_sees_every_later_update(stage: str) -> N
 
 
 def evaluated_with_other_weights(graphed: Callable[..., Any]) -> list[Any]:
-    """Between evaluations, other parameters are assigned, which no address or number of them shows."""
+    """Between evaluations, other parameters are assigned, which no address or number of them
+    shows.
+    """
     model = build(Setup())
 
     @graphed(model, warmup=2)
@@ -449,7 +470,9 @@ def shapes(graphed: Callable[..., Any]) -> list[Any]:
     for number, rows in enumerate([4, 4, 4, 4, 2, 2, 2, 4, 2, 6, 6, 4, 6, 2, 4, 2, 2]):
         seen.append(step(batch(number, rows)).item())
     if isinstance(step, shardgrad.graphs.GraphedStep):
-        assert step.captures > 3, "a third shape drops the graph that was not used for the longest time"
+        assert step.captures > 3, (
+            "a third shape drops the graph that was not used for the longest time"
+        )
         assert step.replays > 6
     return seen + weights(model)
 
@@ -512,7 +535,9 @@ def _change(change: str, model: nn.Sequential, optimizer: torch.optim.Optimizer)
     elif change == "skipped":
         loss_of(model, batch(98)).backward()
         optimizer.zero_grad()
-    elif change == "reads again":  # a backward that made a graph, of which the program has dropped the rest
+    elif (
+        change == "reads again"
+    ):  # a backward that made a graph, of which the program has dropped the rest
         inputs = batch(97).requires_grad_()
         torch.autograd.grad(loss_of(model, inputs), inputs, create_graph=True)
 
@@ -589,11 +614,14 @@ def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) ->
     same_on(1, goes_back_to_a_checkpoint, str(tmp_path / "c"))
 
 
-# -- torch's optimizers and plain modules -------------------------------------------------------------------
+# -- torch's optimizers and plain modules
+# -------------------------------------------------------------------
 
 
 def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
-    """SGD has its learning rate as a number: a new one is another graph, after an eager step with it."""
+    """SGD has its learning rate as a number: a new one is another graph, after an eager step with
+    it.
+    """
     model = build(Setup())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -618,7 +646,9 @@ def test_a_number_of_torchs_optimizer_that_changes_is_another_graph() -> None:
 
 
 def uncapturable_optimizer(graphed: Callable[..., Any]) -> list[Any]:
-    """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is followed."""
+    """torch's AdamW counts its steps on the host: the graph is cut around it, and a schedule is
+    followed.
+    """
     model = build(Setup())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=False, foreach=False)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
@@ -676,7 +706,9 @@ def logging(graphed: Callable[..., Any], where: str) -> list[Any]:
 
 
 def _norm(model: nn.Module) -> float:
-    return sum(p.grad.to_local().square().sum().item() for p in model.parameters() if p.grad is not None)
+    return sum(
+        p.grad.to_local().square().sum().item() for p in model.parameters() if p.grad is not None
+    )
 
 
 @pytest.mark.parametrize("where", ["before the backward", "between micro-batches"])
@@ -744,7 +776,8 @@ def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
     same_on(1, plain_module, make)
 
 
-# -- memory -------------------------------------------------------------------------------------------------
+# -- memory
+# -------------------------------------------------------------------------------------------------
 
 
 def reserved(graphed: Callable[..., Any]) -> int:

@@ -32,7 +32,9 @@ def groups_of(model: nn.Module) -> list:
 
 
 def train(how: str, offloads: bool, error: type[BaseException]) -> list[Probe]:
-    """Trains until something is raised in the last step; returns what tells whether anything is left."""
+    """Trains until something is raised in the last step; returns what tells whether anything is
+    left.
+    """
     setup = Setup(options={"offload_policy": CPUOffloadPolicy()} if offloads else {})
     model = build(setup)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
@@ -83,7 +85,9 @@ def test_graphs_pinned_memory_and_process_groups_are_gone(
 
     gc.collect()
     lines, held_by_others = len(recorder.group_logs()), held()
-    probes = [probe for found in VirtualRanks(2).run(train, how, offloads, error) for probe in found]
+    probes = [
+        probe for found in VirtualRanks(2).run(train, how, offloads, error) for probe in found
+    ]
 
     def left() -> list[object]:
         gc.collect()

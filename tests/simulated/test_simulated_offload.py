@@ -1,4 +1,6 @@
-"""`CPUOffloadPolicy` where host and device differ: the same numbers, memory on the host, copies in order."""
+"""`CPUOffloadPolicy` where host and device differ: the same numbers, memory on the host, copies in
+order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 def _tower(policy: OffloadPolicy, replicas: int, **options: Any) -> Tower:
-    shape = (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    shape = (
+        (dist.get_world_size(),) if replicas == 1 else (replicas, dist.get_world_size() // replicas)
+    )
     names = ("replicate", "shard")[-len(shape) :]
     options = {
         "mesh": init_device_mesh(NAME, shape, mesh_dim_names=names),
@@ -43,7 +47,11 @@ def _batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _train(
-    policy: OffloadPolicy, replicas: int, micro_batches: int, sync_each: bool, options: dict[str, Any]
+    policy: OffloadPolicy,
+    replicas: int,
+    micro_batches: int,
+    sync_each: bool,
+    options: dict[str, Any],
 ) -> list[torch.Tensor]:
     """Trains; returns the losses, and this rank's pieces and gradients of the last step."""
     model = _tower(policy, replicas, **options)
@@ -90,14 +98,18 @@ def test_shards_on_the_host_train_bit_for_bit_like_shards_on_the_device(
 ) -> None:
     loop = (replicas, micro_batches, sync_each, options)
     with checked():
-        on_host = VirtualRanks(world_size).run(_train, CPUOffloadPolicy(pin_memory=pin_memory), *loop)
+        on_host = VirtualRanks(world_size).run(
+            _train, CPUOffloadPolicy(pin_memory=pin_memory), *loop
+        )
     on_device = VirtualRanks(world_size).run(_train, OffloadPolicy(), *loop)
     for ours, theirs in zip(on_host, on_device, strict=True):
         assert all(map(torch.equal, ours, theirs))
 
 
 def _device_memory(policy: OffloadPolicy) -> int:
-    """Returns the bytes of device memory that a trained model and its optimizer hold between steps."""
+    """Returns the bytes of device memory that a trained model and its optimizer hold between
+    steps.
+    """
     model = _tower(policy, 1)
     optimizer = shardgrad.optim.AdamW(model.parameters(), lr=1e-2)
     token_loss(model, _batch(0)).backward()
@@ -126,7 +138,9 @@ def _ask_for_a_graph() -> None:
 
 def _move_to_the_device() -> None:
     model = _tower(CPUOffloadPolicy(), 1)
-    with pytest.raises(ForeignParameterError, match="materialized on CPU when enabling CPU offloading"):
+    with pytest.raises(
+        ForeignParameterError, match="materialized on CPU when enabling CPU offloading"
+    ):
         model.to(NAME)
 
 

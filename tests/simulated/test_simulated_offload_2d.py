@@ -20,7 +20,9 @@ WIDTH = 8
 def _build(mesh: DeviceMesh, policy: OffloadPolicy) -> nn.Sequential:
     with one_at_a_time():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)).to(NAME)
+        model = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH)
+        ).to(NAME)
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for layer in (model[0], model):
         shardgrad.fully_shard(layer, mesh=mesh["dp"], offload_policy=policy)
@@ -28,7 +30,9 @@ def _build(mesh: DeviceMesh, policy: OffloadPolicy) -> nn.Sequential:
 
 
 def _train(policy: OffloadPolicy, optimizer: type[torch.optim.Optimizer]) -> list[torch.Tensor]:
-    """Trains on two by two ranks; returns losses and norms, and this rank's pieces and gradients."""
+    """Trains on two by two ranks; returns losses and norms, and this rank's pieces and
+    gradients.
+    """
     mesh = init_device_mesh(NAME, (2, 2), mesh_dim_names=("dp", "tp"))
     model = _build(mesh, policy)
     optim = optimizer(model.parameters(), lr=1e-2)  # type: ignore[call-arg]
@@ -36,7 +40,9 @@ def _train(policy: OffloadPolicy, optimizer: type[torch.optim.Optimizer]) -> lis
     for step in range(2):
         optim.zero_grad()
         for micro in range(2):
-            generator = torch.Generator().manual_seed(10 * step + 2 * micro + mesh["dp"].get_local_rank())
+            generator = torch.Generator().manual_seed(
+                10 * step + 2 * micro + mesh["dp"].get_local_rank()
+            )
             x = torch.randn(4, WIDTH, generator=generator).to(NAME)
             loss = model(x).square().mean()
             loss.backward()
@@ -53,7 +59,9 @@ def _train(policy: OffloadPolicy, optimizer: type[torch.optim.Optimizer]) -> lis
     return [tensor.detach().cpu() for tensor in found]
 
 
-@pytest.mark.parametrize("optimizer", [shardgrad.optim.AdamW, torch.optim.AdamW], ids=["flat", "torch"])
+@pytest.mark.parametrize(
+    "optimizer", [shardgrad.optim.AdamW, torch.optim.AdamW], ids=["flat", "torch"]
+)
 def test_shards_cut_over_two_axes_train_on_the_host_bit_for_bit_like_on_the_device(
     optimizer: type[torch.optim.Optimizer],
 ) -> None:

@@ -1,7 +1,8 @@
-"""Clip, scale and step, captured: a replay follows schedules and skips by itself, bit for bit like eager.
+"""Clip, scale and step, captured: a replay follows schedules and skips by itself, bit for bit like
+eager.
 
-Backward runs outside the graph and writes the same addresses, so what is captured is what this project's
-optimizers promise: norm, factor, skip and update, with every number in device memory.
+Backward runs outside the graph and writes the same addresses, so what is captured is what this
+project's optimizers promise: norm, factor, skip and update, with every number in device memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": lambda p: shardgrad.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
     "adam with a master": lambda p: shardgrad.optim.Adam(p, lr=1e-2, master="float32"),
     "adam with a remainder": lambda p: shardgrad.optim.Adam(p, lr=1e-2, master="remainder"),
-    "adamw rounding stochastically": lambda p: shardgrad.optim.AdamW(p, lr=1e-2, stochastic_rounding=True),
+    "adamw rounding stochastically": lambda p: shardgrad.optim.AdamW(
+        p, lr=1e-2, stochastic_rounding=True
+    ),
     "sgd": lambda p: shardgrad.optim.SGD(p, lr=1e-1),
     "sgd with momentum": lambda p: shardgrad.optim.SGD(p, lr=1e-1, momentum=0.9, nesterov=True),
     "muon": lambda p: shardgrad.optim.Muon(p, lr=1e-2),
@@ -57,7 +60,10 @@ def train(
 ) -> tuple[list[torch.Tensor], float, list[float]]:
     """Returns the weights, how many steps were skipped, and the norms."""
     model = build(dtype)
-    optim, scaler = make(model.parameters()), shardgrad.GradScaler(init_scale=4.0, growth_interval=2)
+    optim, scaler = (
+        make(model.parameters()),
+        shardgrad.GradScaler(init_scale=4.0, growth_interval=2),
+    )
     norm, graph, norms = torch.zeros((), device=NAME), Graph(), []
 
     def update() -> None:
@@ -113,7 +119,9 @@ def an_assignment_takes_effect_at_the_next_replay() -> None:
         model(batch(0, torch.float32)).square().mean().backward()
         optim.step()
         saved = optim.state_dict()
-        saved["param_groups"][0]["capturable"] = False  # as torch's would have it; it is not taken over
+        saved["param_groups"][0]["capturable"] = (
+            False  # as torch's would have it; it is not taken over
+        )
         optim.load_state_dict(saved)
         assert optim.param_groups[0]["capturable"] is True
         with graph.capture(side):

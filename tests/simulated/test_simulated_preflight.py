@@ -1,4 +1,6 @@
-"""The preflight on a device: reads in autograd's thread, copies across, numbers that travel with a launch."""
+"""The preflight on a device: reads in autograd's thread, copies across, numbers that travel with a
+launch.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def scaled_by_a_number_of_the_host(y: torch.Tensor) -> Any:
 
 
 @pytest.mark.parametrize("work", [host_work, scaled_by_a_number_of_the_host])
-def test_what_the_host_does_with_its_own_tensors_is_no_obstacle(work: Callable[[torch.Tensor], Any]) -> None:
+def test_what_the_host_does_with_its_own_tensors_is_no_obstacle(
+    work: Callable[[torch.Tensor], Any],
+) -> None:
     assert issues_of(work) == ()
 
 
@@ -192,11 +196,13 @@ def test_a_number_in_a_cpu_tensor_that_changes_is_named() -> None:
     (found,) = differences(recorded(), recorded())
     assert (found.kind, found.location) == ("changed number", place_in(step))
     assert found.what == (
-        "a number in a CPU tensor of aten.mul_.Tensor was 2.0 in the first step and 3.0 in the second"
+        "a number in a CPU tensor of aten.mul_.Tensor was 2.0 in the first step and 3.0 in the "
+        "second"
     )
 
 
-# -- the engine ---------------------------------------------------------------------------------------------
+# -- the engine
+# ---------------------------------------------------------------------------------------------
 
 
 def training() -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], torch.Tensor]]:

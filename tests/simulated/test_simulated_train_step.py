@@ -1,4 +1,6 @@
-"""The training program's step on a device with graphs: captured by itself, with an eager step's numbers."""
+"""The training program's step on a device with graphs: captured by itself, with an eager step's
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class Seen(list[float]):
 def trained(config: TrainConfig) -> Seen:
     """Trains with a validation in between; returns losses, norms, and what validation said."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    place = OwnWorld(rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD))
+    place = OwnWorld(
+        rank, ranks, torch.device(NAME, rank), cast(dist.ProcessGroup, dist.group.WORLD)
+    )
     with one_at_a_time():
         model = build_model(config, init_device_mesh(NAME, (ranks,)), place.device)
     optimizer = build_optimizer(model, config)
@@ -79,6 +83,8 @@ def same_with_a_graph(settings: dict[str, Any], replays: int) -> None:
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "",
 )
-def test_the_program_captures_its_step_and_trains_as_without(settings: dict[str, Any], replays: int) -> None:
+def test_the_program_captures_its_step_and_trains_as_without(
+    settings: dict[str, Any], replays: int
+) -> None:
     ranks = 1 if settings.get("engine") == "none" else 2
     VirtualRanks(ranks).run(same_with_a_graph, settings, replays)

@@ -1,4 +1,6 @@
-"""Bugs of other engines, found on demand: each is one hazard, always the same; the engine has none."""
+"""Bugs of other engines, found on demand: each is one hazard, always the same; the engine has
+none.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def _second_step(kind: type[Bug], *, fixed: bool) -> list[Hazard]:
     return found
 
 
-# Per bug: kind, bytes, of what; op, stream and function of the use that should have waited, and of the first.
+# Per bug: kind, bytes, of what; op, stream and function of the use that should have waited, and of
+# the first.
 _REPORTS = {
     HookBornOnASideStream: (
         ("read-after-write", 0, NBYTES, "bucket"),
@@ -102,7 +105,9 @@ def test_the_early_freed_buffer_is_lent_to_the_next_tensor() -> None:
 
 
 def _train(kind: type[Bug], replicas: int) -> list[torch.Tensor]:
-    """Returns what the engine makes of the weights. Nothing in it makes the host wait before the end."""
+    """Returns what the engine makes of the weights. Nothing in it makes the host wait before the
+    end.
+    """
     size = dist.get_world_size()
     shape = (size,) if replicas == 1 else (replicas, size // replicas)
     mesh = init_device_mesh("sim", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
@@ -129,12 +134,14 @@ def test_the_engine_does_the_same_work_without_a_hazard_and_right(
         by_rank = VirtualRanks(world_size).run(_train, kind, replicas)
     expected = _train_plain(kind)
     for weights in by_rank:
-        # Every rank has the same batch, and each sum is of two equal numbers, so the average is exact.
+        # Every rank has the same batch, and each sum is of two equal numbers, so the average is
+        # exact.
         for ours, plain in zip(weights, expected, strict=True):
             assert torch.equal(ours, plain)
 
 
-# -- the matrix of the GPU tests ----------------------------------------------------------------------------
+# -- the matrix of the GPU tests
+# ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

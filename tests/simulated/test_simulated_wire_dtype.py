@@ -1,4 +1,6 @@
-"""`GradientPolicy(wire_dtype=...)` over streams: an all-to-all and a sum for each group, in rank order."""
+"""`GradientPolicy(wire_dtype=...)` over streams: an all-to-all and a sum for each group, in rank
+order.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ def _expected(ranks: int, replicas: int) -> list[list[Tensor]]:
     shards = ranks // replicas
     right: list[list[Tensor]] = [[] for _ in range(ranks)]
     for parts in zip(*by_rank, strict=True):
-        sums = [_exchanged(list(parts[first : first + shards])) for first in range(0, ranks, shards)]
+        sums = [
+            _exchanged(list(parts[first : first + shards])) for first in range(0, ranks, shards)
+        ]
         total = _exchanged(sums)
         if replicas > 2:  # the parts that they have added up are gathered
             total = total.to(BF16).float()
@@ -87,7 +91,9 @@ def _expected(ranks: int, replicas: int) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
-def test_what_was_rounded_once_is_summed_in_float32_in_rank_order(ranks: int, replicas: int) -> None:
+def test_what_was_rounded_once_is_summed_in_float32_in_rank_order(
+    ranks: int, replicas: int
+) -> None:
     with checked():
         found = VirtualRanks(ranks).run(_gradients, replicas)
     for ours, right in zip(found, _expected(ranks, replicas), strict=True):
@@ -109,7 +115,9 @@ def test_a_group_is_reduced_by_one_all_to_all_and_one_sum() -> None:
     with (
         patch.object(ops, "sum_chunks", counted("sum", ops.sum_chunks)),
         patch.object(dist, "all_to_all_single", counted("all-to-all", dist.all_to_all_single)),
-        patch.object(transports, "_reduce_scatter", counted("reduce-scatter", transports._reduce_scatter)),
+        patch.object(
+            transports, "_reduce_scatter", counted("reduce-scatter", transports._reduce_scatter)
+        ),
     ):
         VirtualRanks(2).run(_gradients, 1)
     times = 2 * 2 * DEPTH  # ranks, backwards, groups

@@ -70,7 +70,9 @@ def train(accelerator: Any, model: nn.Module, optimizer: Any, batches: Any) -> T
             loss = model(**inputs).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                notes[f"norm of batch {i}"] = whole(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+                notes[f"norm of batch {i}"] = whole(
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                )
             optimizer.step()
             optimizer.zero_grad()
             notes[f"loss of batch {i}"] = loss.detach()

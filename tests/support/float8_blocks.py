@@ -1,6 +1,7 @@
 """What messages in float8 bring and keep, in plain float64: the oracle of `ops/float8.py`.
 
-Written from the format's definition: codes are looked up in a table of all there are, scales are searched.
+Written from the format's definition: codes are looked up in a table of all there are, scales are
+searched.
 """
 
 from __future__ import annotations
@@ -12,12 +13,16 @@ BLOCK = 128
 
 
 def _table() -> Tensor:
-    """Returns the values of the codes 0 to 126: 4 bits of exponent, biased by 7, and 3 of significand."""
+    """Returns the values of the codes 0 to 126: 4 bits of exponent, biased by 7, and 3 of
+    significand.
+    """
     values = []
     for code in range(127):
         exponent, significand = divmod(code, 8)
         values.append(
-            significand * 2.0**-9 if exponent == 0 else (1 + significand / 8) * 2.0 ** (exponent - 7)
+            significand * 2.0**-9
+            if exponent == 0
+            else (1 + significand / 8) * 2.0 ** (exponent - 7)
         )
     return torch.tensor(values, dtype=torch.float64)
 

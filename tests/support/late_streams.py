@@ -1,4 +1,6 @@
-"""Programs on side streams, each of which may be kept busy: what does not wait for it then comes first."""
+"""Programs on side streams, each of which may be kept busy: what does not wait for it then comes
+first.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ class Case:
     clip: bool = False
 
     def __str__(self) -> str:
-        changed = {name: value for name, value in vars(self).items() if value != getattr(Case, name)}
+        changed = {
+            name: value for name, value in vars(self).items() if value != getattr(Case, name)
+        }
         return (
-            "-".join(name if value is True else f"{name}={value}" for name, value in changed.items())
+            "-".join(
+                name if value is True else f"{name}={value}" for name, value in changed.items()
+            )
             or "plain"
         )
 
@@ -87,7 +93,9 @@ class Block(nn.Module):
 
     def __init__(self, case: Case) -> None:
         super().__init__()
-        self.branches = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(max(1, case.side_streams)))
+        self.branches = nn.ModuleList(
+            nn.Linear(WIDTH, WIDTH) for _ in range(max(1, case.side_streams))
+        )
         self.after = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
         self.spare = nn.Linear(WIDTH, WIDTH) if case.unused else None
         self.streams: list[torch.Stream] = []
@@ -110,7 +118,9 @@ class Block(nn.Module):
 
 def build(case: Case, device: torch.device, *, cycles: int, sharded: bool = True) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block(case) for _ in range(3)), nn.Linear(WIDTH, WIDTH))
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), *(Block(case) for _ in range(3)), nn.Linear(WIDTH, WIDTH)
+    )
     if case.tied:
         model[-1].weight = model[0].weight
     model.to(device)
@@ -140,8 +150,12 @@ def delay_the_engine(model: nn.Module, cycles: int) -> None:
                     sleep(cycles)
 
 
-def train(case: Case, device: torch.device, *, cycles: int = 0, sharded: bool = True) -> list[torch.Tensor]:
-    """Returns the whole parameters after some steps, on the CPU. Every rank has the same batches."""
+def train(
+    case: Case, device: torch.device, *, cycles: int = 0, sharded: bool = True
+) -> list[torch.Tensor]:
+    """Returns the whole parameters after some steps, on the CPU. Every rank has the same
+    batches.
+    """
     model = build(case, device, cycles=cycles, sharded=sharded)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(STEPS):

@@ -38,7 +38,9 @@ def textbook(grad: Tensor, coefficients: Any, steps: int, eps: float) -> Tensor:
 
 @contextmanager
 def exactly() -> Iterator[None]:
-    """torch's optimizer always iterates in bfloat16; here in float64, so that a comparison can be tight."""
+    """torch's optimizer always iterates in bfloat16; here in float64, so that a comparison can be
+    tight.
+    """
     with float64(), mock.patch.object(_muon, "_zeropower_via_newtonschulz", textbook):
         yield
 
@@ -60,7 +62,11 @@ def both(engine: Engine, model: nn.Module, **options: Any) -> list[torch.optim.O
 
 
 def train(
-    engine: Engine, *, mesh: tuple[int, int] | None = None, clip: float | None = None, **options: Any
+    engine: Engine,
+    *,
+    mesh: tuple[int, int] | None = None,
+    clip: float | None = None,
+    **options: Any,
 ) -> Tensors:
     """Ten steps with a learning rate, a momentum and a weight decay that change."""
     sharding = {} if mesh is None or engine is UNSHARDED else {"mesh": hsdp_mesh(*mesh)}
@@ -86,8 +92,8 @@ def train(
     return {**history, **engine.snapshot(model)}
 
 
-# float64: a rounding of 2**-53 in a gradient is carried by the iteration's slope at zero, 3.4445**5 = 485, to
-# an update, in ten steps, with a margin of two for what they do to each other.
+# float64: a rounding of 2**-53 in a gradient is carried by the iteration's slope at zero, 3.4445**5
+# = 485, to an update, in ten steps, with a margin of two for what they do to each other.
 TIGHT = 2 * 10 * 485 * 2**-53
 
 

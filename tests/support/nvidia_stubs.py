@@ -1,10 +1,11 @@
-"""Lets a CUDA build of torch be imported where NVIDIA's libraries are not installed, which are several GB.
+"""Lets a CUDA build of torch be imported where NVIDIA's libraries are not installed, which are
+several GB.
 
     PYTHON -m tests.support.nvidia_stubs
 
-with the Python of an environment into which torch came by `pip install --no-deps`. It compiles libraries with
-the names that torch's ask for, in which every function returns cudaErrorNoDevice. To torch, that is a machine
-without a GPU. It does nothing if torch can be imported as it is.
+with the Python of an environment into which torch came by `pip install --no-deps`. It compiles
+libraries with the names that torch's ask for, in which every function returns cudaErrorNoDevice. To
+torch, that is a machine without a GPU. It does nothing if torch can be imported as it is.
 """
 
 from __future__ import annotations
@@ -43,12 +44,16 @@ def readelf(option: str, library: Path) -> list[list[str]]:
 
 def needed(libraries: list[Path]) -> set[str]:
     """Returns the names of the libraries that torch's ask for."""
-    lines = [words for library in libraries for words in readelf("-d", library) if "(NEEDED)" in words]
+    lines = [
+        words for library in libraries for words in readelf("-d", library) if "(NEEDED)" in words
+    ]
     return {words[-1].strip("[]") for words in lines}
 
 
 def imported(libraries: list[Path]) -> dict[str, str]:
-    """Returns the functions that torch's libraries import, each with its version, or an empty one."""
+    """Returns the functions that torch's libraries import, each with its version, or an empty
+    one.
+    """
     found: dict[str, str] = {}
     for words in (words for library in libraries for words in readelf("--dyn-syms", library)):
         if len(words) >= 8 and words[6] == "UND":
@@ -63,7 +68,9 @@ def make(soname: str, functions: dict[str, str], folder: Path) -> None:
     lines = ["const void* shardgrad_stub(void) { return 0; }"]
     for name in functions:
         answer = (
-            '"no NVIDIA libraries are installed"' if "String" in name or "ErrorName" in name else NO_DEVICE
+            '"no NVIDIA libraries are installed"'
+            if "String" in name or "ErrorName" in name
+            else NO_DEVICE
         )
         lines.append(f"const void* {name}(void) {{ return {answer}; }}")
     source.write_text("\n".join(lines))
@@ -93,8 +100,14 @@ def main() -> None:
     for soname in sorted(needed(libraries)):
         prefix = PREFIXES.get(re.sub(r"\.so\..*", ".so", soname))
         if prefix is not None:
-            make(soname, {name: at for name, at in functions.items() if re.match(prefix, name)}, folder)
-    subprocess.run([sys.executable, "-c", "import torch; assert not torch.cuda.is_available()"], check=True)
+            make(
+                soname,
+                {name: at for name, at in functions.items() if re.match(prefix, name)},
+                folder,
+            )
+    subprocess.run(
+        [sys.executable, "-c", "import torch; assert not torch.cuda.is_available()"], check=True
+    )
 
 
 if __name__ == "__main__":

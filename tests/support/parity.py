@@ -1,7 +1,7 @@
 """Models, engines and training loops that the parity tests share.
 
-A *program* is a function of an `Engine` that builds, trains and returns named tensors. Running one program
-under two engines and comparing what comes back is how most tests here judge.
+A *program* is a function of an `Engine` that builds, trains and returns named tensors. Running one
+program under two engines and comparing what comes back is how most tests here judge.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BYTE_DTYPES = [torch.int64, torch.int8, torch.bool, torch.float8_e4m3fn]  # with
 Tensors = dict[str, Tensor]
 
 
-# -- models -------------------------------------------------------------------------------------------------
+# -- models
+# -------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -50,7 +51,9 @@ class Block(nn.Module):
 
 
 class Tower(nn.Module):
-    """Tokens in, logits out; the head is registered before the layers, and `gain` has a single element."""
+    """Tokens in, logits out; the head is registered before the layers, and `gain` has a single
+    element.
+    """
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -110,7 +113,8 @@ def stack(*sizes: int, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
-# -- engines ------------------------------------------------------------------------------------------------
+# -- engines
+# ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -120,7 +124,8 @@ class Engine:
     Attributes:
         fully_shard: shards a module; returns it as it is for the unsharded oracle.
         whole_batch: give every rank the batches of all ranks, concatenated.
-        gathers: report whole tensors and mean losses; otherwise what this rank holds, without communication.
+        gathers: report whole tensors and mean losses; otherwise what this rank holds, without
+            communication.
     """
 
     name: str
@@ -182,7 +187,9 @@ class Engine:
         """Returns this rank's random inputs of a step."""
         generator = torch.Generator().manual_seed(2_000 + step)
         rows = ROWS * dist.get_world_size()
-        return self.mine(torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(dtype))
+        return self.mine(
+            torch.randn(rows, *shape, generator=generator, dtype=torch.float64).to(dtype)
+        )
 
 
 def _leave_alone(module: Any, **_: Any) -> Any:
@@ -206,7 +213,8 @@ def flat_mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
 
 
-# -- loops --------------------------------------------------------------------------------------------------
+# -- loops
+# --------------------------------------------------------------------------------------------------
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -231,7 +239,9 @@ def train(
     set_to_none: bool = True,
     first_step: int = 0,
 ) -> Tensors:
-    """Trains on token batches; returns every step's loss, and the last step's parameters and gradients."""
+    """Trains on token batches; returns every step's loss, and the last step's parameters and
+    gradients.
+    """
     optim = make_optimizer(optimizer, model)
     history: Tensors = {}
     for step in range(first_step, first_step + steps):
@@ -274,7 +284,8 @@ def watching_collectives(act: Callable[[str, Tensor], None]) -> Iterator[None]:
             setattr(dist, name, original)
 
 
-# -- judging ------------------------------------------------------------------------------------------------
+# -- judging
+# ------------------------------------------------------------------------------------------------
 
 
 def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
@@ -289,12 +300,17 @@ def assert_same_bits(ours: Tensors, theirs: Tensors) -> None:
 def assert_close(ours: Tensors, theirs: Tensors, *, tolerance: float = 1e-10) -> None:
     """Requires the same names, and values equal within `tolerance` (relative, and absolute).
 
-    The default is for float64 programs: some thousand roundings of 1e-16, and a margin of a hundred.
+    The default is for float64 programs: some thousand roundings of 1e-16, and a margin of a
+    hundred.
     """
     assert list(ours) == list(theirs), f"names differ: {sorted(ours.keys() ^ theirs.keys())}"
     for name, right in theirs.items():
         torch.testing.assert_close(
-            ours[name], right, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}"
+            ours[name],
+            right,
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda text, name=name: f"{name}: {text}",
         )
 
 
@@ -306,8 +322,12 @@ def same_bits_as_fsdp2(program: Program, *args: Any, **kwargs: Any) -> None:
     assert_same_bits(program(SHARDGRAD, *args, **kwargs), program(FSDP2, *args, **kwargs))
 
 
-def close_to_unsharded(program: Program, *args: Any, tolerance: float = 1e-10, **kwargs: Any) -> None:
-    """Runs a float64 program sharded, and unsharded on the concatenated batch; requires equal results."""
+def close_to_unsharded(
+    program: Program, *args: Any, tolerance: float = 1e-10, **kwargs: Any
+) -> None:
+    """Runs a float64 program sharded, and unsharded on the concatenated batch; requires equal
+    results.
+    """
     with float64():
         ours, theirs = program(GATHERED, *args, **kwargs), program(UNSHARDED, *args, **kwargs)
     assert_close(ours, theirs, tolerance=tolerance)

@@ -23,7 +23,9 @@ SHAPES = ((5, 3), (4,), (2, 2), (1,))  # on two ranks the last has no row on ran
 
 
 class Plane(nn.Module):
-    """A loss that is linear in the parameters: gradients do not depend on them, so errors do not grow."""
+    """A loss that is linear in the parameters: gradients do not depend on them, so errors do not
+    grow.
+    """
 
     def __init__(self, *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -34,7 +36,9 @@ class Plane(nn.Module):
 
     def forward(self, step: int) -> Tensor:
         generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        slopes = [torch.randn(tuple(w.shape), generator=generator).to(w.dtype) for w in self.weights]
+        slopes = [
+            torch.randn(tuple(w.shape), generator=generator).to(w.dtype) for w in self.weights
+        ]
         return sum((w * slope).sum() for w, slope in zip(self.weights, slopes, strict=True))
 
 
@@ -45,7 +49,9 @@ def plane(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, **option
 
 @contextmanager
 def partner(name: str) -> Iterator[Callable[..., Any]]:
-    """Yields `fused_adam` of "te 2.17.1" or "apex", with a stand-in installed that runs on the CPU."""
+    """Yields `fused_adam` of "te 2.17.1" or "apex", with a stand-in installed that runs on the
+    CPU.
+    """
     kind, _, version = name.partition(" ")
     module: Any = integrations.transformer_engine if kind == "te" else integrations.apex
     installed = te_fused_adam.installed(version) if kind == "te" else apex_fused_adam.installed()
@@ -87,8 +93,8 @@ def assert_rounded_alike(
 ) -> None:
     """Requires two Adams' weights, of the same gradients, to differ by roundings only.
 
-    Both compute in float32. An update, at most 2 lr here, carries less than 16 roundings; taking it off a
-    weight two more, and storing the weight in `dtype` one.
+    Both compute in float32. An update, at most 2 lr here, carries less than 16 roundings; taking it
+    off a weight two more, and storing the weight in `dtype` one.
     """
     unit, stored = 2.0**-24, torch.finfo(dtype).eps / 2
     for name, right in theirs.items():

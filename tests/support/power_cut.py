@@ -1,9 +1,10 @@
 """A model of what a power failure leaves of a folder.
 
-A file system promises little: what `fsync` was called for is there. Of everything else, any part may be
-missing: the bytes of a file, or some of them; the name of a new file; one of two renames, the later without
-the earlier. A `PowerCut` stands between a program and its folder, remembers what was synced, and before each
-change of the folder makes folders as a failure at this moment could have left them, for a check.
+A file system promises little: what `fsync` was called for is there. Of everything else, any part
+may be missing: the bytes of a file, or some of them; the name of a new file; one of two renames,
+the later without the earlier. A `PowerCut` stands between a program and its folder, remembers what
+was synced, and before each change of the folder makes folders as a failure at this moment could
+have left them, for a check.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Change:
-    """Names in a folder that have changed together: given to something, or (None) taken away from it."""
+    """Names in a folder that have changed together: given to something, or (None) taken away from
+    it.
+    """
 
     folder: _Node
     names: tuple[tuple[str, _Node, bool], ...]
@@ -62,19 +65,25 @@ class PowerCut:
 
     Args:
         root: the folder; empty.
-        check: is called with a folder as a power failure could have left this one; raises if it is wrong.
+        check: is called with a folder as a power failure could have left this one; raises if it is
+            wrong.
         scratch: where those folders are made.
         ignored: calls of `fsync` that do nothing, by their `site`.
 
     Attributes:
-        sites: where `fsync` was called: functions of the library, from the outer to the inner one, and the
-            line.
+        sites: where `fsync` was called: functions of the library, from the outer to the inner one,
+            and the line.
         moments: how many changes there were.
         folders: how many folders were checked.
     """
 
     def __init__(
-        self, root: Path, check: Callable[[Path], None], scratch: Path, *, ignored: str | None = None
+        self,
+        root: Path,
+        check: Callable[[Path], None],
+        scratch: Path,
+        *,
+        ignored: str | None = None,
     ) -> None:
         self._path = root
         self._root = _Node(entries={})
@@ -90,7 +99,9 @@ class PowerCut:
 
     @contextmanager
     def watching(self) -> Iterator[PowerCut]:
-        real = {name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir")}
+        real = {
+            name: getattr(os, name) for name in ("fsync", "rename", "replace", "unlink", "rmdir")
+        }
 
         def fsync(descriptor: int) -> None:
             if self._is_checking:
@@ -119,7 +130,11 @@ class PowerCut:
                     function(path, dir_fd=dir_fd)
                     return
                 self.cut()
-                where = Path(path) if dir_fd is None else Path(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+                where = (
+                    Path(path)
+                    if dir_fd is None
+                    else Path(os.readlink(f"/proc/self/fd/{dir_fd}"), path)
+                )
                 function(path, dir_fd=dir_fd)
                 self._removed(where)
 
@@ -174,14 +189,19 @@ class PowerCut:
         synced, written = file.synced or b"", file.content
         if synced == written:
             return written
-        kind = self._draw.choice(("synced", "written", "zeros", "torn")) if contents == "any" else contents
+        kind = (
+            self._draw.choice(("synced", "written", "zeros", "torn"))
+            if contents == "any"
+            else contents
+        )
         if kind == "zeros":  # the size has changed, the bytes have not been written
             return synced + bytes(max(0, len(written) - len(synced)))
         if kind == "torn":
             return written[: self._draw.randrange(len(written) + 1)]
         return synced if kind == "synced" else written
 
-    # -- what the program does --------------------------------------------------------------------------
+    # -- what the program does
+    # --------------------------------------------------------------------------
 
     def _notice(self, path: Path, folder: _Node) -> None:
         """Finds what has been made or written since the last moment."""
@@ -221,11 +241,15 @@ class PowerCut:
         folder = self._found(source.parent)
         if folder is None:
             return
-        assert folder is self._found(target.parent), "a rename from folder to folder is not modelled"
+        assert folder is self._found(target.parent), (
+            "a rename from folder to folder is not modelled"
+        )
         assert folder.entries is not None
         node = folder.entries.pop(source.name)
         folder.entries[target.name] = node
-        self._pending.append(_Change(folder, ((source.name, node, False), (target.name, node, True))))
+        self._pending.append(
+            _Change(folder, ((source.name, node, False), (target.name, node, True)))
+        )
 
     def _removed(self, path: Path) -> None:
         folder = self._found(path.parent)
@@ -236,7 +260,9 @@ class PowerCut:
 
 
 def _site() -> str:
-    """Returns the lines of the library that led to a call of `fsync`; nothing if another library made it."""
+    """Returns the lines of the library that led to a call of `fsync`; nothing if another library
+    made it.
+    """
     frame, names = sys._getframe(2), []
     while frame is not None and len(names) < 2:
         module = frame.f_globals.get("__name__", "")

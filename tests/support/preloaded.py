@@ -1,7 +1,8 @@
 """What processes of tests have in common: imported once, by the server that forks them.
 
-Importing all this takes seconds of a core; forking takes milliseconds. Nothing here may start a thread, a
-process group or a device. Frameworks with global state (transformers, lightning) stay out.
+Importing all this takes seconds of a core; forking takes milliseconds. Nothing here may start a
+thread, a process group or a device. Frameworks with global state (transformers, lightning) stay
+out.
 """
 
 from __future__ import annotations

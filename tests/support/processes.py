@@ -22,14 +22,18 @@ _COUNTS_AT_LEAST = 1 / 8
 
 
 def _queued_s(pid: int) -> dict[int, float]:
-    """Returns for how long threads of a process, and of each below it, were ready and no core was free."""
+    """Returns for how long threads of a process, and of each below it, were ready and no core was
+    free.
+    """
     found, waiting = {}, [pid]
     while waiting:
         tasks = Path(f"/proc/{waiting.pop()}/task")
         with suppress(OSError):  # the process ended meanwhile
             for thread in os.listdir(tasks):
                 with suppress(OSError, IndexError):  # the thread did, or this kernel does not count
-                    found[int(thread)] = int((tasks / thread / "schedstat").read_text().split()[1]) / 1e9
+                    found[int(thread)] = (
+                        int((tasks / thread / "schedstat").read_text().split()[1]) / 1e9
+                    )
                     waiting += map(int, (tasks / thread / "children").read_text().split())
     return found
 
@@ -37,7 +41,8 @@ def _queued_s(pid: int) -> dict[int, float]:
 class FairClock:
     """Seconds since it was made, without those in which a process was kept waiting for a core.
 
-    A time limit by this clock ends what hangs, and does not end what is slow because the machine is busy.
+    A time limit by this clock ends what hangs, and does not end what is slow because the machine is
+    busy.
 
     Args:
         pids: the processes that work, with those that they start; without any, this one.
@@ -52,7 +57,8 @@ class FairClock:
     def elapsed_s(self) -> float:
         """Returns the seconds that count."""
         queued, passed_s = self._read(), time.monotonic() - self._began_s
-        # Of the whole time: the system counts a wait when it is over, which may be many calls later.
+        # Of the whole time: the system counts a wait when it is over, which may be many calls
+        # later.
         waits = (after - self._queued.get(thread, 0.0) for thread, after in queued.items())
         self._waited_s += max((0.0, *waits))
         self._queued |= queued
@@ -81,8 +87,11 @@ def communicate(process: subprocess.Popen[str], timeout_s: float) -> tuple[str, 
                 raise
 
 
-def run(command: Sequence[str], *, timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end, as `subprocess.run` does with captured text; kills it if it takes longer.
+def run(
+    command: Sequence[str], *, timeout_s: float, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, as `subprocess.run` does with captured text; kills it if it takes
+    longer.
 
     Args:
         command: words of the command line.

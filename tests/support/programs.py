@@ -1,4 +1,5 @@
-"""Programs of this project in processes forked from one that has imported torch: the start costs nothing.
+"""Programs of this project in processes forked from one that has imported torch: the start costs
+nothing.
 
 What a program does when an interpreter is really started is for tests that use `subprocess`.
 """
@@ -53,8 +54,8 @@ class Program:
     Args:
         module: what is run as `__main__`.
         arguments: words of its command line.
-        forks: whether processes that it starts by `multiprocessing` are forked from it; only where it has not
-            computed anything before.
+        forks: whether processes that it starts by `multiprocessing` are forked from it; only where
+            it has not computed anything before.
     """
 
     def __init__(self, module: str, *arguments: str | Path, forks: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Running a function on every rank of a small world, within a time limit.
 
-Workers start once for each world size and serve many tests: they keep what torch has imported, compiled and
-cached. They are replaced after a test that fails or breaks the process group, and once too many process
-groups were left behind.
+Workers start once for each world size and serve many tests: they keep what torch has imported,
+compiled and cached. They are replaced after a test that fails or breaks the process group, and once
+too many process groups were left behind.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from typing import Any
 
 from tests.support.processes import CONTEXT, FairClock
 
-# Longer than the limit of a test, which ends ranks that hang: this one counts the time that a rank waits for
-# one that has no core.
+# Longer than the limit of a test, which ends ranks that hang: this one counts the time that a rank
+# waits for one that has no core.
 COLLECTIVE_TIMEOUT_S = 300.0
-# Process groups that a worker may keep. Each has a thread of gloo that looks for work 100 times a second.
+# Process groups that a worker may keep. Each has a thread of gloo that looks for work 100 times a
+# second.
 MOST_GROUPS = 12
 # How long the other ranks may go on after one has raised: they may wait for it in a collective.
 GRACE_S = 5.0
@@ -63,7 +64,9 @@ def _serve(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
     while True:
         task = pipe.recv()
         if task is None:
@@ -82,7 +85,11 @@ class Ranks:
     """`world_size` processes joined by `backend`."""
 
     def __init__(
-        self, world_size: int, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S, *, backend: str = "gloo"
+        self,
+        world_size: int,
+        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+        *,
+        backend: str = "gloo",
     ) -> None:
         self.world_size = world_size
         self._backend = backend
@@ -102,7 +109,16 @@ class Ranks:
             said, says = CONTEXT.Pipe(duplex=False)
             process = CONTEXT.Process(
                 target=_serve,
-                args=(rank, self.world_size, port, self._backend, self._timeout_s, theirs, says, sys.path),
+                args=(
+                    rank,
+                    self.world_size,
+                    port,
+                    self._backend,
+                    self._timeout_s,
+                    theirs,
+                    says,
+                    sys.path,
+                ),
                 daemon=True,
             )
             process.start()
@@ -140,8 +156,8 @@ class Ranks:
             timeout_s: seconds, those left out in which the ranks waited for a core.
 
         Raises:
-            RankError: a rank raised, died, or took longer than `timeout_s`, and says where it is then; the
-                workers are replaced.
+            RankError: a rank raised, died, or took longer than `timeout_s`, and says where it is
+                then; the workers are replaced.
         """
         self.start()
         for pipe in self._pipes:
@@ -167,12 +183,16 @@ class Ranks:
         failed = {rank: text for rank, (ok, text, _) in results.items() if not ok}
         if failed:
             self.stop()
-            raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items())))
+            raise RankError(
+                "\n".join(f"rank {rank}:\n{text}" for rank, text in sorted(failed.items()))
+            )
         self._groups = max(groups for _, _, groups in results.values())
         return [results[rank][1] for rank in range(self.world_size)]
 
     def _where(self, rank: int) -> str:
-        """Returns the Python stacks of all threads of a rank that hangs, as the rank itself writes them."""
+        """Returns the Python stacks of all threads of a rank that hangs, as the rank itself writes
+        them.
+        """
         with contextlib.suppress(ProcessLookupError):  # it died meanwhile
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         said = b""

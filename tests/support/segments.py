@@ -1,4 +1,6 @@
-"""Segments: flat tensors with rows in them, in both backends, that tests of updates and norms are made of."""
+"""Segments: flat tensors with rows in them, in both backends, that tests of updates and norms are
+made of.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from torch import Tensor
 from shardgrad import ops
 from shardgrad.ops import norm, update
 
-needs_library = pytest.mark.skipif(ops.backend() != "compiled", reason="shardgrad/_C.so was not built")
+needs_library = pytest.mark.skipif(
+    ops.backend() != "compiled", reason="shardgrad/_C.so was not built"
+)
 BACKENDS = ["reference", pytest.param("compiled", marks=needs_library)]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNTOUCHED = -77.0

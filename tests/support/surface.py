@@ -2,7 +2,8 @@
 
     python -m tests.support.surface FOLDER [FOLDER ...]
 
-prints the table of docs/reference/fsdp2_surface.md, from folders named after versions that hold torch.
+prints the table of docs/reference/fsdp2_surface.md, from folders named after versions that hold
+torch.
 """
 
 from __future__ import annotations
@@ -34,7 +35,11 @@ def surface(torch_folder: Path) -> set[Row]:
 def _member(owner: str, node: ast.stmt) -> Row | None:
     if isinstance(node, ast.FunctionDef) and owner in CLASSES and not node.name.startswith("_"):
         return f"{owner}.{node.name}", _parameters(node)
-    if isinstance(node, ast.AnnAssign) and owner.endswith("Policy") and isinstance(node.target, ast.Name):
+    if (
+        isinstance(node, ast.AnnAssign)
+        and owner.endswith("Policy")
+        and isinstance(node.target, ast.Name)
+    ):
         return f"{owner}.{node.target.id}", ""
     return None
 
@@ -50,7 +55,10 @@ def _parameters(node: ast.FunctionDef) -> str:
 
 def table(surfaces: dict[str, set[Row]]) -> list[str]:
     """Returns the lines of the table; which versions have what, each in a column."""
-    lines = [f"| name | parameters | {' | '.join(surfaces)} |", f"|---|---|{'---|' * len(surfaces)}"]
+    lines = [
+        f"| name | parameters | {' | '.join(surfaces)} |",
+        f"|---|---|{'---|' * len(surfaces)}",
+    ]
     for row in sorted(set().union(*surfaces.values())):
         name, parameters = row
         marks = " | ".join("x" if row in rows else "" for rows in surfaces.values())
@@ -71,4 +79,8 @@ def rows_of(page: str, version: str) -> set[Row]:
 
 if __name__ == "__main__":
     folders = {".".join(Path(name).name.split(".")[:2]): Path(name) for name in sys.argv[1:]}
-    print("\n".join(table({version: surface(folder / "torch") for version, folder in folders.items()})))
+    print(
+        "\n".join(
+            table({version: surface(folder / "torch") for version, folder in folders.items()})
+        )
+    )

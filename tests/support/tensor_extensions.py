@@ -53,7 +53,9 @@ class Narrowed(Tensor):
         return ["_data"], None
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Tensor], meta: Any, size: Any, stride: Any) -> Narrowed:
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: Any, size: Any, stride: Any
+    ) -> Narrowed:
         return Narrowed(inner["_data"])
 
     def __repr__(self) -> str:
@@ -89,7 +91,12 @@ class Narrowed(Tensor):
         return (data.to(torch.bfloat16),), {"scale": 1}
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> Any:
         assert metadata == {"scale": 1}
         (gathered,) = outputs
@@ -110,7 +117,12 @@ class Quantized(Narrowed):
         return ((self._data / scale).round().to(torch.int8), scale.reshape(1)), None
 
     def fsdp_post_all_gather(
-        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Any = None
+        self,
+        outputs: tuple[Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: Any = None,
     ) -> Any:
         numbers, scales = outputs
         pieces = numbers.chunk(len(scales))

@@ -34,7 +34,9 @@ def grid(*shape: int) -> DeviceMesh:
 
 
 class Mlp(nn.Module):
-    """A norm on sequence shards, one matrix cut by columns, one by rows; sizes that ranks do not divide."""
+    """A norm on sequence shards, one matrix cut by columns, one by rows; sizes that ranks do not
+    divide.
+    """
 
     def __init__(self, width: int = WIDTH, hidden: int = 10) -> None:
         super().__init__()
@@ -66,20 +68,26 @@ def parallelize(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
 
 
 def inputs(step: int, mesh: DeviceMesh) -> Tensor:
-    """Returns what this rank's data-parallel rank gets; the same for all of its tensor-parallel ranks."""
+    """Returns what this rank's data-parallel rank gets; the same for all of its tensor-parallel
+    ranks.
+    """
     dp = mesh["dp"]
     rank = dp.get_local_rank()
     if mesh.ndim == 3:
         rank += dp.size() * mesh["replicate"].get_local_rank()
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
+    return torch.randn(4, WIDTH, generator=generator, dtype=torch.float64).to(
+        torch.get_default_dtype()
+    )
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["dp"] if mesh.ndim == 2 else mesh["replicate", "dp"]
 
 
-def build(engine: Engine, shape: tuple[int, ...], hidden: int = 10, **options: Any) -> nn.Sequential:
+def build(
+    engine: Engine, shape: tuple[int, ...], hidden: int = 10, **options: Any
+) -> nn.Sequential:
     mesh = grid(*shape)
     model = parallelize(mlps(hidden), mesh["tp"])
     for mlp in model:
@@ -116,4 +124,6 @@ def train(
     return found
 
 
-needs_dims = pytest.mark.skipif(not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch has none")
+needs_dims = pytest.mark.skipif(
+    not hasattr(fsdp, "DataParallelMeshDims"), reason="this torch has none"
+)

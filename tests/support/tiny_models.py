@@ -74,7 +74,9 @@ def vit() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    """An encoder and a decoder that share their embedding, and relative positions in the first blocks."""
+    """An encoder and a decoder that share their embedding, and relative positions in the first
+    blocks.
+    """
     config = hf.T5Config(
         vocab_size=VOCABULARY,
         d_model=16,
@@ -104,7 +106,9 @@ def batch(model: nn.Module, step: int) -> dict[str, Tensor]:
     """Returns this rank's inputs and labels of a step."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     if model.main_input_name == "pixel_values":
-        pixels = torch.randn(ROWS, 3, 8, 8, generator=generator, dtype=next(model.parameters()).dtype)
+        pixels = torch.randn(
+            ROWS, 3, 8, 8, generator=generator, dtype=next(model.parameters()).dtype
+        )
         return {"pixel_values": pixels, "labels": torch.randint(5, (ROWS,), generator=generator)}
     tokens = torch.randint(3, VOCABULARY, (ROWS, 7), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
@@ -128,7 +132,9 @@ def train(model: nn.Module, steps: int = 2) -> Tensors:
     for step in range(steps):
         loss = model(**batch(model, step)).loss
         loss.backward()
-        notes[f"norm of step {step}"] = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        notes[f"norm of step {step}"] = whole(
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        )
         optimizer.step()
         optimizer.zero_grad()
         notes[f"loss of step {step}"] = loss.detach()

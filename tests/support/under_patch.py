@@ -1,7 +1,8 @@
 """Running a program as it is, and once more inside `shardgrad.patch()`.
 
 A *client program* is a function that knows nothing of this project: it shards with whatever
-`torch.distributed.fsdp` and its frameworks give it, trains, and returns its sharded model and what it noted.
+`torch.distributed.fsdp` and its frameworks give it, trains, and returns its sharded model and what
+it noted.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _environment_restored() -> Iterator[None]:
-    """Undoes what frameworks leave in `os.environ`, by which they would configure the next program."""
+    """Undoes what frameworks leave in `os.environ`, by which they would configure the next
+    program.
+    """
     before = dict(os.environ)
     try:
         yield

@@ -45,7 +45,9 @@ def with_the_environment_of_a_launcher() -> _Built:
     return sharded()
 
 
-def _trained(model: nn.Module, run: Callable[[torch.Tensor], Any], after: Callable[[], None]) -> _Built:
+def _trained(
+    model: nn.Module, run: Callable[[torch.Tensor], Any], after: Callable[[], None]
+) -> _Built:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step(index: int, parts: list[int]) -> None:

@@ -1,4 +1,6 @@
-"""`shardgrad doctor --audit`: a program on two ranks against one, and what is said about mistakes."""
+"""`shardgrad doctor --audit`: a program on two ranks against one, and what is said about
+mistakes.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ def audited(name: str, *options: str) -> tuple[int, str]:
 @pytest.mark.parametrize("name", ["sharded", "replicated", "fsdp2_sharded"])
 def test_a_right_program_passes(name: str) -> None:
     status, said = audited(name)
-    assert "2 ranks train as one does: gradients and values of 4 parameters agree over 3 steps." in said
+    assert (
+        "2 ranks train as one does: gradients and values of 4 parameters agree over 3 steps."
+        in said
+    )
     assert status == 0
 
 
@@ -34,13 +39,23 @@ def test_a_right_program_passes(name: str) -> None:
             "past_the_wrapper",
             "step 0, gradient of module.0.weight, and 3 more: not averaged: every rank has its own",
         ),
-        ("summed", "step 0, gradient of 0.weight, and 3 more: 2 times too large: summed over the ranks"),
+        (
+            "summed",
+            "step 0, gradient of 0.weight, and 3 more: 2 times too large: summed over the ranks",
+        ),
         (
             "seeded_by_rank",
-            "initial value of 0.weight, and 3 more: rank 1 begins with other weights: seed every rank alike",
+            "initial value of 0.weight, and 3 more: rank 1 begins with other weights: seed every "
+            "rank alike",
         ),
-        ("only_the_data_of_rank_0", "step 0, gradient of 0.weight, and 3 more: it is the gradient of part 0"),
-        ("one_step_late", "step 1, gradient of 0.weight, and 3 more: stale: it is the gradient of step 0"),
+        (
+            "only_the_data_of_rank_0",
+            "step 0, gradient of 0.weight, and 3 more: it is the gradient of part 0",
+        ),
+        (
+            "one_step_late",
+            "step 1, gradient of 0.weight, and 3 more: stale: it is the gradient of step 0",
+        ),
         (
             "unused_on_rank_1",
             "step 0, gradient of sometimes.weight, and 1 more: rank 1 has no gradient",
@@ -77,8 +92,14 @@ def test_a_rank_has_the_environment_of_a_launcher(tmp_path: Path) -> None:
             f"{PROGRAMS}:batch",
             ["batch: the function is called without arguments", "got:      batch(index: 'int'"],
         ),
-        (f"{PROGRAMS}:without_a_step", ["returned (Sequential, SGD)", "return model, optimizer, step"]),
-        (f"{PROGRAMS}:broken", ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"]),
+        (
+            f"{PROGRAMS}:without_a_step",
+            ["returned (Sequential, SGD)", "return model, optimizer, step"],
+        ),
+        (
+            f"{PROGRAMS}:broken",
+            ["fails on one rank", "FileNotFoundError: data.bin", "where:    build()"],
+        ),
     ],
 )
 def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) -> None:
@@ -88,7 +109,8 @@ def test_what_is_not_such_a_program_is_refused(target: str, words: list[str]) ->
     assert done.returncode == 2
 
 
-# -- what the numbers say ------------------------------------------------------------------------------------
+# -- what the numbers say
+# ------------------------------------------------------------------------------------
 
 WEIGHT = torch.arange(1.0, 7.0).view(3, 2)
 GRADIENT = torch.tensor([[1.0, -2.0], [3.0, 0.5], [-1.0, 2.0]])
@@ -125,20 +147,28 @@ def test_a_gradient_that_is_not_finite_anywhere_is_no_difference() -> None:
 
 
 def test_factors_are_recognized() -> None:
-    assert "2 times too small: averaged once too often" in said(trace(GRADIENT), *[trace(GRADIENT / 2)] * 2)
+    assert "2 times too small: averaged once too often" in said(
+        trace(GRADIENT), *[trace(GRADIENT / 2)] * 2
+    )
     assert "3.5 times the expected one" in said(trace(GRADIENT), *[trace(GRADIENT * 3.5)] * 2)
     assert "it is zero on all ranks" in said(trace(GRADIENT), *[trace(GRADIENT * 0)] * 2)
 
 
 def test_a_gradient_that_was_not_set_to_zero_is_recognized() -> None:
     reference, wrong = trace(GRADIENT, WEIGHT), trace(GRADIENT, WEIGHT + GRADIENT)
-    assert "step 1, gradient of w: it contains the gradient of step 0 too" in said(reference, wrong, wrong)
+    assert "step 1, gradient of w: it contains the gradient of step 0 too" in said(
+        reference, wrong, wrong
+    )
 
 
 def test_the_rank_whose_rows_are_wrong_is_named() -> None:
     reference = trace(GRADIENT)
     ranks = [
-        Trace({"w": rows(WEIGHT, *own)}, [{"w": rows(values, *own)}], [{"w": rows(WEIGHT - GRADIENT, *own)}])
+        Trace(
+            {"w": rows(WEIGHT, *own)},
+            [{"w": rows(values, *own)}],
+            [{"w": rows(WEIGHT - GRADIENT, *own)}],
+        )
         for own, values in (((0, 2), GRADIENT), ((2, 3), GRADIENT.flip(1)))
     ]
     assert "what rank 1 holds of it is not right, the rest is" in said(reference, *ranks)
@@ -147,12 +177,15 @@ def test_the_rank_whose_rows_are_wrong_is_named() -> None:
 def test_a_rank_without_an_optimizer_step_is_named() -> None:
     idle = Trace({"w": whole(WEIGHT)}, [None], [{"w": whole(WEIGHT)}])
     assert said(trace(GRADIENT), trace(GRADIENT), idle) == (
-        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the run on one rank"
+        "step 0, update of all parameters: rank 1 made no optimizer step, unlike the run on one "
+        "rank"
     )
 
 
 def test_updates_are_compared_where_gradients_agree() -> None:
     reference, twice = trace(GRADIENT), trace(GRADIENT, weights=[WEIGHT - 2 * GRADIENT])
-    assert "gradients agree, and the update of ranks 0 and 1 is 2 times" in said(reference, twice, twice)
+    assert "gradients agree, and the update of ranks 0 and 1 is 2 times" in said(
+        reference, twice, twice
+    )
     kept = trace(GRADIENT, weights=[WEIGHT])
     assert "gradients agree, and rank 1 does not update it" in said(reference, reference, kept)

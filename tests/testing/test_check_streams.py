@@ -1,4 +1,6 @@
-"""`check_streams` without streams, what it refuses, and the order it learns from a device's events."""
+"""`check_streams` without streams, what it refuses, and the order it learns from a device's
+events.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_a_model_without_a_unit_is_refused() -> None:
 
 
 def test_a_model_that_has_not_run_is_refused_with_what_to_do(model: nn.Module) -> None:
-    with pytest.raises(RootError, match=r"has not run yet(.|\n)*run one step"), check_streams(model):
+    with (
+        pytest.raises(RootError, match=r"has not run yet(.|\n)*run one step"),
+        check_streams(model),
+    ):
         pass
 
 
@@ -148,7 +153,9 @@ def test_an_event_that_takes_the_place_of_a_deleted_one_orders_nothing(order: _D
 
 
 @pytest.mark.parametrize("what", ["event", "stream", "device"])
-def test_what_the_host_waited_for_is_before_everything_launched_later(order: _Device, what: str) -> None:
+def test_what_the_host_waited_for_is_before_everything_launched_later(
+    order: _Device, what: str
+) -> None:
     trace = torch.cuda._gpu_trace
     moment = order.now()
     _record(7, 0)
@@ -190,7 +197,9 @@ def test_the_trace_is_followed_from_start_to_stop(monkeypatch: pytest.MonkeyPatc
 
 def test_what_an_operation_only_views_is_no_access_and_what_follows_it_is() -> None:
     viewed, start = torch.zeros(4), torch.tensor(1)
-    assert list(_arguments(torch.ops.aten.narrow.Tensor, (viewed, 0, start, 2), {})) == [(start, False)]
+    assert list(_arguments(torch.ops.aten.narrow.Tensor, (viewed, 0, start, 2), {})) == [
+        (start, False)
+    ]
     assert list(_arguments(torch.ops.aten.copy_.default, (viewed, start), {})) == [
         (viewed, True),
         (start, False),

@@ -1,4 +1,6 @@
-"""Whether PyTorch may see an accelerator is known without its import, and never denied where it may."""
+"""Whether PyTorch may see an accelerator is known without its import, and never denied where it
+may.
+"""
 
 from __future__ import annotations
 

@@ -51,7 +51,9 @@ def test_advice_never_names_a_damaged_checkpoint(
     name: str, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     for step in (2, 4, 6):
-        checkpoint.save({"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}")
+        checkpoint.save(
+            {"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}"
+        )
     (tmp_path / "latest").write_text("step_000006")
     if name == "index.json" and damage in (link_nowhere, remove):
         # One that is not complete is not the newest.
@@ -65,7 +67,10 @@ def test_advice_never_names_a_damaged_checkpoint(
     assert "write step_000002, which is whole" in words
     assert "step_000004" not in words
     damage(tmp_path / "step_000002" / name)
-    assert advice(tmp_path) == "no older checkpoint is whole, so start the run again, with another --run-dir"
+    assert (
+        advice(tmp_path)
+        == "no older checkpoint is whole, so start the run again, with another --run-dir"
+    )
 
 
 def test_another_version_of_the_format_is_no_damage(tmp_path: Path) -> None:
@@ -75,14 +80,18 @@ def test_another_version_of_the_format_is_no_damage(tmp_path: Path) -> None:
         index = (folder / "index.json").read_bytes().replace(b'"version":1', b'"version":2')
         (folder / "index.json").write_bytes(index)
         (folder / "complete").write_text(marker_of(index))
-    assert "pip install --upgrade shardgrad, or convert it with the one that wrote it" in advice(tmp_path)
+    assert "pip install --upgrade shardgrad, or convert it with the one that wrote it" in advice(
+        tmp_path
+    )
 
 
 def test_checkpoints_that_take_long_to_read_are_left_to_the_command_that_verifies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4):
-        checkpoint.save({"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}")
+        checkpoint.save(
+            {"x": torch.full((64,), float(step)), "n": step}, tmp_path / f"step_{step:06d}"
+        )
     flip_a_bit(tmp_path / "step_000004" / "rank_00000.bin")
     monkeypatch.setattr("shardgrad.train.checkpoint._QUICKLY_READ_NBYTES", 100)
     words = advice(tmp_path)

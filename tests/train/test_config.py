@@ -93,7 +93,9 @@ def test_meshes_are_one_number_or_two() -> None:
 @pytest.mark.parametrize(
     ("ranks", "batch_size", "accumulate"), [(1, 8, 2), (2, 8, 1), (4, 4, 1), (8, 2, 1), (16, 1, 1)]
 )
-def test_other_ranks_share_the_same_global_batch(ranks: int, batch_size: int, accumulate: int) -> None:
+def test_other_ranks_share_the_same_global_batch(
+    ranks: int, batch_size: int, accumulate: int
+) -> None:
     config = resumed(SAVED, {}, world_size=ranks)
     assert (config.ranks, config.batch_size, config.accumulate) == (ranks, batch_size, accumulate)
     assert config.global_batch(ranks) == SAVED.global_batch(2)
@@ -146,7 +148,9 @@ def test_the_mesh_of_other_ranks_is_forgotten_and_a_new_one_brings_its_own_ranks
     assert (config.ranks, config.batch_size) == (8, 2)
 
 
-@pytest.mark.parametrize("change", [{"preset": "small"}, {"override": {"layers": 9}}, {"hf": "gpt2"}])
+@pytest.mark.parametrize(
+    "change", [{"preset": "small"}, {"override": {"layers": 9}}, {"hf": "gpt2"}]
+)
 def test_a_resumed_run_keeps_its_model(change: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="would change the model that was saved"):
         resumed(SAVED, change, world_size=None)

@@ -16,9 +16,13 @@ from shardgrad.train.corpus import Corpus, Sampler, load_corpus, validation_star
 from shardgrad.train.failure import UsageError
 
 
-def corpus_of(path: Path | None, *, limit_nbytes: int = 2**20, validation_fraction: float = 0.1) -> Corpus:
+def corpus_of(
+    path: Path | None, *, limit_nbytes: int = 2**20, validation_fraction: float = 0.1
+) -> Corpus:
     text = None if path is None else str(path)
-    return load_corpus(text, limit_nbytes=limit_nbytes, validation_fraction=validation_fraction, seq_len=8)
+    return load_corpus(
+        text, limit_nbytes=limit_nbytes, validation_fraction=validation_fraction, seq_len=8
+    )
 
 
 def whole(corpus: Corpus) -> bytes:
@@ -69,14 +73,18 @@ def test_a_missing_path_and_too_short_a_text_are_refused_in_words(tmp_path: Path
 @pytest.mark.parametrize(
     ("text", "entropy"), [(bytes(range(256)), math.log(256)), (b"ab" * 128, math.log(2))]
 )
-def test_the_unigram_entropy_is_that_of_the_frequencies(tmp_path: Path, text: bytes, entropy: float) -> None:
+def test_the_unigram_entropy_is_that_of_the_frequencies(
+    tmp_path: Path, text: bytes, entropy: float
+) -> None:
     file = tmp_path / "text"
     file.write_bytes(text)
     assert corpus_of(file).unigram_entropy() == pytest.approx(entropy)
 
 
 @given(first=st.integers(0, 10**12), count=st.integers(1, 6), seed=st.integers(0, 2**40))
-def test_a_sample_depends_on_its_number_and_the_seed_alone(first: int, count: int, seed: int) -> None:
+def test_a_sample_depends_on_its_number_and_the_seed_alone(
+    first: int, count: int, seed: int
+) -> None:
     sampler = Sampler(torch.arange(97, dtype=torch.uint8), seq_len=5, seed=seed)
     tokens, targets = sampler.batch(first, count)
     one_by_one = [sampler.batch(first + number, 1) for number in range(count)]
@@ -97,7 +105,9 @@ def test_samples_reach_every_place_of_the_text_and_not_beyond() -> None:
     assert targets.max() == 11
 
 
-@pytest.mark.parametrize(("nbytes", "seq_len", "count"), [(1000, 10, 7), (1000, 10, 10_000), (12, 11, 3)])
+@pytest.mark.parametrize(
+    ("nbytes", "seq_len", "count"), [(1000, 10, 7), (1000, 10, 10_000), (12, 11, 3)]
+)
 def test_validation_sequences_do_not_overlap_nor_leave_the_text(
     nbytes: int, seq_len: int, count: int
 ) -> None:
@@ -122,7 +132,9 @@ def test_what_is_no_regular_file_in_a_folder_of_text_is_passed_over(tmp_path: Pa
 def test_no_more_memory_is_reserved_than_a_file_has_bytes(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"text" * 100)
-    assert load_corpus(str(path), limit_nbytes=2**83, validation_fraction=0.1, seq_len=4).nbytes == 400
+    assert (
+        load_corpus(str(path), limit_nbytes=2**83, validation_fraction=0.1, seq_len=4).nbytes == 400
+    )
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "nothing", "\0"])

@@ -10,11 +10,14 @@ from rich.console import Console
 from shardgrad.train.display import LiveDisplay, nice_nbytes, nice_seconds
 from shardgrad.train.record import StepMetrics
 
-METRICS = StepMetrics(3, 1.25, 1e-3, 0.5, 1234.5, (2**20, 3 * 2**20), elapsed_s=9.0, remaining_s=3723.4)
+METRICS = StepMetrics(
+    3, 1.25, 1e-3, 0.5, 1234.5, (2**20, 3 * 2**20), elapsed_s=9.0, remaining_s=3723.4
+)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0, "0:00"), (59.6, "1:00"), (123, "2:03"), (3599, "59:59"), (3723, "1:02:03")]
+    ("seconds", "words"),
+    [(0, "0:00"), (59.6, "1:00"), (123, "2:03"), (3599, "59:59"), (3723, "1:02:03")],
 )
 def test_seconds_are_said_with_minutes_and_hours(seconds: float, words: str) -> None:
     assert nice_seconds(seconds) == words

@@ -9,7 +9,9 @@ from shardgrad.train.failure import DiskFull, explain
 
 
 def told_again(own: Exception) -> Exception:
-    """An error as it comes out of a save: raised once more while its consequence was being handled."""
+    """An error as it comes out of a save: raised once more while its consequence was being
+    handled.
+    """
     try:
         try:
             raise CheckpointSaveError("a rank could not do its part") from own

@@ -74,7 +74,11 @@ def test_a_run_continues_a_text_with_its_newest_weights(
     materialise(model, model, device=CPU, seed=3)
     series = checkpoint.Series(tmp_path / "checkpoints", keep=2)
     path = series.path_of(5)
-    state = {"model": model.state_dict(), "progress": {"step": 5}, "rng_0": {"cpu": torch.get_rng_state()}}
+    state = {
+        "model": model.state_dict(),
+        "progress": {"step": 5},
+        "rng_0": {"cpu": torch.get_rng_state()},
+    }
     checkpoint.save(state, path, then=lambda: series.publish(path))
     found = [*(series.path_of(step) for step in range(removed)), path]
     monkeypatch.setattr(checkpoint.Series, "latest", lambda _: found.pop(0))
@@ -133,7 +137,9 @@ def test_metrics_go_to_tensorboard_and_to_weights_and_biases_offline(
         return Logged()
 
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer))
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=Writer)
+    )
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     sinks = open_sinks(TrainConfig(tensorboard=True, wandb=True), tmp_path)
     for sink in sinks:
@@ -182,15 +188,35 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path: Path) -> None:
         folder = tmp_path / f"compiled {compiled}"
         settings = {
             "override": {"layers": 1, "width": 32, "hidden": 64, "heads": 2, "kv_heads": 2},
-            **{"ranks": 1, "steps": 3, "log_every": 1, "batch_size": 2, "seq_len": 16, "plot": False},
+            **{
+                "ranks": 1,
+                "steps": 3,
+                "log_every": 1,
+                "batch_size": 2,
+                "seq_len": 16,
+                "plot": False,
+            },
             **{"eval_every": 3, "eval_samples": 1, "sample_bytes": 4, "data": __file__},
-            **{"activation_checkpointing": "selective", "compile": compiled, "run_dir": str(folder)},
+            **{
+                "activation_checkpointing": "selective",
+                "compile": compiled,
+                "run_dir": str(folder),
+            },
         }
         (tmp_path / "settings.json").write_text(json.dumps(settings))
-        command = [sys.executable, "-m", "shardgrad", "train", "--config", str(tmp_path / "settings.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "shardgrad",
+            "train",
+            "--config",
+            str(tmp_path / "settings.json"),
+        ]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         done = run(command, cwd=tmp_path, env=environment, timeout_s=300)
         assert done.returncode == 0, done.stderr
         rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
         losses[compiled] = [row["loss"] for row in rows if "loss" in row]
-    assert losses[True] == pytest.approx(losses[False], rel=1e-5)  # Inductor's sums have another order
+    assert losses[True] == pytest.approx(
+        losses[False], rel=1e-5
+    )  # Inductor's sums have another order

@@ -13,7 +13,11 @@ import pytest
 
 from shardgrad.train.failure import UsageError
 from shardgrad.train.launch import prepare, start
-from shardgrad.train.launcher import first_rank_speaks, require_resolvable_master, torchrun_world_size
+from shardgrad.train.launcher import (
+    first_rank_speaks,
+    require_resolvable_master,
+    torchrun_world_size,
+)
 from tests.support.processes import FairClock, run
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +38,9 @@ def test_a_launchers_variable_that_is_no_number_is_named(
     for variable, right in LAUNCHED.items():
         monkeypatch.setenv(variable, right)
     monkeypatch.setenv(name, text)
-    with pytest.raises(UsageError, match=f"{name} is .* in the environment, where launchers put a number"):
+    with pytest.raises(
+        UsageError, match=f"{name} is .* in the environment, where launchers put a number"
+    ):
         prepare({"run_dir": "nowhere"}, resume=None, debug=False)
 
 
@@ -60,7 +66,9 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_ranks_meet(
     monkeypatch.setattr("shardgrad.train.launch.run_rank", None)
     for folder in ("/proc", "/proc/run", "/proc/self/run/first"):
         job = prepare({"run_dir": folder}, resume=None, debug=False)
-        with pytest.raises(UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"):
+        with pytest.raises(
+            UsageError, match=f"{folder} cannot be written .*, or choose another --run-dir"
+        ):
             start(job)
 
 
@@ -71,7 +79,9 @@ def test_the_first_rank_of_a_machine_is_given_time_to_say_what_all_refuse(
     monkeypatch.setattr("time.sleep", slept.append)
     for local_rank in (None, "0", "1"):
         if local_rank is not None:
-            for name, value in (LAUNCHED | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}).items():
+            for name, value in (
+                LAUNCHED | {"LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": "2"}
+            ).items():
                 monkeypatch.setenv(name, value)
         with pytest.raises(UsageError, match="refused"), first_rank_speaks():
             raise UsageError("refused")
@@ -105,7 +115,9 @@ def test_a_resumed_run_has_to_have_steps_left(tmp_path: Path) -> None:
     assert prepare({"steps": 61}, resume=tmp_path, debug=False).config.steps == 61
 
 
-def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(tmp_path: Path) -> None:
+def test_a_run_is_resumed_without_pytorch_in_the_process_that_starts_its_ranks(
+    tmp_path: Path,
+) -> None:
     stopped_after_60_steps(tmp_path)
     code = """
 import sys
@@ -114,7 +126,9 @@ from shardgrad.train.launch import prepare
 print(prepare({}, resume=Path(sys.argv[1]), debug=False).config.ranks, "torch" in sys.modules)
 """
     done = run(
-        [sys.executable, "-c", code, tmp_path], env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout_s=60
+        [sys.executable, "-c", code, tmp_path],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout_s=60,
     )
     assert done.stdout == "2 False\n", done.stderr
 
@@ -142,7 +156,9 @@ def test_ranks_that_cannot_be_and_places_to_meet_that_are_none_are_named(
 
 
 @pytest.mark.parametrize("name", ["MASTER_ADDR", "MASTER_PORT"])
-def test_a_place_to_meet_that_is_missing_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_to_meet_that_is_missing_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable, value in LAUNCHED.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.delenv(name)
@@ -156,7 +172,9 @@ def test_a_launcher_that_makes_sense_is_believed(monkeypatch: pytest.MonkeyPatch
     assert torchrun_world_size() == 2
 
 
-@pytest.mark.parametrize("address", ["no-such-host.invalid", "x" * 300 + ".invalid", "ä" * 70, "a..b"])
+@pytest.mark.parametrize(
+    "address", ["no-such-host.invalid", "x" * 300 + ".invalid", "ä" * 70, "a..b"]
+)
 def test_an_address_that_no_name_service_knows_is_named(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,21 +183,28 @@ def test_an_address_that_no_name_service_knows_is_named(
         require_resolvable_master(patience_s=0.5)
 
 
-def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(tmp_path: Path) -> None:
-    """The time that it may take is the one for which names are looked up; no timeout of collectives."""
+def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(
+    tmp_path: Path,
+) -> None:
+    """The time that it may take is the one for which names are looked up; no timeout of
+    collectives.
+    """
     assert inspect.signature(require_resolvable_master).parameters["patience_s"].default <= 10
     program = (
         "import functools, sys\n"
         "from shardgrad.cli import main\n"
         "from shardgrad.train import launch\n"
-        "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, 0.2)\n"
+        "launch.require_resolvable_master = functools.partial(launch.require_resolvable_master, "
+        "0.2)\n"
         "try:\n    main(['train'], prog_name='shardgrad')\n"
         "except SystemExit as end:\n    print('torch' in sys.modules)\n    raise"
     )
     done = run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env=os.environ | LAUNCHED | {"MASTER_ADDR": "no-such-host.invalid", "PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | LAUNCHED
+        | {"MASTER_ADDR": "no-such-host.invalid", "PYTHONPATH": str(ROOT)},
         timeout_s=60,
     )
     assert (done.returncode, done.stdout) == (2, "False\n")
@@ -188,7 +213,9 @@ def test_a_rank_with_an_address_that_is_unknown_ends_before_it_imports_pytorch(t
     assert not list(tmp_path.iterdir())
 
 
-def test_a_name_service_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_service_that_does_not_answer_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("MASTER_ADDR", "silent")
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(60))
     clock = FairClock()

@@ -36,7 +36,14 @@ def built(config: TransformerConfig = SMALL, *, seed: int = 0) -> Transformer:
 
 @pytest.mark.parametrize(
     ("preset", "size"),
-    [("tiny", 1e6), ("small", 10e6), ("medium", 50e6), ("gpt2", 124e6), ("1b", 1.24e9), ("8b", 8.03e9)],
+    [
+        ("tiny", 1e6),
+        ("small", 10e6),
+        ("medium", 50e6),
+        ("gpt2", 124e6),
+        ("1b", 1.24e9),
+        ("8b", 8.03e9),
+    ],
 )
 def test_a_preset_has_the_size_of_its_name(preset: str, size: float) -> None:
     with torch.device("meta"):
@@ -82,7 +89,10 @@ def test_filling_leaves_the_global_generator_alone() -> None:
 def test_projections_into_the_stream_are_smaller_in_deeper_models() -> None:
     config = TransformerConfig(width=128, layers=8, heads=2, kv_heads=2, hidden=128)
     attention = built(config).get_submodule("layers.0.attention")
-    ratio = attention.get_parameter("output.weight").std() / attention.get_parameter("query.weight").std()
+    ratio = (
+        attention.get_parameter("output.weight").std()
+        / attention.get_parameter("query.weight").std()
+    )
     assert ratio.item() == pytest.approx(1 / 4, rel=0.05)
 
 
@@ -174,7 +184,9 @@ def test_a_few_steps_learn_a_repeated_text() -> None:
         ({"tied": 1}, "true or false"),
     ],
 )
-def test_impossible_shapes_are_refused_in_words(overrides: dict[str, int | float], words: str) -> None:
+def test_impossible_shapes_are_refused_in_words(
+    overrides: dict[str, int | float], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         transformer_config("tiny", overrides)
 
@@ -185,7 +197,9 @@ def test_single_fields_of_a_preset_can_be_replaced() -> None:
 
 
 class Causal(nn.Module):
-    """A language model with the interface of those of transformers, and a small list beside its blocks."""
+    """A language model with the interface of those of transformers, and a small list beside its
+    blocks.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,7 +233,9 @@ def test_a_model_of_another_library_has_its_blocks_and_its_loss_and_each_paramet
 def test_a_field_that_a_configuration_of_transformers_does_not_have_is_named() -> None:
     pytest.importorskip("transformers")
     assert read_model_config("gpt2", {"num_hidden_layers": 3}).n_layer == 3
-    with pytest.raises(UsageError, match=r"'gpt2' has no field 'n_layers': did you mean 'n_layer'\?"):
+    with pytest.raises(
+        UsageError, match=r"'gpt2' has no field 'n_layers': did you mean 'n_layer'\?"
+    ):
         read_model_config("gpt2", {"n_layers": 3})
 
 
@@ -231,13 +247,21 @@ def is_unknown(kind: str, field: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "falcon", "deepseek_v3", "opt", "gpt_neox"])
-def test_what_is_read_of_a_configurations_code_refuses_nothing_that_transformers_takes(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["gpt2", "llama", "mixtral", "falcon", "deepseek_v3", "opt", "gpt_neox"]
+)
+def test_what_is_read_of_a_configurations_code_refuses_nothing_that_transformers_takes(
+    kind: str,
+) -> None:
     transformers = pytest.importorskip("transformers")
     known = transformers.AutoConfig.for_model(kind)
     names = {name for name in (*dir(known), *known.to_dict()) if not name.startswith("__")}
-    own = {name: getattr(known, name) for name in names & {*known.to_dict()} - {"model_type", "dtype"}}
-    own = {name: value for name, value in own.items() if isinstance(value, bool | int | float | str)}
+    own = {
+        name: getattr(known, name) for name in names & {*known.to_dict()} - {"model_type", "dtype"}
+    }
+    own = {
+        name: value for name, value in own.items() if isinstance(value, bool | int | float | str)
+    }
     assert len(own) > 10
     require_known_fields(kind, own)
     for name in names - {*own}:

@@ -24,6 +24,8 @@ def test_a_profile_has_the_host_and_the_device_and_no_other_work(
         profiling.profiled(tmp_path, torch.device(device)),
     ):
         torch.ones(3).sum()
-    assert set(profile.call_args.kwargs["activities"]) == {getattr(ProfilerActivity, kind) for kind in kinds}
+    assert set(profile.call_args.kwargs["activities"]) == {
+        getattr(ProfilerActivity, kind) for kind in kinds
+    }
     assert waited == ([] if device == "cpu" else [torch.device(device)] * 2), "before and after"
     assert "aten::sum" in (tmp_path / "trace.json").read_text()

@@ -42,7 +42,9 @@ def failed(error: BaseException, number: int, folder: Path, watchdog: Any) -> ra
     return rank._failed(error, number, folder, cast(HangWatchdog, watchdog))
 
 
-def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(tmp_path: Path) -> None:
+def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(
+    tmp_path: Path,
+) -> None:
     watchdog = Answers(1, witnesses=(0, 2))
     second = failed(GONE, 2, tmp_path, watchdog)
     assert not second.speaks
@@ -58,7 +60,9 @@ def test_the_first_witness_of_a_lost_rank_speaks_and_keeps_what_all_have_said(tm
 def test_an_error_of_one_rank_is_its_own_report_and_is_told_to_the_others(tmp_path: Path) -> None:
     watchdog, error = Answers(1, witnesses=(0,)), ValueError("a mistake")
     report = failed(error, 0, tmp_path, watchdog)
-    assert report.what.startswith("Rank 0 failed at step 5, forward of layers.1: ValueError: a mistake")
+    assert report.what.startswith(
+        "Rank 0 failed at step 5, forward of layers.1: ValueError: a mistake"
+    )
     assert report.cause is rank.Cause.OWN
     assert watchdog.told == [error]
 

@@ -122,9 +122,11 @@ def test_metrics_that_are_no_readable_file_are_set_aside(tmp_path: Path, kind: s
         os.truncate(path, 40 * 2**30)
     else:
         path.unlink()
-        {"pipe": os.mkfifo, "folder": os.mkdir, "link to nothing": lambda p: os.symlink("nothing", p)}[kind](
-            path
-        )
+        {
+            "pipe": os.mkfifo,
+            "folder": os.mkdir,
+            "link to nothing": lambda p: os.symlink("nothing", p),
+        }[kind](path)
     warning = resume(record)
     assert warning is not None
     assert kinds(record) == ["start"]
@@ -137,4 +139,7 @@ def test_a_start_without_a_digest_is_an_event_like_others(tmp_path: Path) -> Non
     del events[0]["digest"]
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
     assert resume(record) is None
-    assert [event.get("digest") for event in record.events() if event["event"] == "start"] == [None, "abc"]
+    assert [event.get("digest") for event in record.events() if event["event"] == "start"] == [
+        None,
+        "abc",
+    ]

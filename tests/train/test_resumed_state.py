@@ -1,4 +1,6 @@
-"""A run that goes on from a checkpoint does what the uninterrupted one does, also where it draws numbers."""
+"""A run that goes on from a checkpoint does what the uninterrupted one does, also where it draws
+numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A run folder and its one owner: second starts, a terminal that hangs up, a checkpoint that is damaged."""
+"""A run folder and its one owner: second starts, a terminal that hangs up, a checkpoint that is
+damaged.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def test_a_terminal_that_hangs_up_is_a_request_to_stop(tmp_path: Path) -> None:
 
 def test_a_hangup_is_told_like_other_requests_where_someone_can_read_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start(*MICRO, "--steps", "1000000", "--checkpoint-every", "1000000", "--run-dir", folder)
+    process = start(
+        *MICRO, "--steps", "1000000", "--checkpoint-every", "1000000", "--run-dir", folder
+    )
     wait_for_steps(folder, 2, process)
     os.killpg(process.pid, signal.SIGHUP)
     status, _, errors = end(process)

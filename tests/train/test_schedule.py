@@ -35,7 +35,9 @@ def test_steps_after_the_last_keep_the_final_ratio() -> None:
 
 
 @pytest.mark.parametrize(("steps", "warmup_steps"), [(1, 0), (2, 1), (3, 50), (1, 1)])
-def test_runs_shorter_than_the_rise_have_a_rate_for_every_step(steps: int, warmup_steps: int) -> None:
+def test_runs_shorter_than_the_rise_have_a_rate_for_every_step(
+    steps: int, warmup_steps: int
+) -> None:
     assert all(0 < ratio <= 1 for ratio in ratios(steps=steps, warmup_steps=warmup_steps))
 
 
@@ -55,7 +57,9 @@ def test_the_optimizer_gets_the_rate_of_each_step(name: str) -> None:
 def test_matrices_decay_and_vectors_do_not() -> None:
     model = nn.Linear(3, 3)
     optimizer = build_optimizer(model, TrainConfig(weight_decay=0.25, lr=1.0))
-    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    decay = {
+        id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]
+    }
     assert decay == {id(model.weight): 0.25, id(model.bias): 0.0}
 
 
@@ -63,4 +67,6 @@ def test_frozen_parameters_are_left_to_nobody() -> None:
     model = nn.Linear(3, 3)
     model.weight.requires_grad_(False)
     optimizer = build_optimizer(model, TrainConfig())
-    assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [torch.Size([3])]
+    assert [p.shape for group in optimizer.param_groups for p in group["params"]] == [
+        torch.Size([3])
+    ]

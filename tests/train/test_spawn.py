@@ -1,4 +1,6 @@
-"""Ranks that this machine starts: what their exit status tells, and that none outlives the launcher."""
+"""Ranks that this machine starts: what their exit status tells, and that none outlives the
+launcher.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,9 @@ class EndedError(Exception):
     """The process would have ended."""
 
 
-@pytest.mark.parametrize(("apart_s", "ends"), [(0.0, False), (0.9 * ECHO_S, False), (1.1 * ECHO_S, True)])
+@pytest.mark.parametrize(
+    ("apart_s", "ends"), [(0.0, False), (0.9 * ECHO_S, False), (1.1 * ECHO_S, True)]
+)
 def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
     apart_s: float, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -38,7 +40,9 @@ def test_a_second_request_ends_the_process_unless_it_echoes_the_first(
         stop._on_signal(signal.SIGTERM, None)
 
 
-def test_a_request_that_our_launcher_forwards_late_is_no_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_our_launcher_forwards_late_is_no_second_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     moments = iter([5000.0, 5000.0 + 60 * ECHO_S])
     monkeypatch.setattr(time, "monotonic", lambda: next(moments))
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail("the process would have ended"))

@@ -1,4 +1,6 @@
-"""`shardgrad train` as a person meets it: started, stopped, broken, resumed, and compared line by line."""
+"""`shardgrad train` as a person meets it: started, stopped, broken, resumed, and compared line by
+line.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,16 @@ ROOT = Path(__file__).parents[2]
 LIMIT_S = 100  # programs that interpreters start may have to wait for a core
 # Two blocks of a few thousand parameters; every step leaves a line.
 MICRO = [
-    *("--engine", ENGINE, "--device", "cpu", "--steps", str(STEPS), "--checkpoint-every", str(HALF)),
+    *(
+        "--engine",
+        ENGINE,
+        "--device",
+        "cpu",
+        "--steps",
+        str(STEPS),
+        "--checkpoint-every",
+        str(HALF),
+    ),
     *("--override", "width=32", "--override", "layers=2", "--override", "hidden=64"),
     *("--override", "heads=2", "--override", "kv_heads=2"),
     *(
@@ -53,7 +64,9 @@ Started = subprocess.Popen[str] | Program
 
 
 def start(*arguments: str | Path, program: list[str] | None = None) -> Started:
-    """The program in a process group of its own: forked, or by interpreters if its command is given."""
+    """The program in a process group of its own: forked, or by interpreters if its command is
+    given.
+    """
     if program is None:
         return Program(*TRAIN[2:], *arguments, forks=True)
     return subprocess.Popen(
@@ -160,7 +173,9 @@ def test_a_run_leaves_its_settings_surroundings_metrics_and_checkpoints(two_rank
     }
 
 
-def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(two_ranks: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_the_uninterrupted_one_to_the_bit(
+    two_ranks: Path, tmp_path: Path
+) -> None:
     folder = copy_as_of_half(two_ranks, tmp_path / "resumed")
     assert f"Resumed after step {HALF}." in train("--resume", folder)
     assert losses(folder) == losses(two_ranks)
@@ -191,7 +206,9 @@ def test_replicas_of_shards_make_the_same_curve(two_ranks: Path, tmp_path: Path)
     assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: Path, tmp_path: Path) -> None:
+def test_torchrun_accumulation_and_recomputation_make_the_same_curve(
+    two_ranks: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "torchrun"
     torchrun = [
         sys.executable,
@@ -216,8 +233,19 @@ def test_torchrun_accumulation_and_recomputation_make_the_same_curve(two_ranks: 
     assert losses(folder) == pytest.approx(losses(two_ranks), rel=1e-5)
 
 
-def test_graphed_steps_repeat_the_plain_ones_to_the_bit_and_so_does_a_resumed_run(tmp_path: Path) -> None:
-    options = ["--ranks", "2", "--accumulate", "2", "--clip", "0.1", "--checkpoint-every", str(HALF)]
+def test_graphed_steps_repeat_the_plain_ones_to_the_bit_and_so_does_a_resumed_run(
+    tmp_path: Path,
+) -> None:
+    options = [
+        "--ranks",
+        "2",
+        "--accumulate",
+        "2",
+        "--clip",
+        "0.1",
+        "--checkpoint-every",
+        str(HALF),
+    ]
     off, on, resumed = (tmp_path / name for name in ("off", "on", "resumed"))
     train(*MICRO, *options, "--graph", "off", "--run-dir", off)
     train(*MICRO, *options, "--graph", "on", "--run-dir", on)
@@ -243,7 +271,14 @@ def wait_for_steps(folder: Path, count: int, process: Started) -> None:
 def test_an_interrupt_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(
-        *MICRO, "--steps", "100000", "--checkpoint-every", "100000", "--run-dir", folder, program=TRAIN
+        *MICRO,
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "100000",
+        "--run-dir",
+        folder,
+        program=TRAIN,
     )
     wait_for_steps(folder, 2, process)
     # To the whole group, as a terminal does: the launcher and each rank hear it.
@@ -260,7 +295,14 @@ def test_an_interrupt_saves_the_step_and_says_how_to_go_on(tmp_path: Path) -> No
 def test_ranks_whose_launcher_is_killed_save_and_end_without_a_traceback(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     process = start(
-        *MICRO, "--steps", "100000", "--checkpoint-every", "100000", "--run-dir", folder, program=TRAIN
+        *MICRO,
+        "--steps",
+        "100000",
+        "--checkpoint-every",
+        "100000",
+        "--run-dir",
+        folder,
+        program=TRAIN,
     )
     wait_for_steps(folder, 2, process)
     os.kill(process.pid, signal.SIGKILL)
@@ -296,7 +338,18 @@ def ranks_of(process: Started) -> list[int]:
 
 def test_a_loss_that_is_not_finite_stops_before_it_is_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    options = ["--ranks", "1", "--optimizer", "sgd", "--clip", "0", "--lr", "1e30", "--log-every", "100"]
+    options = [
+        "--ranks",
+        "1",
+        "--optimizer",
+        "sgd",
+        "--clip",
+        "0",
+        "--lr",
+        "1e30",
+        "--log-every",
+        "100",
+    ]
     status, _, errors = end(start(*MICRO, *options, "--run-dir", folder))
     assert status == 1
     assert "stopped being finite at step 2" in errors
@@ -307,13 +360,17 @@ def test_a_missing_data_path_is_said_before_anything_starts(tmp_path: Path) -> N
     folder = tmp_path / "run"
     status, output, errors = end(start("--data", tmp_path / "nowhere", "--run-dir", folder))
     assert status == 2
-    assert errors.startswith(f"shardgrad train: There is no file or folder at {tmp_path / 'nowhere'}")
+    assert errors.startswith(
+        f"shardgrad train: There is no file or folder at {tmp_path / 'nowhere'}"
+    )
     assert len(errors.splitlines()) == 1
     assert output == ""
     assert not folder.exists()
 
 
-def test_a_run_whose_text_has_moved_goes_on_when_told_where(two_ranks: Path, tmp_path: Path) -> None:
+def test_a_run_whose_text_has_moved_goes_on_when_told_where(
+    two_ranks: Path, tmp_path: Path
+) -> None:
     folder = copy_as_of_half(two_ranks, tmp_path / "resumed")
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"data": str(tmp_path / "gone")}))
@@ -344,17 +401,23 @@ def test_a_full_disk_leaves_the_last_whole_checkpoint(small_disk: Path) -> None:
     assert "The disk is full" in errors
     assert f"The newest checkpoint is step_{HALF:06d}" in errors
     assert "Traceback" not in errors
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"latest", f"step_{HALF:06d}"}
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "latest",
+        f"step_{HALF:06d}",
+    }
     # Given room, it goes on:
     subprocess.run(["mount", "-o", "remount,size=20m", str(small_disk)], check=True)
     assert f"Resumed after step {HALF}." in train("--resume", folder)
 
 
 def test_a_file_that_may_not_grow_is_reported_like_a_full_disk(tmp_path: Path) -> None:
-    # With tensors larger than a stream's buffer, PyTorch's archive writer hides the reason: ours does not.
+    # With tensors larger than a stream's buffer, PyTorch's archive writer hides the reason: ours
+    # does not.
     options = ["--ranks", "2", "--override", "hidden=2048"]
     process = start(*MICRO, *options, "--run-dir", tmp_path / "run")
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000))  # inherited by the ranks
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (100_000, 100_000)
+    )  # inherited by the ranks
     status, _, errors = end(process)
     assert status == 1
     assert "The disk is full or a quota is used up" in errors

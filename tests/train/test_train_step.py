@@ -55,10 +55,14 @@ def config_of(**settings: Any) -> TrainConfig:
 
 
 def sampler() -> Sampler:
-    return Sampler(torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(1)), 8, seed=0)
+    return Sampler(
+        torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(1)), 8, seed=0
+    )
 
 
-@pytest.mark.parametrize(("every", "wishes"), [(False, [False, False, True]), (True, [True, True, True])])
+@pytest.mark.parametrize(
+    ("every", "wishes"), [(False, [False, False, True]), (True, [True, True, True])]
+)
 def test_gradients_are_reduced_with_the_last_micro_batch_or_with_each(
     every: bool, wishes: list[bool]
 ) -> None:
@@ -85,7 +89,9 @@ def test_micro_batches_together_are_the_whole_batch() -> None:
 
 
 def test_the_validation_loss_does_not_depend_on_how_its_sequences_are_divided() -> None:
-    """Five sequences fill neither batches of two nor of three: what fills up the last one does not count."""
+    """Five sequences fill neither batches of two nor of three: what fills up the last one does not
+    count.
+    """
     text = torch.randint(256, (500,), dtype=torch.uint8, generator=torch.manual_seed(2))
     model = state_for(config_of()).model
     found = [
@@ -150,7 +156,8 @@ def test_the_setting_decides_who_takes_the_step(settings: dict[str, Any], wanted
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm"), [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))]
+    ("loss", "norm"),
+    [(float("nan"), 1.0), (float("inf"), 1.0), (1.0, float("nan")), (1.0, float("inf"))],
 )
 def test_the_first_step_that_is_not_finite_is_remembered_with_its_gradient(
     loss: float, norm: float, tmp_path: Path

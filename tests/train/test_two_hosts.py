@@ -1,7 +1,8 @@
-"""Two machines train together, one is lost and comes back, and the weights are those of a run on one process.
+"""Two machines train together, one is lost and comes back, and the weights are those of a run on
+one process.
 
-A machine is a network namespace of its own at one end of a veth pair, where that is allowed; else a second
-torchrun on this one. They share the files, as machines of a cluster do.
+A machine is a network namespace of its own at one end of a veth pair, where that is allowed; else a
+second torchrun on this one. They share the files, as machines of a cluster do.
 """
 
 from __future__ import annotations
@@ -129,7 +130,9 @@ def two_hosts(folder: Path) -> Iterator[list[Host]]:
 
 def lines(host: Host) -> list[str]:
     text = host.log.read_text(errors="replace") if host.log.exists() else ""
-    return [line.removeprefix("[default0]:") for line in text.splitlines() if " ranks: loss" in line]
+    return [
+        line.removeprefix("[default0]:") for line in text.splitlines() if " ranks: loss" in line
+    ]
 
 
 def wait_for_steps(host: Host, ranks: int, count: int = 3) -> None:
@@ -163,7 +166,9 @@ def trained_by_one_process(steps: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.long
 @pytest.mark.timeout(4 * PATIENCE_S)
-def test_a_machine_is_lost_and_regained_and_the_weights_are_those_of_one_process(tmp_path: Path) -> None:
+def test_a_machine_is_lost_and_regained_and_the_weights_are_those_of_one_process(
+    tmp_path: Path,
+) -> None:
     with two_hosts(tmp_path) as (stays, leaves):
         stays.launch()
         leaves.launch()
@@ -195,7 +200,9 @@ test "$1" = "--kill-on-bad-exit=0" && shift && exec "$@"
 
 @pytest.mark.timeout(200)
 def test_the_slurm_file_trains_where_its_commands_are_stand_ins(tmp_path: Path) -> None:
-    """One node, one rank: what the file makes of Slurm's variables, and that `launch.sh` understands it."""
+    """One node, one rank: what the file makes of Slurm's variables, and that `launch.sh`
+    understands it.
+    """
     for name, text in (("scontrol", SCONTROL), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)

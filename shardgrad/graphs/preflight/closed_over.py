@@ -1,13 +1,15 @@
 """Tensors that a step can reach without being given them: what its function closes over.
 
-A graph reads such a tensor where it was at the capture. If the program puts another one in its place, such as
-the next batch in a global variable, an eager step reads the new one and a replay the old one, and nothing
-raises. `watch` finds which of these tensors a step reads; here is where to look, and how to look again.
+A graph reads such a tensor where it was at the capture. If the program puts another one in its
+place, such as the next batch in a global variable, an eager step reads the new one and a replay the
+old one, and nothing raises. `watch` finds which of these tensors a step reads; here is where to
+look, and how to look again.
 
-Followed from a function of the program are its closure, its default values and the globals that it names, and
-from these the attributes of objects and modules, the elements of lists, tuples and dictionaries, and other
-functions of the program. Not followed are optimizers, what an iterator has yet to give, objects of torch but
-for modules, and parameters and buffers, which belong to a step's participants.
+Followed from a function of the program are its closure, its default values and the globals that it
+names, and from these the attributes of objects and modules, the elements of lists, tuples and
+dictionaries, and other functions of the program. Not followed are optimizers, what an iterator has
+yet to give, objects of torch but for modules, and parameters and buffers, which belong to a step's
+participants.
 """
 
 from __future__ import annotations
@@ -55,7 +57,12 @@ class Place:
         """Returns where the tensor that is there now lies, and how; None if there is no tensor."""
         try:
             found = self.get()
-        except (AttributeError, LookupError, TypeError, ValueError):  # what the way leads over has changed
+        except (
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):  # what the way leads over has changed
             return None
         if not isinstance(found, torch.Tensor):
             return None
@@ -75,7 +82,8 @@ def tensors_closed_over(
     Capture: for eager steps only. Nothing on the device is read.
     """
     named = [(name or type(module).__name__, module) for name, module in modules.items()]
-    # A function's variables have names of their own; the attributes of another callable object do not.
+    # A function's variables have names of their own; the attributes of another callable object do
+    # not.
     first = "" if isinstance(function, FunctionType | MethodType) else "self"
     roots: list[tuple[str, Any]] = [(first, function), *named]
     waiting = deque((Place(name, functools.partial(_same, root)), root, 0) for name, root in roots)
@@ -88,12 +96,15 @@ def tensors_closed_over(
         if isinstance(value, torch.Tensor):
             yield place, value
         elif depth < _DEPTH:
-            # What a module holds is looked up in the module, which stays; other things, from the beginning.
+            # What a module holds is looked up in the module, which stays; other things, from the
+            # beginning.
             get = functools.partial(_same, value) if isinstance(value, nn.Module) else place.get
             for name, part_of, part in islice(_parts(value), _MOST_PARTS):
                 if not isinstance(part, _LEAVES):
                     full = place.name + name if name.startswith((".", "[")) else name or place.name
-                    waiting.append((Place(full, functools.partial(_part, get, part_of)), part, depth + 1))
+                    waiting.append(
+                        (Place(full, functools.partial(_part, get, part_of)), part, depth + 1)
+                    )
 
 
 def _same(value: Any) -> Any:
@@ -105,7 +116,9 @@ def _part(get: Callable[[], Any], part_of: _Get) -> Any:
 
 
 def _parts(value: Any) -> Iterator[tuple[str, _Get, Any]]:
-    """Yields parts: the name, or what to write behind the object's; how to get it from the object."""
+    """Yields parts: the name, or what to write behind the object's; how to get it from the
+    object.
+    """
     if isinstance(value, FunctionType):
         if is_of_the_program(value.__code__.co_filename):
             yield from _variables(value)
@@ -113,7 +126,10 @@ def _parts(value: Any) -> Iterator[tuple[str, _Get, Any]]:
         yield "self", attrgetter("__self__"), value.__self__
         yield "", attrgetter("__func__"), value.__func__
     elif isinstance(value, functools.partial):
-        yield from ((".func", attrgetter("func"), value.func), (".args", attrgetter("args"), value.args))
+        yield from (
+            (".func", attrgetter("func"), value.func),
+            (".args", attrgetter("args"), value.args),
+        )
         yield ".keywords", attrgetter("keywords"), value.keywords
     elif isinstance(value, dict):
         for key, part in list(value.items()):
@@ -122,7 +138,9 @@ def _parts(value: Any) -> Iterator[tuple[str, _Get, Any]]:
         for index, part in enumerate(value):
             yield f"[{index}]", itemgetter(index), part
     elif isinstance(value, nn.Module):
-        plain = [(name, part) for name, part in list(vars(value).items()) if name not in _OF_EVERY_MODULE]
+        plain = [
+            (name, part) for name, part in list(vars(value).items()) if name not in _OF_EVERY_MODULE
+        ]
         for name, part in (*plain, *value._modules.items()):
             yield f".{name}", attrgetter(name), part
         yield "", attrgetter("__class__.forward"), type(value).forward
@@ -148,7 +166,11 @@ def _variables(function: FunctionType) -> Iterator[tuple[str, _Get, Any]]:
         if isinstance(part, ModuleType):
             if is_of_the_program(getattr(part, "__file__", None) or ""):
                 for inner in names & vars(part).keys():
-                    yield f"{name}.{inner}", functools.partial(_global, f"{name}.{inner}"), vars(part)[inner]
+                    yield (
+                        f"{name}.{inner}",
+                        functools.partial(_global, f"{name}.{inner}"),
+                        vars(part)[inner],
+                    )
         else:
             yield name, functools.partial(_global, name), part
     for argument, part in (function.__kwdefaults__ or {}).items():
@@ -172,7 +194,9 @@ def _default(which: str | int, function: Any) -> Any:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yields the names of globals and attributes in a function, and in those that are defined inside."""
+    """Yields the names of globals and attributes in a function, and in those that are defined
+    inside.
+    """
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

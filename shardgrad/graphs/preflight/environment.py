@@ -57,23 +57,31 @@ def _of_optimizer(optimizer: Optimizer, device: torch.device) -> Iterator[Issue]
     if isinstance(optimizer, FlatOptimizer):
         return  # what its step depends on is in device memory
     name = type(optimizer).__name__
-    ours = f"shardgrad.optim.{name}" if hasattr(shardgrad.optim, name) else "an optimizer of shardgrad.optim"
+    ours = (
+        f"shardgrad.optim.{name}"
+        if hasattr(shardgrad.optim, name)
+        else "an optimizer of shardgrad.optim"
+    )
     why = why_not_capturable(optimizer)
     if why is not None:
         yield Issue(
             "uncapturable optimizer",
             f"a step of {name} cannot be recorded: {why}",
-            fix=f"{ours}; or capturable=True where {name} has it; or take one step first, if that makes "
+            fix=f"{ours}; or capturable=True where {name} has it; or take one step first, if that "
+            f"makes "
             "its momentum",
         )
     else:
         numbers = [
-            group["lr"] for group in optimizer.param_groups if isinstance(group.get("lr"), int | float)
+            group["lr"]
+            for group in optimizer.param_groups
+            if isinstance(group.get("lr"), int | float)
         ]
         if numbers:
             yield Issue(
                 "frozen hyperparameter",
-                f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in a graph",
+                f"the learning rate of {name} is the Python number {numbers[0]}, and stays that in "
+                f"a graph",
                 fix=f"{ours}, whose hyperparameters can change between replays; or "
                 f"lr=torch.tensor({numbers[0]}, device={str(device)!r})",
             )
@@ -83,7 +91,8 @@ def _of_kernels() -> Iterator[Issue]:
     if not has_kernels("cuda"):
         yield Issue(
             "missing kernels",
-            "shardgrad's kernels for CUDA were not built, and the references of norms and updates, which run "
+            "shardgrad's kernels for CUDA were not built, and the references of norms and updates, "
+            "which run "
             "in their place, wait for the device",
             fix=f"{build_command()}, with an nvcc of CUDA {torch.version.cuda} on PATH",
         )
@@ -96,7 +105,8 @@ def _of_environment() -> Iterator[Issue]:
     expandable = [name for name in _ALLOCATOR if _is_expandable(os.environ.get(name, ""))]
     if expandable and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
         yield _setting(
-            f"{expandable[0]} has expandable_segments:True, memory that NCCL tries to register for graphs",
+            f"{expandable[0]} has expandable_segments:True, memory that NCCL tries to register for "
+            f"graphs",
             "export NCCL_GRAPH_REGISTER=0",
         )
 
@@ -114,7 +124,9 @@ def _of_process_groups(device: torch.device) -> Iterator[Issue]:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     backends = [_backend(group, device) for group in dist.distributed_c10d._world.pg_map]
-    states = [backend._is_initialized() for backend in backends if hasattr(backend, "_is_initialized")]
+    states = [
+        backend._is_initialized() for backend in backends if hasattr(backend, "_is_initialized")
+    ]
     if states and not any(states):
         yield Issue(
             "unused process group",

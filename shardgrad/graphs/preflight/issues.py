@@ -13,13 +13,13 @@ class Issue:
     """One thing that a graph cannot record, or would repeat wrongly.
 
     Attributes:
-        kind: a few words, the same for all issues of a kind; docs/how_to/migrate_to_graphed_step.md lists
-            them.
+        kind: a few words, the same for all issues of a kind; docs/how_to/migrate_to_graphed_step.md
+            lists them.
         what: one sentence, which names the operation or the value.
-        module: qualified name of the innermost module that was running, in a backward of the one whose
-            gradient was computed; "" outside of modules.
-        location: "file.py:12 in function", the innermost line outside of torch, this package and the standard
-            library; "" if there is none.
+        module: qualified name of the innermost module that was running, in a backward of the one
+            whose gradient was computed; "" outside of modules.
+        location: "file.py:12 in function", the innermost line outside of torch, this package and
+            the standard library; "" if there is none.
         fix: what to type next.
     """
 
@@ -43,7 +43,8 @@ def explain(issues: Sequence[Issue], *, limit: int = 12) -> str:
         limit: how many are written out; the others are counted.
     """
     lines = [
-        f"{number}. {issue}".replace("\n", "\n   ") for number, issue in enumerate(issues[:limit], start=1)
+        f"{number}. {issue}".replace("\n", "\n   ")
+        for number, issue in enumerate(issues[:limit], start=1)
     ]
     if len(issues) > limit:
         lines.append(f"and {len(issues) - limit} more")

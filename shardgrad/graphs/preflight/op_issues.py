@@ -1,4 +1,6 @@
-"""Issues of one operation or one call: what a graph cannot record about it, without the source location."""
+"""Issues of one operation or one call: what a graph cannot record about it, without the source
+location.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,8 @@ class OpIssue(NamedTuple):
 
 _LATER = "return the tensor from the step and read it afterwards"
 _ON_DEVICE = f"keep it on the device (torch.where instead of an if), or {_LATER}"
-_INPUT = (
-    "make it before the step and pass it as an input, or compute it on the device (torch.full, torch.arange)"
-)
-_FIXED_SIZE = (
-    "compute with a mask (torch.where, a product); in MoE routing, give each expert a fixed capacity"
-)
+_INPUT = "make it before the step and pass it as an input, or compute it on the device (torch.full, torch.arange)"
+_FIXED_SIZE = "compute with a mask (torch.where, a product); in MoE routing, give each expert a fixed capacity"
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,9 @@ def op_issues(call: OpCall, device: torch.device, generators: set[int]) -> Itera
     elif on_device is not None and _size_depends_on_values(call):
         what = f"the size of what {call.func} makes of a tensor {_describe(on_device)} depends on values"
         yield OpIssue("data-dependent shape", f"{what}, for which the host waits", _FIXED_SIZE)
-    yield from _from_python(call, device) if call.name == "aten::lift_fresh" else _copies(call, device)
+    yield from (
+        _from_python(call, device) if call.name == "aten::lift_fresh" else _copies(call, device)
+    )
     for leaf in call.leaves:
         draws = isinstance(leaf, torch.Generator) and leaf.device.type == device.type
         if draws and leaf._cdata not in generators:
@@ -107,7 +107,9 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _from_python(call: OpCall, device: torch.device) -> Iterator[OpIssue]:
-    """Yields the issue of `torch.tensor(...)`. A scalar on the CPU has none: it would stay on the host."""
+    """Yields the issue of `torch.tensor(...)`. A scalar on the CPU has none: it would stay on the
+    host.
+    """
     (made,) = call.inputs
     if made.device.type == device.type and (device.type != "cpu" or made.ndim):
         what = f"a tensor {_describe(made)} is made of Python values, which a replay does not read again"
@@ -166,7 +168,11 @@ def synchronizing_functions(device: torch.device) -> Iterator[tuple[Any, str, Op
         for name in ("synchronize", "query"):
             if hasattr(owner, name):
                 what = f"{owner.__name__}.{name}() is called"
-                yield owner, name, OpIssue("synchronisation", what, "call it after the step, or leave it out")
+                yield (
+                    owner,
+                    name,
+                    OpIssue("synchronisation", what, "call it after the step, or leave it out"),
+                )
     for owner in (torch, module):
         if hasattr(owner, "manual_seed"):
             what = "the random seed is set, which a replay would not do again"

@@ -1,4 +1,6 @@
-"""The operations of a step, and how two steps differ. A graph repeats operations, numbers and addresses."""
+"""The operations of a step, and how two steps differ. A graph repeats operations, numbers and
+addresses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ class Operand:
     """An input or output tensor of an operation.
 
     Attributes:
-        address: of its first element if its memory existed before the step and has not moved; else None.
+        address: of its first element if its memory existed before the step and has not moved; else
+            None.
         name: such as "gradient of layers.0.weight"; "" if it belongs to no module.
         closed_over: where the step found it, and its storage, if it closes over it; else None.
     """
@@ -74,8 +77,8 @@ class StepTrace:
 def differences(first: StepTrace, second: StepTrace) -> list[Issue]:
     """Returns what a graph of one step would get wrong in the next, in the order of execution.
 
-    Every changed number and every moved or replaced tensor is reported. The comparison ends at the first
-    operation or shape that differs, which is the last issue.
+    Every changed number and every moved or replaced tensor is reported. The comparison ends at the
+    first operation or shape that differs, which is the last issue.
 
     Args:
         first: of a step that initializes nothing: the second step of a program, or a later one.
@@ -87,7 +90,11 @@ def differences(first: StepTrace, second: StepTrace) -> list[Issue]:
         if divergence is not None:
             found.setdefault(None, divergence)
             break
-        for key, issue in (*_changed_numbers(a, b), *_moved_tensors(a, b), *_replaced_tensors(a, b)):
+        for key, issue in (
+            *_changed_numbers(a, b),
+            *_moved_tensors(a, b),
+            *_replaced_tensors(a, b),
+        ):
             found.setdefault(key, issue)
     return list(found.values())
 
@@ -108,7 +115,8 @@ def _divergence(a: TracedOp | None, b: TracedOp | None) -> Issue | None:
     return b.issue(
         "another shape",
         f"{b.op} had a tensor {one} in the first step and {other} in the second",
-        "give tensors a fixed size (pad, mask, or a fixed capacity for each expert), or pass what sets the "
+        "give tensors a fixed size (pad, mask, or a fixed capacity for each expert), or pass what "
+        "sets the "
         "size as an input, so that each size has a graph",
     )
 
@@ -135,7 +143,8 @@ def _changed_numbers(a: TracedOp, b: TracedOp) -> Found:
                 b.issue(
                     "changed number",
                     f"{name} of {b.op} was {x!r} in the first step and {y!r} in the second",
-                    "keep it in a tensor on the device and write that between steps; the optimizers of "
+                    "keep it in a tensor on the device and write that between steps; the "
+                    "optimizers of "
                     "shardgrad.optim keep theirs there",
                 ),
             )
@@ -149,7 +158,8 @@ def _moved_tensors(a: TracedOp, b: TracedOp) -> Found:
                 name or (x.address, y.address),
                 b.issue(
                     "moved tensor",
-                    f"{b.op} used {name or f'a tensor {y}'} at another address than in the step before",
+                    f"{b.op} used {name or f'a tensor {y}'} at another address than in the step "
+                    f"before",
                     "write into the tensor that is there: x.copy_(new) instead of x = new, "
                     "zero_grad(set_to_none=False) if you keep gradients between steps",
                 ),
@@ -165,9 +175,11 @@ def _replaced_tensors(a: TracedOp, b: TracedOp) -> Found:
                 ("replaced", place.name),
                 b.issue(
                     "replaced tensor",
-                    f"{b.op} read {place.name}, which is not an argument, and was another tensor in the step "
+                    f"{b.op} read {place.name}, which is not an argument, and was another tensor "
+                    f"in the step "
                     "before",
-                    "pass it as an argument, or write into the tensor that is there: x.copy_(new) instead of "
+                    "pass it as an argument, or write into the tensor that is there: x.copy_(new) "
+                    "instead of "
                     "x = new",
                 ),
             )

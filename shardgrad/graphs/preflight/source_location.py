@@ -21,7 +21,8 @@ class SourceLocation:
     """Where a thread is.
 
     Attributes:
-        line: "file.py:12 in function", the innermost line of the user's program; "" if there is none.
+        line: "file.py:12 in function", the innermost line of the user's program; "" if there is
+            none.
         module: name of the innermost running module; "" if there is none.
         is_engine: True if this package acts on its own initiative there, such as in a hook.
     """

@@ -21,7 +21,8 @@ __all__ = ["WarmUp"]
 
 _T = TypeVar("_T")
 
-# A capture succeeds in spite of these, and its replays are wrong. The capture itself refuses the others.
+# A capture succeeds in spite of these, and its replays are wrong. The capture itself refuses the
+# others.
 _SILENT = frozenset(
     (
         "another operation",

@@ -1,15 +1,16 @@
 """Watching one eager step for issues, and tracing its operations.
 
-A capture fails far from its cause: "operation not permitted when stream is capturing", from whichever call
-came next. A watched step computes what it always computes, and each issue in it is found where it is: with
-the module that was running and the user's line.
+A capture fails far from its cause: "operation not permitted when stream is capturing", from
+whichever call came next. A watched step computes what it always computes, and each issue in it is
+found where it is: with the module that was running and the user's line.
 
 What the engine itself does on the host is no issue: it does otherwise under a capture.
 
 Not found are:
 
 * synchronisation inside a kernel's library, such as `ctc_loss` with lengths on the device;
-* `torch.Event.synchronize` and `torch.Stream.synchronize`, which cannot be replaced (those of `torch.cuda`
+* `torch.Event.synchronize` and `torch.Stream.synchronize`, which cannot be replaced (those of
+`torch.cuda`
   can);
 * regions under `torch.compile`, except for kernels they call by name; they stay compiled;
 * on the CPU: copies between host and device, since there are none.
@@ -48,7 +49,8 @@ _T = TypeVar("_T")
 
 _DRAWN_AGAIN = OpIssue(
     "random numbers drawn again",
-    "a recomputed region draws random numbers, and a graph cannot save the state to draw the same ones again",
+    "a recomputed region draws random numbers, and a graph cannot save the state to draw the same "
+    "ones again",
     "move the dropout out of the region that torch.utils.checkpoint recomputes",
 )
 
@@ -64,22 +66,23 @@ def watch(
 ) -> tuple[_T, StepTrace]:
     """Runs a step; returns its result and its trace.
 
-    The result is that of the unwatched step, bit for bit; it takes several times as long. Watch the second
-    step of a program or a later one: the first initializes what later steps find.
+    The result is that of the unwatched step, bit for bit; it takes several times as long. Watch the
+    second step of a program or a later one: the first initializes what later steps find.
 
     Args:
         call: the step; its exceptions pass through.
-        modules: whose names issues have; names of inner modules are appended to the keys. A root whose key is
-            "" has the name of its class.
+        modules: whose names issues have; names of inner modules are appended to the keys. A root
+            whose key is "" has the name of its class.
         device: of the step. On the CPU every tensor is treated as if it were on an accelerator.
-        persistent: memory apart from the modules' that stays from step to step, such as an optimizer's state
-            and the step's inputs; their addresses are compared.
-        generators: of random numbers, that a graph of this step registers in addition to the device's default
-            ones.
+        persistent: memory apart from the modules' that stays from step to step, such as an
+            optimizer's state and the step's inputs; their addresses are compared.
+        generators: of random numbers, that a graph of this step registers in addition to the
+            device's default ones.
         function: from which tensors are looked for that the step closes over; None for `call`.
 
-    Streams: those of the step; nothing is added and nothing waits. Operations of autograd's threads are seen.
-    Capture: for eager steps only; it costs host time and changes nothing that a graph would hold.
+    Streams: those of the step; nothing is added and nothing waits. Operations of autograd's threads
+    are seen. Capture: for eager steps only; it costs host time and changes nothing that a graph
+    would hold.
     """
     mode = _Watch(modules, device, persistent, generators, function or call)
     with _patched(device), mode:
@@ -111,8 +114,11 @@ class _Watch(TorchDispatchMode):
         self._generators = {g._cdata for g in (torch.default_generator, *defaults, *generators)}
         self._modules = dict(_names_of_modules(modules))
         self._tensors = dict(_names_of_tensors(modules))
-        # Not found by a scan of all objects, which would touch some that another thread is still making.
-        self._persistent: dict[int, tuple[StorageWeakRef, int]] = dict(_storages(modules, persistent))
+        # Not found by a scan of all objects, which would touch some that another thread is still
+        # making.
+        self._persistent: dict[int, tuple[StorageWeakRef, int]] = dict(
+            _storages(modules, persistent)
+        )
         self._closed_over: dict[int, tuple[Place, StorageWeakRef]] = {}
         for place, tensor in tensors_closed_over(function, modules):
             for plain in _plain([tensor]):
@@ -126,11 +132,17 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Lets compiled regions run compiled; under other modes torch skips them, and goes on to."""
+        """Lets compiled regions run compiled; under other modes torch skips them, and goes on
+        to.
+        """
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -159,14 +171,18 @@ class _Watch(TorchDispatchMode):
             # The first operation after a node was made is the node's forward.
             node = torch.autograd._get_sequence_nr() - 1  # type: ignore[attr-defined]
             self._made_in.setdefault(node, location.module)
-            self._used_in.update((id(p), location.module) for p in leaves if isinstance(p, nn.Parameter))
+            self._used_in.update(
+                (id(p), location.module) for p in leaves if isinstance(p, nn.Parameter)
+            )
         numbers = (*_numbers(func, args, kwargs), *self._host_scalars(func, inputs))
         given = {_storage_of(t) for t in inputs}
         self._made_by_ops.update({_storage_of(t) for t in outputs} - given)
         # What the engine decides on the host is in its guards, which choose the graph.
         if not location.is_engine:
             seen = set(map(id, inputs))
-            operands = tuple(self._operand(t) for t in (*inputs, *(t for t in outputs if id(t) not in seen)))
+            operands = tuple(
+                self._operand(t) for t in (*inputs, *(t for t in outputs if id(t) not in seen))
+            )
             self.ops.append(TracedOp(str(func), numbers, operands, location.module, location.line))
             call = OpCall(func, args, kwargs, leaves, inputs, outputs)
             for issue in op_issues(call, self._device, self._generators):
@@ -179,7 +195,8 @@ class _Watch(TorchDispatchMode):
         full = Issue(issue.kind, issue.what, location.module, location.line, issue.fix)
         self.issues.setdefault(key, full)
 
-    # -- where ------------------------------------------------------------------------------------------
+    # -- where
+    # ------------------------------------------------------------------------------------------
 
     def _location(self) -> SourceLocation:
         location = current_location(self._modules)
@@ -196,7 +213,8 @@ class _Watch(TorchDispatchMode):
             return self._used_in.get(id(parameter), "")
         return self._made_in.get(node._sequence_nr(), "")
 
-    # -- what -------------------------------------------------------------------------------------------
+    # -- what
+    # -------------------------------------------------------------------------------------------
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         address = _address(tensor)
@@ -206,9 +224,12 @@ class _Watch(TorchDispatchMode):
             if persistent is None:
                 closed_over = self._closed_over.get(storage._cdata)
                 return Operand(tuple(tensor.shape), tensor.dtype, closed_over=closed_over)
-            # Memory that is allocated and freed during a step has other addresses in a graph anyway.
+            # Memory that is allocated and freed during a step has other addresses in a graph
+            # anyway.
             if storage.data_ptr() == persistent[1]:
-                return Operand(tuple(tensor.shape), tensor.dtype, address, self._tensors.get(address, ""))
+                return Operand(
+                    tuple(tensor.shape), tensor.dtype, address, self._tensors.get(address, "")
+                )
         return Operand(tuple(tensor.shape), tensor.dtype)
 
     def _host_scalars(self, func: Any, inputs: Sequence[torch.Tensor]) -> Iterator[tuple[str, Any]]:
@@ -218,12 +239,14 @@ class _Watch(TorchDispatchMode):
             return
         for t in inputs:
             is_scalar = t.device.type == "cpu" and t.ndim == 0
-            # Scalars that one operation passes to another, such as seeds, do not come from the program.
+            # Scalars that one operation passes to another, such as seeds, do not come from the
+            # program.
             if is_scalar and (is_literal or _storage_of(t) not in self._made_by_ops):
                 yield "a number in a CPU tensor", t.item()
 
 
-# -- names and memory ---------------------------------------------------------------------------------------
+# -- names and memory
+# ---------------------------------------------------------------------------------------
 
 
 def _names_of_modules(modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, str]]:
@@ -258,7 +281,9 @@ def _storages(
 
     The references keep identities from being reused; the memory itself may be freed.
     """
-    in_modules = [tensor for root in modules.values() for tensor in (*root.parameters(), *root.buffers())]
+    in_modules = [
+        tensor for root in modules.values() for tensor in (*root.parameters(), *root.buffers())
+    ]
     gradients = [tensor.grad for tensor in in_modules if tensor.is_leaf and tensor.grad is not None]
     for tensor in _plain([*in_modules, *gradients, *persistent]):
         if _address(tensor) is not None:
@@ -275,7 +300,10 @@ def _address(tensor: Any) -> int | None:
     """Returns the address of a tensor's first element; None if it has no memory."""
     if isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor):
         return None
-    with torch._C.DisableTorchFunctionSubclass(), contextlib.suppress(RuntimeError, NotImplementedError):
+    with (
+        torch._C.DisableTorchFunctionSubclass(),
+        contextlib.suppress(RuntimeError, NotImplementedError),
+    ):
         return tensor.data_ptr() or None if tensor.layout is torch.strided else None
     return None
 
@@ -294,22 +322,29 @@ def _inner(wrapper: Any) -> Sequence[Any]:
     return [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
 
 
-def _numbers(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _numbers(
+    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, Any]]:
     """Yields the Python numbers among an operation's arguments, with the arguments' names."""
     names = (argument.name for argument in func._schema.arguments)
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        numbers = [leaf for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float | complex)]
+        numbers = [
+            leaf for leaf in tree_leaves(value) if isinstance(leaf, bool | int | float | complex)
+        ]
         if numbers:
             yield name, numbers if isinstance(value, list | tuple) else value
 
 
-# -- functions that no operation reports --------------------------------------------------------------------
+# -- functions that no operation reports
+# --------------------------------------------------------------------
 
 _patch = Patch()
 
 
 def _patched(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Replaces functions while a step is watched; they report to the watches of the calling thread."""
+    """Replaces functions while a step is watched; they report to the watches of the calling
+    thread.
+    """
 
     def replacements() -> Iterator[Replacement]:
         for owner, name, issue in synchronizing_functions(device):

@@ -1,4 +1,5 @@
-"""Random training programs, each run by plain torch, by FSDP2 where it can, and by shardgrad, and compared.
+"""Random training programs, each run by plain torch, by FSDP2 where it can, and by shardgrad, and
+compared.
 
 | file | what it is |
 |---|---|

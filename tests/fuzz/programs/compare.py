@@ -1,7 +1,8 @@
 """One program on one rank under plain torch, shardgrad and, where it can, FSDP2; and what differs.
 
-What operations show is kept and compared at the end, so that no rank stops in the middle, and nothing makes
-the host wait for a device in between. A rank compares its own part, without communication.
+What operations show is kept and compared at the end, so that no rank stops in the middle, and
+nothing makes the host wait for a device in between. A rank compares its own part, without
+communication.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Difference:
 
     def is_like(self, other: Difference) -> bool:
         """Returns whether both are errors of one kind, or both wrong values, of one engine."""
-        kinds = [d.text.split(": ")[1] if d.what in ("error", "hang") else "" for d in (self, other)]
+        kinds = [
+            d.text.split(": ")[1] if d.what in ("error", "hang") else "" for d in (self, other)
+        ]
         return (self.engine, kinds[0]) == (other.engine, kinds[1])
 
     def __str__(self) -> str:
@@ -92,7 +95,9 @@ def run(
             engines[name] = make()
             cuts[name] = {n: _slices(p) for n, p in engines[name].params.items()}
         except Exception:
-            outcome.differences.append(Difference(name, -1, "error", traceback.format_exc(limit=-4)))
+            outcome.differences.append(
+                Difference(name, -1, "error", traceback.format_exc(limit=-4))
+            )
             outcome.is_broken = True
     shown: list[tuple[int, Op, Seen, dict[str, Seen]]] = []
     running = dict(engines)
@@ -121,7 +126,9 @@ def _kept(seen: Seen) -> Seen:
 
 def _slices(param: Any) -> tuple[slice, ...]:
     """Returns where this rank's part of a parameter is."""
-    shape, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
+    shape, offset = compute_local_shape_and_global_offset(
+        param.shape, param.device_mesh, param.placements
+    )
     return tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
 
 
@@ -143,7 +150,12 @@ def _differences(
             continue
         for key in sorted(expected.keys() | seen.keys()):
             left, right = seen.get(key), expected.get(key)
-            if right is None and key.endswith(_STATES) and isinstance(left, Tensor) and not left.any():
+            if (
+                right is None
+                and key.endswith(_STATES)
+                and isinstance(left, Tensor)
+                and not left.any()
+            ):
                 continue  # shardgrad.optim has its state from the start, as zeros
             name = next((n for n in cuts if key == n or key.rpartition(".")[0] == n), "")
             text = _differ(left, right, cuts[name] if name and op.do == "look" else None, tolerance)
@@ -157,7 +169,11 @@ def _errors_differ(expected: Seen, seen: Seen) -> str:
         return ""
     if isinstance(ours, type) and isinstance(theirs, type):
         is_as_good = issubclass(ours, theirs)
-        return "" if is_as_good else f"{ours.__name__}: {seen['message']}, instead of {theirs.__name__}"
+        return (
+            ""
+            if is_as_good
+            else f"{ours.__name__}: {seen['message']}, instead of {theirs.__name__}"
+        )
     if ours is not None:
         instead = "" if theirs is None else f", instead of {getattr(theirs, '__name__', theirs)}"
         return f"{getattr(ours, '__name__', ours)}: {seen.get('message', '')[:1500]}{instead}"
@@ -166,7 +182,11 @@ def _errors_differ(expected: Seen, seen: Seen) -> str:
 
 def _differ(left: Any, right: Any, cut: tuple[slice, ...] | None, tolerance: float) -> str:
     if isinstance(left, str) or isinstance(right, str) or left is None or right is None:
-        return "" if isinstance(left, str) and left == right else f"{_brief(left)} instead of {_brief(right)}"
+        return (
+            ""
+            if isinstance(left, str) and left == right
+            else f"{_brief(left)} instead of {_brief(right)}"
+        )
     whole = right.double()
     part = whole[cut] if cut is not None else whole
     left = left.cpu().double()
@@ -178,7 +198,9 @@ def _differ(left: Any, right: Any, cut: tuple[slice, ...] | None, tolerance: flo
     # Relative to the largest element of the whole: that is what roundings are of.
     if off <= tolerance * (0.1 + whole.abs().max().item()):
         return ""
-    return f"off by {off:.3g}; {left.flatten()[:4].tolist()} instead of {part.flatten()[:4].tolist()}"
+    return (
+        f"off by {off:.3g}; {left.flatten()[:4].tolist()} instead of {part.flatten()[:4].tolist()}"
+    )
 
 
 def _brief(value: Any) -> str:

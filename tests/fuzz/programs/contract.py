@@ -1,7 +1,7 @@
 """Which operation may follow which: what a training script may rely on, of any engine.
 
-`State` follows a program without running it. The generator asks it before it adds an operation, and shrinking
-before it tries a shorter program.
+`State` follows a program without running it. The generator asks it before it adds an operation, and
+shrinking before it tries a shorter program.
 """
 
 from __future__ import annotations
@@ -61,7 +61,13 @@ class State:
 
     @property
     def _is_reduced(self) -> bool:
-        return self._is_quiet and not self._waiting and self._all_sync and self._all_reduce and self._is_last
+        return (
+            self._is_quiet
+            and not self._waiting
+            and self._all_sync
+            and self._all_reduce
+            and self._is_last
+        )
 
     def allows(self, op: Op) -> bool:
         """Returns whether an operation may come next."""
@@ -106,18 +112,27 @@ class State:
             return (do in _SETTINGS and not self._graphs) or self._is_quiet
         if do in ("load", "resume"):
             return (
-                self._saved and self._is_quiet and ((do == "load" and op.how == "model") or not self._edited)
+                self._saved
+                and self._is_quiet
+                and ((do == "load" and op.how == "model") or not self._edited)
             )
         if do == "nan":
-            return self._is_reduced and self.program.optimizer.library == "shardgrad" and not self._reenters
+            return (
+                self._is_reduced
+                and self.program.optimizer.library == "shardgrad"
+                and not self._reenters
+            )
         if do == "participate":
             return self._is_reduced and not model.guess
         if do == "freeze" and self._graphs:
-            # A checkpoint that runs again would save other tensors than it did, which torch refuses.
+            # A checkpoint that runs again would save other tensors than it did, which torch
+            # refuses.
             return not self._recomputes
         if do == "graphed":
             sharding, optimizer = self.program.sharding, self.program.optimizer
-            is_capturable = optimizer.library == "shardgrad" and not self._left_out and not sharding.offload
+            is_capturable = (
+                optimizer.library == "shardgrad" and not self._left_out and not sharding.offload
+            )
             return (
                 self.program.is_simulated
                 and self._is_reduced
@@ -132,7 +147,8 @@ class State:
                 return self._is_quiet and self._groups > 1
             return self._is_quiet
         if do == "hook":
-            # A hook runs for each reduction: more often where reentrant checkpoints bring gradients late.
+            # A hook runs for each reduction: more often where reentrant checkpoints bring gradients
+            # late.
             return not self._reenters and not self._in_flight
         if do in ("unshard", "reshard"):
             return self._ran
@@ -141,7 +157,15 @@ class State:
     def after(self, op: Op) -> None:
         """Takes note that an operation was done."""
         do = op.do
-        if do in (*_FORWARDS, "fail_backward", "fail_forward", "input_grad", "hand", "nan", "participate"):
+        if do in (
+            *_FORWARDS,
+            "fail_backward",
+            "fail_forward",
+            "input_grad",
+            "hand",
+            "nan",
+            "participate",
+        ):
             self._ran = True
         if do in _FORWARDS:
             self._failed = self._failed_forward = False
@@ -205,7 +229,9 @@ def fits(program: Program) -> bool:
     if not count or any(index >= count for index in model.order):
         return False
     for first, second in model.ties:
-        has_lin = all(model.blocks[i].kind not in ("mlp", "experts") for i in (first, second) if i < count)
+        has_lin = all(
+            model.blocks[i].kind not in ("mlp", "experts") for i in (first, second) if i < count
+        )
         if max(first, second) >= count or first == second or not has_lin:
             return False
     if model.several and (
@@ -216,7 +242,9 @@ def fits(program: Program) -> bool:
         # What runs again in backward has to do what it did in forward.
         if block.recompute and block.kind in ("experts", "buffer", "again"):
             return False
-        if block.recompute and any(inner.kind in ("experts", "buffer", "again") for inner in block.inner):
+        if block.recompute and any(
+            inner.kind in ("experts", "buffer", "again") for inner in block.inner
+        ):
             return False
         if block.kind == "buffer" and sharding.param_dtype:
             return False

@@ -1,6 +1,7 @@
 """Defects that the engine once had, put back to see that the generator finds them.
 
-Each is what the engine's code was, as a patch of what it is now, named after what a program saw of it.
+Each is what the engine's code was, as a patch of what it is now, named after what a program saw of
+it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ Patch = AbstractContextManager[Any]
 
 
 def _self_call_drops_gradients() -> Iterator[Patch]:
-    """A root that calls itself was taken for one whose forward had failed, and that dropped all gradients."""
+    """A root that calls itself was taken for one whose forward had failed, and that dropped all
+    gradients.
+    """
     recover = RootContext.recover
 
     def drop_all(self: RootContext) -> None:
@@ -42,13 +45,23 @@ def _self_call_drops_gradients() -> Iterator[Patch]:
 
 
 def _clipping_misses_unsharded_units() -> Iterator[Patch]:
-    """Clipping looked gradients up at the parameters that modules register, unsharded after an evaluation."""
+    """Clipping looked gradients up at the parameters that modules register, unsharded after an
+    evaluation.
+    """
 
     def reshards(self: Unit, context: Root) -> bool:
-        if context.keep_unsharded or context.scheduler.reads_again or (self.held and torch.is_grad_enabled()):
+        if (
+            context.keep_unsharded
+            or context.scheduler.reads_again
+            or (self.held and torch.is_grad_enabled())
+        ):
             return False
         flag = self.reshard_after_forward
-        return flag if flag is not None else context.root is not self and not context.is_needed_next(self)
+        return (
+            flag
+            if flag is not None
+            else context.root is not self and not context.is_needed_next(self)
+        )
 
     yield mock.patch.object(selection, "fsdp_param_of", managed_by)
     yield mock.patch.object(Unit, "_reshards_after_forward", reshards)
@@ -102,12 +115,16 @@ def _zeros_are_scaled_by_nan() -> Iterator[Patch]:
 
 
 def _freezing_drops_what_waits() -> Iterator[Patch]:
-    """A parameter that was frozen lost its place at once, and what waited on this rank was dropped."""
+    """A parameter that was frozen lost its place at once, and what waited on this rank was
+    dropped.
+    """
     yield mock.patch.object(GradGroup, "_is_open", property(lambda self: True))
 
 
 def _ties_in_the_order_of_a_set() -> Iterator[Patch]:
-    """Parameters that units share went up to the root in the order of a set, another one on each rank."""
+    """Parameters that units share went up to the root in the order of a set, another one on each
+    rank.
+    """
     take_guests, addresses = collect_params._take_guests, random.SystemRandom()
 
     def in_any_order(found: Any, inner_units: Any) -> None:

@@ -1,4 +1,6 @@
-"""What FSDP2 cannot do, and how far apart two right results may be. Every rule is documented behavior."""
+"""What FSDP2 cannot do, and how far apart two right results may be. Every rule is documented
+behavior.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,12 @@ def why_not_fsdp2(program: Program) -> str:
     in_order = tuple(range(len(program.model.blocks)))
     does_partial = any(op.do == "partial" for op in program.ops)
     uses_other_weights = does_partial or any(op.how == "side" for op in program.ops)
-    holds_sums = program.sharding.mesh == "hsdp" and any(op.do == "all_reduce" for op in program.ops)
-    if program.sharding.prefetch in ("forward", "both") and (program.model.order != in_order or does_partial):
+    holds_sums = program.sharding.mesh == "hsdp" and any(
+        op.do == "all_reduce" for op in program.ops
+    )
+    if program.sharding.prefetch in ("forward", "both") and (
+        program.model.order != in_order or does_partial
+    ):
         return "what is prefetched and not used stays as it was when parameters are written"
     if _writes_under_an_all_gather(program):
         return "an all-gather started by hand is not dropped when parameters are written"
@@ -52,7 +58,11 @@ def why_not_fsdp2(program: Program) -> str:
         return "a unit that runs before the root makes itself a root"
     if uses_other_weights and holds_sums:
         return "a sum that waits for its all-reduce has the sizes of one backward's gradients"
-    if program.sharding.stage == 1 and _does(program, "hook") and _does(program, "last", is_on=False):
+    if (
+        program.sharding.stage == 1
+        and _does(program, "hook")
+        and _does(program, "last", is_on=False)
+    ):
         return "without stage 1 each micro-batch is reduced, which a hook sees"
     stays = _does(program, "sync", is_on=False) or _does(program, "sync_unit", is_on=False)
     if stays and program.sharding.reduce_dtype and program.model.order != in_order:
@@ -88,15 +98,15 @@ def tolerance(program: Program) -> float:
     """Returns by how much results may differ, relative to the largest element."""
     sharding = program.sharding
     if "bfloat16" in (sharding.param_dtype, sharding.wire_dtype):
-        # A rounding is 2**-9. Gradients of what is used several times are sums of rounded ones, and momentum
-        # is a sum of gradients, which may cancel out while their roundings do not.
+        # A rounding is 2**-9. Gradients of what is used several times are sums of rounded ones, and
+        # momentum is a sum of gradients, which may cancel out while their roundings do not.
         return 2**-5
     if (
         sharding.param_dtype
         or sharding.reduce_dtype
         or any(op.do == "clip" and op.how != "torch" for op in program.ops)
     ):
-        # A norm is a float32 scalar by contract, and so are low-precision sums: some ten roundings of 6e-8 in
-        # each of some ten steps.
+        # A norm is a float32 scalar by contract, and so are low-precision sums: some ten roundings
+        # of 6e-8 in each of some ten steps.
         return 1e-5
     return 1e-9  # float64: some thousand roundings of 1e-16, and a margin

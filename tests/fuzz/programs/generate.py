@@ -13,11 +13,24 @@ KINDS = ("linear", "mlp", "norm", "gain", "spare", "table", "buffer", "experts",
 TIEABLE = tuple(kind for kind in ("linear", *KINDS) if kind not in ("mlp", "experts"))
 WORLD_WEIGHTS = {"2": 70, "4": 10, "sim1": 5, "sim2": 15}
 
-# Kinds of operations, with what draws one; each program has a handful of them, besides the plain ones.
+# Kinds of operations, with what draws one; each program has a handful of them, besides the plain
+# ones.
 PLAIN = ("train", "step", "zero", "look")
 EXTRA = (
     *("forward", "evaluate", "partial", "input_grad", "hand", "fail_forward", "fail_backward"),
-    *("clip", "write", "freeze", "hook", "poke", "nan", "edit", "save", "sync", "sync_unit", "all_reduce"),
+    *(
+        "clip",
+        "write",
+        "freeze",
+        "hook",
+        "poke",
+        "nan",
+        "edit",
+        "save",
+        "sync",
+        "sync_unit",
+        "all_reduce",
+    ),
     *("last", "keep", "whole", "unshard", "reshard", "participate", "graphed"),
 )
 MICROS = 6
@@ -34,7 +47,9 @@ def program_of(seed: int, world: str = "") -> Program:
         program = Program(seed, world, model, sharding, _optimizer(rng, world))
         if fits(program):
             break
-    return Program(seed, world, program.model, program.sharding, program.optimizer, _ops(rng, program))
+    return Program(
+        seed, world, program.model, program.sharding, program.optimizer, _ops(rng, program)
+    )
 
 
 def _weighted(rng: random.Random, weights: dict[str, int]) -> str:
@@ -45,7 +60,9 @@ def _often(rng: random.Random, chance: float) -> bool:
     return rng.random() < chance
 
 
-def _block(rng: random.Random, *, depth: int = 0, kinds: tuple[str, ...] = ("linear", *KINDS)) -> Block:
+def _block(
+    rng: random.Random, *, depth: int = 0, kinds: tuple[str, ...] = ("linear", *KINDS)
+) -> Block:
     kind = rng.choice(kinds)
     inner: tuple[Block, ...] = ()
     if depth == 0 and _often(rng, 0.15):
@@ -121,7 +138,9 @@ def _sharding(rng: random.Random, world: str) -> Sharding:
 
 
 def _with_wire_dtype(rng: random.Random, sharding: Sharding) -> Sharding:
-    """Returns settings under which gradients travel in bfloat16, now and then; they are summed in float32."""
+    """Returns settings under which gradients travel in bfloat16, now and then; they are summed in
+    float32.
+    """
     if not _often(rng, 0.1):
         return sharding
     return replace(
@@ -142,7 +161,8 @@ def _optimizer(rng: random.Random, world: str) -> Optimizer:
     )
 
 
-# -- operations ---------------------------------------------------------------------------------------------
+# -- operations
+# ---------------------------------------------------------------------------------------------
 
 
 def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:
@@ -168,8 +188,16 @@ def _ops(rng: random.Random, program: Program) -> tuple[Op, ...]:
 
 
 def _ending(state: State) -> list[Op]:
-    """Returns what shows everything: open graphs go backward, what waits is reduced, all is looked at."""
-    wanted = [Op("backward", 0)] * 3 + [Op("sync", 1), Op("last", 1), Op("train", 0), Op("look"), Op("step")]
+    """Returns what shows everything: open graphs go backward, what waits is reduced, all is looked
+    at.
+    """
+    wanted = [Op("backward", 0)] * 3 + [
+        Op("sync", 1),
+        Op("last", 1),
+        Op("train", 0),
+        Op("look"),
+        Op("step"),
+    ]
     wanted += [Op("train", 1), Op("look")]
     ending = []
     for op in wanted:

@@ -48,7 +48,10 @@ class FuzzBlock(nn.Module):
         self.block, self.plan = block, plan
         self.inner = nn.ModuleList(FuzzBlock(width, inner, plan) for inner in block.inner)
         if block.kind == "mlp":
-            self.up, self.down = nn.Linear(width, block.hidden), nn.Linear(block.hidden, width, block.bias)
+            self.up, self.down = (
+                nn.Linear(width, block.hidden),
+                nn.Linear(block.hidden, width, block.bias),
+            )
         elif block.kind == "experts":
             self.experts = nn.ModuleList(nn.Linear(width, width, block.bias) for _ in range(2))
         else:
@@ -84,7 +87,9 @@ class FuzzBlock(nn.Module):
         if kind == "gain":
             return self.lin(x) * self.gain
         if kind == "table":
-            return self.lin(x) + self.table(torch.arange(len(x), device=x.device) % self.block.hidden)
+            return self.lin(x) + self.table(
+                torch.arange(len(x), device=x.device) % self.block.hidden
+            )
         if kind == "branch":
             return self.lin(x) + self.side(x.detach())
         if kind == "buffer":
@@ -153,7 +158,9 @@ def _trap(grad: Tensor) -> None:
 
 
 def build(model: Model, plan: Plan, seed: int) -> Net:
-    """Returns the model with weights in float64, the same on all ranks. Uses the process's random numbers."""
+    """Returns the model with weights in float64, the same on all ranks. Uses the process's random
+    numbers.
+    """
     torch.default_generator.manual_seed(seed)
     return Net(model, plan).double()
 
@@ -188,4 +195,6 @@ def loss_of(out: Any, which: int) -> Tensor:
     """Returns a scalar of one output, or of both if `which` is 2."""
     outs = out if isinstance(out, tuple) else (out,)
     chosen = outs if which == 2 else (outs[which % len(outs)],)
-    return sum((o.double().square().mean() for o in chosen), torch.zeros((), device=chosen[0].device))
+    return sum(
+        (o.double().square().mean() for o in chosen), torch.zeros((), device=chosen[0].device)
+    )

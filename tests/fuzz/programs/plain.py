@@ -1,8 +1,9 @@
 """Plain torch: a copy of the model on each rank, and gradients averaged by hand.
 
-The copy computes; what the optimizer updates, and what has the final gradients, are *masters* in float64, as
-under mixed precision. Gradients of the copy go into a sum of what waits on this rank, and from there,
-averaged over the ranks, into the masters' gradients, when the settings say that a backward reduces.
+The copy computes; what the optimizer updates, and what has the final gradients, are *masters* in
+float64, as under mixed precision. Gradients of the copy go into a sum of what waits on this rank,
+and from there, averaged over the ranks, into the masters' gradients, when the settings say that a
+backward reduces.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from tests.fuzz.programs.net import Net, Plan
 from tests.fuzz.programs.program import Op, Program
 from tests.fuzz.programs.script import Script, Seen
 
-# Sums a tensor over all ranks. With simulated devices it is no collective, which would order streams.
+# Sums a tensor over all ranks. With simulated devices it is no collective, which would order
+# streams.
 Exchange = Callable[[Tensor], Tensor]
 
 
 class Plain(Script):
     """See the module's docstring."""
 
-    def __init__(self, program: Program, rank: int, build: Callable[[Plan], Net], exchange: Exchange) -> None:
+    def __init__(
+        self, program: Program, rank: int, build: Callable[[Plan], Net], exchange: Exchange
+    ) -> None:
         super().__init__(program, rank, build)
         self._exchange = exchange
         sharding = program.sharding
         self._dtype = getattr(torch, sharding.param_dtype or "float64")
-        self._reduce_dtype = getattr(torch, sharding.reduce_dtype or str(self._dtype).removeprefix("torch."))
-        self._wire_dtype = getattr(torch, sharding.wire_dtype) if sharding.wire_dtype else self._reduce_dtype
+        self._reduce_dtype = getattr(
+            torch, sharding.reduce_dtype or str(self._dtype).removeprefix("torch.")
+        )
+        self._wire_dtype = (
+            getattr(torch, sharding.wire_dtype) if sharding.wire_dtype else self._reduce_dtype
+        )
         self.make()
 
     def make(self) -> None:
@@ -71,7 +79,8 @@ class Plain(Script):
         with _casting(self.net, self._dtype):
             return super().fail_forward(op)
 
-    # -- backward ---------------------------------------------------------------------------------------
+    # -- backward
+    # ---------------------------------------------------------------------------------------
 
     def backward_of(self, loss: Tensor, **options: Any) -> None:
         try:
@@ -140,7 +149,8 @@ class Plain(Script):
             for name in self.units[unit]:
                 self.params[name].grad = None
 
-    # -- the rest ---------------------------------------------------------------------------------------
+    # -- the rest
+    # ---------------------------------------------------------------------------------------
 
     def freeze(self, op: Op) -> Seen:
         name = self._name(op.n)
@@ -156,7 +166,9 @@ class Plain(Script):
         return seen
 
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
-        return nn.utils.clip_grad_norm_(list(self.params.values()) if params is None else params, max_norm)
+        return nn.utils.clip_grad_norm_(
+            list(self.params.values()) if params is None else params, max_norm
+        )
 
     def skip_nan(self, op: Op) -> None:
         for param in self.params.values():
@@ -183,7 +195,8 @@ class Plain(Script):
             losses.append(loss.detach())
         return {f"loss {i}": loss for i, loss in enumerate(losses)}
 
-    # -- settings ---------------------------------------------------------------------------------------
+    # -- settings
+    # ---------------------------------------------------------------------------------------
 
     def sync(self, op: Op) -> Seen:
         self._sync = [bool(op.n)] * len(self.units)
@@ -213,7 +226,9 @@ class _casting:
     """Casts a module's inputs, as a unit with `param_dtype` does."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        self._handle = module.register_forward_pre_hook(lambda _, args: (args[0].to(dtype), *args[1:]))
+        self._handle = module.register_forward_pre_hook(
+            lambda _, args: (args[0].to(dtype), *args[1:])
+        )
 
     def __enter__(self) -> None:
         pass
@@ -223,7 +238,9 @@ class _casting:
 
 
 def _owned(net: Net) -> dict[tuple[nn.Module, ...], list[str]]:
-    """Returns the parameters of each unit: those that it is the innermost unit around all users of."""
+    """Returns the parameters of each unit: those that it is the innermost unit around all users
+    of.
+    """
     units = [tuple(unit) for unit in nets.units(net)]  # innermost first
     covered = {unit: {m for module in unit for m in module.modules()} for unit in units}
     found: dict[tuple[nn.Module, ...], list[str]] = {unit: [] for unit in units}

@@ -14,10 +14,10 @@ class Block:
     """A part of the model; `x + 0.5 * tanh(f(x))`, where the kind says what f is.
 
     Attributes:
-        kind: "linear"; "mlp"; "norm": after a LayerNorm; "gain": times a parameter of one element; "spare":
-            with a parameter that is not used; "table": plus rows of an embedding; "buffer": less a running
-            mean; "experts": one of two layers; "branch": plus a layer of the detached input; "again": calls
-            itself once.
+        kind: "linear"; "mlp"; "norm": after a LayerNorm; "gain": times a parameter of one element;
+            "spare": with a parameter that is not used; "table": plus rows of an embedding;
+            "buffer": less a running mean; "experts": one of two layers; "branch": plus a layer of
+            the detached input; "again": calls itself once.
         hidden: size of what is inside.
         bias: layers have one.
         unit: sharded by itself.
@@ -47,7 +47,8 @@ class Model:
         width: of what goes from block to block.
         outputs: of the head.
         blocks: in order of construction.
-        order: indices of blocks in the order in which forward runs them; some more than once, some never.
+        order: indices of blocks in the order in which forward runs them; some more than once, some
+            never.
         ties: pairs of blocks of which the second has the weight of the first.
         aux: a second output, from the middle.
         guess: "", "no_grad" or "grad": forward first calls the root itself.

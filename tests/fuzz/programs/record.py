@@ -1,8 +1,8 @@
 """Thousands of programs, and the records of them: `python -m tests.fuzz.programs.record --help`.
 
-Each call runs the programs after those of which the file has a record, and adds a record with counts by
-dimension; with `--defects`, it adds one for each old defect that has none. It ends with status 1 if anything
-differs without an explanation, or a defect is not found.
+Each call runs the programs after those of which the file has a record, and adds a record with
+counts by dimension; with `--defects`, it adds one for each old defect that has none. It ends with
+status 1 if anything differs without an explanation, or a defect is not found.
 """
 
 from __future__ import annotations
@@ -33,18 +33,28 @@ FIRST_SEED = 1_000_000
 
 @click.command()
 @click.option("--count", type=click.IntRange(1), default=2_000, show_default=True)
-@click.option("--seconds", type=float, default=780.0, show_default=True, help="Begin no programs after that.")
-@click.option("--first", type=int, help="Seed of the first; by default, the one after those recorded.")
+@click.option(
+    "--seconds", type=float, default=780.0, show_default=True, help="Begin no programs after that."
+)
+@click.option(
+    "--first", type=int, help="Seed of the first; by default, the one after those recorded."
+)
 @click.option("--lanes", type=click.IntRange(1), default=3, show_default=True, help="Side by side.")
 @click.option("--defects", is_flag=True, help="Put each old defect back until it is found.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, show_default=True)
-def main(count: int, seconds: float, first: int | None, lanes: int, defects: bool, out: Path) -> None:
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=RESULTS, show_default=True
+)
+def main(
+    count: int, seconds: float, first: int | None, lanes: int, defects: bool, out: Path
+) -> None:
     """Runs programs and keeps a record."""
     runs: list[tuple[str, Callable[[], dict[str, Any]]]]
     if defects:
         known = _found_so_far(out / "program_defects.jsonl")
         runs = [
-            ("program_defects", partial(found_defects, count, (d,), lanes)) for d in DEFECTS if d not in known
+            ("program_defects", partial(found_defects, count, (d,), lanes))
+            for d in DEFECTS
+            if d not in known
         ]
     else:
         begin = _next_seed(out / "programs.jsonl") if first is None else first
@@ -55,14 +65,21 @@ def main(count: int, seconds: float, first: int | None, lanes: int, defects: boo
         summary = run()
         samples = {"wall_s": time.perf_counter() - began_s}
         config = {"count": count, "first_seed": FIRST_SEED, "lanes": lanes}
-        append(out, make_record(name, environment=started, config=config, samples=samples, summary=summary))
+        append(
+            out,
+            make_record(name, environment=started, config=config, samples=samples, summary=summary),
+        )
         click.echo(summary)
         is_right &= not summary.get("differences") and "not found" not in summary.values()
     sys.exit(not is_right)
 
 
 def _found_so_far(path: Path) -> set[str]:
-    return {defect for record in read(path) for defect in record["summary"]} if path.exists() else set()
+    return (
+        {defect for record in read(path) for defect in record["summary"]}
+        if path.exists()
+        else set()
+    )
 
 
 def _next_seed(path: Path) -> int:
@@ -89,7 +106,8 @@ def _run(count: int, seconds: float, first: int, lanes: int) -> dict[str, Any]:
                 counts[dimension][value] += 1
         done += len(outcomes)
         click.echo(
-            f"{done} of {count}, {len(differences)} differences, {time.perf_counter() - began_s:.0f} s"
+            f"{done} of {count}, {len(differences)} differences, "
+            f"{time.perf_counter() - began_s:.0f} s"
         )
     by_dimension = {name: dict(sorted(counter.items())) for name, counter in sorted(counts.items())}
     return {
@@ -120,9 +138,14 @@ def _dimensions(program: Program, outcome: Outcome) -> Iterator[tuple[str, str]]
         yield name, str(getattr(sharding, name) or "default")
     yield "optimizer", f"{optimizer.library}.{optimizer.kind}"
     blocks = blocks_of(program)
-    kinds = {block.kind for block in blocks} | {block.recompute for block in blocks if block.recompute}
+    kinds = {block.kind for block in blocks} | {
+        block.recompute for block in blocks if block.recompute
+    }
     has = {"ties": model.ties, "list of modules": model.several, "second output": model.aux}
-    has |= {"nested": any(block.inner for block in blocks), "frozen": any(block.frozen for block in blocks)}
+    has |= {
+        "nested": any(block.inner for block in blocks),
+        "frozen": any(block.frozen for block in blocks),
+    }
     has |= {"calls itself": model.guess, "runs twice": len(set(model.order)) < len(model.order)}
     for kind in sorted(kinds) + [name for name, value in has.items() if value]:
         yield "model", kind

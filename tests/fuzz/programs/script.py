@@ -15,11 +15,14 @@ from tests.fuzz.programs import net as nets
 from tests.fuzz.programs.net import Net, Plan, TrapError
 from tests.fuzz.programs.program import Op, Optimizer, Program
 
-# Large, so that a gradient that is nothing but rounding moves a parameter by no more than it is worth.
+# Large, so that a gradient that is nothing but rounding moves a parameter by no more than it is
+# worth.
 EPS = {"": 1e-3, "float32": 1e-3, "bfloat16": 1.0}  # by dtype of the parameters in forward
 LR = 0.05
 
-Seen = dict[str, Any]  # what an operation shows: tensors, and facts such as "None" or an exception's name
+Seen = dict[
+    str, Any
+]  # what an operation shows: tensors, and facts such as "None" or an exception's name
 
 
 class Script(ABC):
@@ -41,7 +44,8 @@ class Script(ABC):
         self._left_out: list[nn.Parameter] = []
         self._hooks: dict[str, Any] = {}
 
-    # -- what differs between engines -------------------------------------------------------------------
+    # -- what differs between engines
+    # -------------------------------------------------------------------
 
     @abstractmethod
     def make(self) -> None:
@@ -57,7 +61,9 @@ class Script(ABC):
 
     @abstractmethod
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
-        """Clips by `shardgrad.clip_grad_norm_`, or what stands for it; all gradients if `params` is None."""
+        """Clips by `shardgrad.clip_grad_norm_`, or what stands for it; all gradients if `params` is
+        None.
+        """
 
     def before_forward(self) -> None:  # noqa: B027  (most need nothing)
         """Runs before each outermost forward."""
@@ -78,7 +84,8 @@ class Script(ABC):
         param: nn.Parameter = getattr(self.net.get_submodule(module), attribute)
         return param
 
-    # -- parts ------------------------------------------------------------------------------------------
+    # -- parts
+    # ------------------------------------------------------------------------------------------
 
     @property
     def names(self) -> list[str]:
@@ -113,7 +120,8 @@ class Script(ABC):
         kind = library.AdamW if chosen.kind == "adamw" else library.Adam
         return kind(groups, lr=LR, eps=EPS[self.program.sharding.param_dtype])
 
-    # -- forward and backward ---------------------------------------------------------------------------
+    # -- forward and backward
+    # ---------------------------------------------------------------------------
 
     def forward(self, op: Op) -> Seen:
         loss, x = self._loss(op)
@@ -144,7 +152,9 @@ class Script(ABC):
     def partial(self, op: Op) -> Seen:
         """Calls a unit by itself, not through the root."""
         self.plan.micro = op.n
-        x = self.to_device(nets.batch(self.program.seed, 50 + op.n, self.rank, self.program.model.width))
+        x = self.to_device(
+            nets.batch(self.program.seed, 50 + op.n, self.rank, self.program.model.width)
+        )
         self.before_forward()
         if op.how == "no_grad":
             with torch.no_grad():
@@ -161,7 +171,9 @@ class Script(ABC):
     def hand(self, op: Op) -> Seen:
         """Puts gradients on unsharded parameters, as zero-bubble schedules do."""
         loss, _ = self._loss(Op("train", op.n))
-        params = [self.own(f"{part}.{kind}") for part in ("stem", "head") for kind in ("weight", "bias")]
+        params = [
+            self.own(f"{part}.{kind}") for part in ("stem", "head") for kind in ("weight", "bias")
+        ]
         params = [p for p in params if p.requires_grad]
         for param, grad in zip(params, self.gradients_of(loss, params), strict=True):
             param.grad = grad if param.grad is None else param.grad + grad
@@ -189,7 +201,8 @@ class Script(ABC):
         self.backward_of(loss)
         return {}
 
-    # -- gradients --------------------------------------------------------------------------------------
+    # -- gradients
+    # --------------------------------------------------------------------------------------
 
     def zero(self, op: Op) -> Seen:
         self.before_update()
@@ -232,7 +245,8 @@ class Script(ABC):
             self._hooks[name] = self.params[name].register_post_accumulate_grad_hook(_halve)
         return {}
 
-    # -- parameters -------------------------------------------------------------------------------------
+    # -- parameters
+    # -------------------------------------------------------------------------------------
 
     def step(self, op: Op) -> Seen:
         self.before_update()
@@ -247,7 +261,9 @@ class Script(ABC):
         return {}
 
     def nan(self, op: Op) -> Seen:
-        """A step in which one rank has a NaN, clipped, and zeroed; shardgrad's optimizers skip it."""
+        """A step in which one rank has a NaN, clipped, and zeroed; shardgrad's optimizers skip
+        it.
+        """
         loss, _ = self._loss(Op("train", op.n))
         self.backward_of(loss * (float("nan") if self.rank == 0 else 1.0))
         self.skip_nan(op)
@@ -271,7 +287,8 @@ class Script(ABC):
             self.optimizer.state.clear()
         return {}
 
-    # -- state ------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------
 
     def save(self, op: Op) -> Seen:
         self.before_update()
@@ -303,7 +320,8 @@ class Script(ABC):
     def load_model(self, state: Mapping[str, Any]) -> None:
         """Loads a state dict."""
 
-    # -- looking ----------------------------------------------------------------------------------------
+    # -- looking
+    # ----------------------------------------------------------------------------------------
 
     def look(self, op: Op) -> Seen:
         """Shows gradients, parameters, optimizer states and buffers, as this rank holds them."""

@@ -43,7 +43,9 @@ def noting_warnings() -> Iterator[None]:
 
 
 def zero_copy_as_in(program: Program) -> AbstractContextManager[object]:
-    """Makes parameters travel by themselves, however small, if the program says so; for all threads."""
+    """Makes parameters travel by themselves, however small, if the program says so; for all
+    threads.
+    """
     least = 1 if program.sharding.zero_copy else zero_copy.ZERO_COPY_NBYTES
     return mock.patch.object(zero_copy, "ZERO_COPY_NBYTES", least)
 
@@ -78,7 +80,8 @@ class Sharded(Script):
             self.plan.call = call
         self.make()
 
-    # -- making -----------------------------------------------------------------------------------------
+    # -- making
+    # -----------------------------------------------------------------------------------------
 
     def make(self) -> None:
         sharding = self.program.sharding
@@ -129,7 +132,8 @@ class Sharded(Script):
             for i, block in enumerate(blocks[1:], start=1):
                 block.set_modules_to_backward_prefetch(blocks[max(0, i - 2) : i][::-1])
 
-    # -- what differs between engines -------------------------------------------------------------------
+    # -- what differs between engines
+    # -------------------------------------------------------------------
 
     def to_device(self, x: Tensor) -> Tensor:
         return x.to(self._device)
@@ -143,11 +147,15 @@ class Sharded(Script):
     def clip_ours(self, params: list[nn.Parameter] | None, max_norm: float) -> Tensor:
         if self._is_ours:
             return shardgrad.clip_grad_norm_(self.net if params is None else params, max_norm)
-        norm = nn.utils.clip_grad_norm_(list(self.params.values()) if params is None else params, max_norm)
+        norm = nn.utils.clip_grad_norm_(
+            list(self.params.values()) if params is None else params, max_norm
+        )
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def before_update(self) -> None:
-        """Reshards under FSDP2, which does not notice writes to shards while parameters are unsharded."""
+        """Reshards under FSDP2, which does not notice writes to shards while parameters are
+        unsharded.
+        """
         if not self._is_ours:
             for unit in self.units:
                 unit.reshard()
@@ -167,7 +175,9 @@ class Sharded(Script):
         self.net.load_state_dict(state)
 
     def lost(self) -> list[int]:
-        """Returns the units of which the engine has said that gradients are gone, and forgets it."""
+        """Returns the units of which the engine has said that gradients are gone, and forgets
+        it.
+        """
         texts: list[str] = _warned.__dict__.pop("texts", [])
         names = [unit._unit.name for unit in self.units] if texts else []
         gone: set[str] = set()
@@ -176,7 +186,8 @@ class Sharded(Script):
             gone.update(rest.partition(" they had been added")[0].split(", ") if is_named else ())
         return [i for i, name in enumerate(names) if gone.issuperset(name.split(", "))]
 
-    # -- what only shardgrad has ------------------------------------------------------------------------
+    # -- what only shardgrad has
+    # ------------------------------------------------------------------------
 
     def participate(self, op: Op) -> Seen:
         self.plan.by_rank = True
@@ -217,7 +228,8 @@ class Sharded(Script):
         for _, step in self._steps:
             step.close()
 
-    # -- settings ---------------------------------------------------------------------------------------
+    # -- settings
+    # ---------------------------------------------------------------------------------------
 
     def sync(self, op: Op) -> Seen:
         self.net.set_requires_gradient_sync(bool(op.n))

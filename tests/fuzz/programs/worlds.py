@@ -105,7 +105,9 @@ class Worlds:
 
             build.build()  # here, because compiling may take longer than a program may
             simulator = self._started.setdefault(_key(world), SimulatorProcess())
-            outcomes: list[Outcome] = simulator.run(run_simulated, texts, timeout_s=limit_s, **self._options)
+            outcomes: list[Outcome] = simulator.run(
+                run_simulated, texts, timeout_s=limit_s, **self._options
+            )
             return outcomes
         ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
         return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
@@ -114,7 +116,8 @@ class Worlds:
 def side_by_side(
     lanes: int, chunks: Iterable[Sequence[Program]], **options: Any
 ) -> Iterator[list[tuple[Program, Outcome]]]:
-    """Runs chunks of programs in several sets of worlds at once; yields what came of each, in order.
+    """Runs chunks of programs in several sets of worlds at once; yields what came of each, in
+    order.
 
     Ranks wait for each other most of the time, above all on a busy machine; others run meanwhile.
 
@@ -138,19 +141,25 @@ def side_by_side(
 
         rest, running = iter(chunks), deque[Future[list[tuple[Program, Outcome]]]]()
         while True:
-            running.extend(pool.submit(run, chunk) for chunk in islice(rest, 2 * lanes - len(running)))
+            running.extend(
+                pool.submit(run, chunk) for chunk in islice(rest, 2 * lanes - len(running))
+            )
             if not running:
                 return
             yield running.popleft().result()
 
 
 def _key(world: str) -> str:
-    """Returns what a world is kept under; one process has simulated devices for any number of ranks."""
+    """Returns what a world is kept under; one process has simulated devices for any number of
+    ranks.
+    """
     return world[:3]
 
 
 def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
-    """Returns one outcome for each program, with the first difference that any rank saw of each engine."""
+    """Returns one outcome for each program, with the first difference that any rank saw of each
+    engine.
+    """
     merged = []
     for outcomes in zip(*by_rank, strict=False):
         first: dict[str, Difference] = {}
@@ -165,7 +174,8 @@ def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
     return merged
 
 
-# -- processes over gloo ------------------------------------------------------------------------------------
+# -- processes over gloo
+# ------------------------------------------------------------------------------------
 
 
 @cache
@@ -211,7 +221,8 @@ def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[
     return outcomes
 
 
-# -- threads with simulated devices -------------------------------------------------------------------------
+# -- threads with simulated devices
+# -------------------------------------------------------------------------
 
 
 class _Sum:
@@ -242,7 +253,10 @@ def run_simulated(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> lis
             with device.checked(raises=False) as hazards, zero_copy_as_in(program):
                 try:
                     by_rank = VirtualRanks(program.ranks, COLLECTIVE_TIMEOUT_S).run(
-                        _on_virtual_rank, program, _Sum(program.ranks), timeout_s=4 * COLLECTIVE_TIMEOUT_S
+                        _on_virtual_rank,
+                        program,
+                        _Sum(program.ranks),
+                        timeout_s=4 * COLLECTIVE_TIMEOUT_S,
                     )
                 except RankError as error:
                     found = Difference("shardgrad", -1, "hang", f"hang: {str(error)[-3000:]}")

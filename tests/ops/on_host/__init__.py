@@ -8,11 +8,11 @@ Under AddressSanitizer and UBSan:
     export LD_PRELOAD="$(g++ -print-file-name=libasan.so) $(g++ -print-file-name=libubsan.so)"
     python -m pytest -p tests.ops.on_host tests/ops
 
-The sources are compiled as C++, with a `cuda_runtime.h` of the tests, and registered for the CPU. So every
-test that compares the compiled ops with torch, bit for bit, compares these. Blocks and their threads run in
-an order that is drawn from ON_HOST_SEED, and a few blocks at once, so that what has no order has wrong
-values. What this says nothing about: time, memory that another block writes and this one has cached, and
-powers, which are the host's here.
+The sources are compiled as C++, with a `cuda_runtime.h` of the tests, and registered for the CPU.
+So every test that compares the compiled ops with torch, bit for bit, compares these. Blocks and
+their threads run in an order that is drawn from ON_HOST_SEED, and a few blocks at once, so that
+what has no order has wrong values. What this says nothing about: time, memory that another block
+writes and this one has cached, and powers, which are the host's here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def kernels() -> Path:
     if sanitizers := os.environ.get("ON_HOST_SANITIZE"):
         options += ["-g", f"-fsanitize={sanitizers}", "-fno-sanitize-recover=undefined"]
     state = hashlib.sha256(f"{torch.__version__}{FLAGS}{options}".encode())
-    for path in sorted((*CSRC.rglob("*.*"), *HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py")):
+    for path in sorted(
+        (*CSRC.rglob("*.*"), *HERE.glob("*.cpp"), *HERE.glob("*.h"), HERE / "build.py")
+    ):
         state.update(path.read_bytes())
     folder = Path(tempfile.gettempdir(), f"shardgrad-kernels-{state.hexdigest()[:16]}")
     library = folder / "kernels.so"
@@ -49,7 +51,9 @@ def kernels() -> Path:
     copy_sources(copies)
     for path in copies.glob("cuda/*ops.cpp"):
         path.write_text(
-            path.read_text().replace("LIBRARY_IMPL(shardgrad, CUDA,", "LIBRARY_IMPL(shardgrad, CPU,")
+            path.read_text().replace(
+                "LIBRARY_IMPL(shardgrad, CUDA,", "LIBRARY_IMPL(shardgrad, CPU,"
+            )
         )
     (copies / "cuda/binding.h").write_text((HERE / "binding.h").read_text())
     compile_library(library, [*copies.rglob("*.cpp"), HERE / "control.cpp"], options, link)
@@ -68,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def only_blocks(blocks: Sequence[int]) -> None:
     """Has only these blocks of each row of a grid run, or all if there are none."""
-    machine().on_host_only_blocks((ctypes.c_uint * len(blocks))(*blocks), ctypes.c_size_t(len(blocks)))
+    machine().on_host_only_blocks(
+        (ctypes.c_uint * len(blocks))(*blocks), ctypes.c_size_t(len(blocks))
+    )
 
 
 def processors(count: int) -> None:

@@ -1,4 +1,6 @@
-"""Compiles the sources of csrc/cuda for the host: they are C++, but for their launches and shared memory."""
+"""Compiles the sources of csrc/cuda for the host: they are C++, but for their launches and shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,16 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CSRC = HERE.parents[2] / "csrc"
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-pthread"]
-_LAUNCH = re.compile(r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(.+?), (\w+), 0, stream>>>\((\w+)\);", re.DOTALL)
+_LAUNCH = re.compile(
+    r"([\w:]+(?:<[^;{}]*?>)?)\s*<<<(.+?), (\w+), 0, stream>>>\((\w+)\);", re.DOTALL
+)
 _SHARED = re.compile(r"__shared__ ([\w:]+) (\w+)((?:\[\w+\])*);")
 
 
 def translated(source: str) -> str:
-    """Returns a .cu or .cuh file as C++: launches become calls, and shared memory belongs to a block."""
+    """Returns a .cu or .cuh file as C++: launches become calls, and shared memory belongs to a
+    block.
+    """
     synchronises = "true" if "__syncthreads" in source or "is_last_block" in source else "false"
     source = _LAUNCH.sub(rf"on_host::launch<\1, {synchronises}>(\2, \3, \4);", source)
     return _SHARED.sub(

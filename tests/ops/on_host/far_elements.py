@@ -1,7 +1,8 @@
-"""The kernels on more than 2^31 elements, in memory that is lent but not there: a few blocks touch it.
+"""The kernels on more than 2^31 elements, in memory that is lent but not there: a few blocks touch
+it.
 
-`test_kernels_on_the_host.py` runs this with the plugin. An index of 32 bits would leave the memory, which
-kills the process, or come out at its beginning.
+`test_kernels_on_the_host.py` runs this with the plugin. An index of 32 bits would leave the memory,
+which kills the process, or come out at its beginning.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ def all_blocks() -> Iterator[None]:
 
 def sparse(numel: int, dtype: torch.dtype) -> Tensor:
     """Returns zeros of which only the pages that are written need memory."""
-    lent = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    lent = mmap.mmap(
+        -1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    )
     lent.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(lent, dtype=dtype)
 
@@ -62,7 +65,9 @@ def test_pack_and_unpack_move_what_lies_behind_2_to_31() -> None:
     OP.pack([grad], slot, table, chunk_numel, 2.0, False)
     chunks = list(slot.view(ranks, -1))
     for chunk, each in zip(chunks, pieces, strict=True):
-        for ours, theirs in zip(ends(chunk[5 : 5 + each.numel()], 2900), ends(each, 2900), strict=True):
+        for ours, theirs in zip(
+            ends(chunk[5 : 5 + each.numel()], 2900), ends(each, 2900), strict=True
+        ):
             assert_same_bits(ours, theirs / 2)
         assert (chunk[5 + each.numel() : 5 + piece + 40] == 0).all()
         assert not chunk[5 + TILE : 5 + TILE + 9].any()  # of a block that did not run
@@ -114,7 +119,8 @@ def far_segment(pieces: list[tuple[int, int, int, int, int, int]], small: Segmen
     )  # fmt: skip
 
 
-# A row of more than 2^31 elements, and one behind it; what they begin and end like has two tiles each.
+# A row of more than 2^31 elements, and one behind it; what they begin and end like has two tiles
+# each.
 SMALL = (2 * 2048, 2 * 2048)
 LONG = FAR + 2 * 2048
 PIECES = [(3, 0, 5, LONG, 1, 1), (3 + LONG + 5, LONG + 4, 5 + LONG, 2 * 2048, 0, 2)]
@@ -194,7 +200,9 @@ def test_more_than_2_to_32_float8_blocks_are_refused() -> None:
     numel = ops.FLOAT8_BLOCK_NUMEL * 2**32
     values, bytes_ = sparse(numel, torch.float32), sparse(numel + numel // 128 + 128, torch.uint8)
     with pytest.raises(RuntimeError, match="launch failed"):
-        OP.quantize(values, bytes_[: numel + numel // 128], bytes_, numel, bytes_.numel(), numel, numel)
+        OP.quantize(
+            values, bytes_[: numel + numel // 128], bytes_, numel, bytes_.numel(), numel, numel
+        )
     with pytest.raises(RuntimeError, match="launch failed"):
         OP.sum_quantized([bytes_], values, numel, bytes_.numel())
 
@@ -207,7 +215,9 @@ def test_float8_blocks_at_a_start_that_no_vector_may_have_are_refused(which: int
         torch.zeros(numel + 5, dtype=torch.uint8),
         torch.zeros(1025, dtype=torch.uint8),
     ]
-    values, kept, message = (each[i == which :][: each.numel() - 1] for i, each in enumerate(tensors))
+    values, kept, message = (
+        each[i == which :][: each.numel() - 1] for i, each in enumerate(tensors)
+    )
     with pytest.raises(RuntimeError, match="launch failed"):
         OP.quantize(values, kept, message, numel, 1024, numel, numel)
     if which != 1:

@@ -1,4 +1,5 @@
-"""Three micro-batches, accumulated by two: the optimizer steps after the third, which did not synchronize.
+"""Three micro-batches, accumulated by two: the optimizer steps after the third, which did not
+synchronize.
 
 Report: https://github.com/huggingface/accelerate/issues/2831
 Right: the third one's gradients are averaged before the step.

@@ -1,7 +1,7 @@
 """Compiles the simulated accelerator with g++, once for each set of sources and version of torch.
 
-Needs g++ and torch's headers, nothing else. The result is kept in `build/simulated/` (git ignores it); a lock
-keeps processes that start together from building it twice.
+Needs g++ and torch's headers, nothing else. The result is kept in `build/simulated/` (git ignores
+it); a lock keeps processes that start together from building it twice.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def build() -> Path:
 
 
 def load() -> ModuleType:
-    """Returns the compiled module. It registers the device with torch, for good: see `device.install`."""
+    """Returns the compiled module. It registers the device with torch, for good: see
+    `device.install`.
+    """
     loader = importlib.machinery.ExtensionFileLoader(MODULE, str(build()))
     spec = importlib.util.spec_from_loader(MODULE, loader)
     assert spec is not None

@@ -1,8 +1,8 @@
 """The process group of virtual ranks: `torch.distributed` backend "simulated".
 
-As with NCCL, a group has a communication stream on each rank. A collective makes it wait for the caller's
-current stream, runs on it, and the caller's stream waits for it: at once, or with `async_op` when the
-returned work is waited for. Until then the work keeps the tensors alive.
+As with NCCL, a group has a communication stream on each rank. A collective makes it wait for the
+caller's current stream, runs on it, and the caller's stream waits for it: at once, or with
+`async_op` when the returned work is waited for. Until then the work keeps the tensors alive.
 """
 
 from __future__ import annotations
@@ -138,7 +138,13 @@ class SimulatedGroup(dist.ProcessGroup):
         self._enter(ready)
         with self.stream, torch.no_grad():
             torch.ops.simulated.collective(
-                list(inputs), list(outputs), kind, _reduction(reduction), root, self._number, self._rank
+                list(inputs),
+                list(outputs),
+                kind,
+                _reduction(reduction),
+                root,
+                self._number,
+                self._rank,
             )
         done = torch.Event(self._device)
         done.record(self.stream)
@@ -151,19 +157,31 @@ class SimulatedGroup(dist.ProcessGroup):
         """Returns one piece of a tensor for each rank; equal ones, or of so many rows."""
         if not sizes:
             flat = whole.view(-1)
-            return list(flat.split(flat.numel() // self._size)) if flat.numel() else [flat] * self._size
+            return (
+                list(flat.split(flat.numel() // self._size))
+                if flat.numel()
+                else [flat] * self._size
+            )
         return list(whole.split(list(sizes)))
 
     # The names are torch's. 2.13 renamed two; before, it calls the ones with an underscore.
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._launch("all_gather", [input.view(-1)], self._cut(output), opts)
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         return self._launch(
-            "reduce_scatter", self._cut(input), [output.view(-1)], opts, opts.reduceOp if opts else None
+            "reduce_scatter",
+            self._cut(input),
+            [output.view(-1)],
+            opts,
+            opts.reduceOp if opts else None,
         )
 
     _reduce_scatter_base = reduce_scatter_single
@@ -207,8 +225,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self._launch("all_gather", inputs, outputs[0], opts)
 
-    def reduce_scatter(self, outputs: Sequence[torch.Tensor], inputs: Any, opts: Any = None) -> Work:
-        return self._launch("reduce_scatter", inputs[0], outputs, opts, opts.reduceOp if opts else None)
+    def reduce_scatter(
+        self, outputs: Sequence[torch.Tensor], inputs: Any, opts: Any = None
+    ) -> Work:
+        return self._launch(
+            "reduce_scatter", inputs[0], outputs, opts, opts.reduceOp if opts else None
+        )
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         return self._launch("all_to_all", inputs, outputs, opts)
@@ -223,7 +245,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def scatter(self, outputs: Sequence[torch.Tensor], inputs: Any, opts: Any = None) -> Work:
         root = opts.rootRank if opts else 0
-        return self._launch("scatter", inputs[0] if self._rank == root else [], outputs, opts, root=root)
+        return self._launch(
+            "scatter", inputs[0] if self._rank == root else [], outputs, opts, root=root
+        )
 
     def gather(self, outputs: Any, inputs: Sequence[torch.Tensor], opts: Any = None) -> Work:
         return self._launch("all_gather", inputs, outputs[0] if outputs else [], opts)
@@ -241,7 +265,9 @@ def _reduction(op: Any) -> str:
     for known, name in _REDUCTIONS.items():
         if op == known:
             return name
-    raise NotImplementedError(f"simulated collectives reduce by {sorted(_REDUCTIONS.values())}, not by {op}")
+    raise NotImplementedError(
+        f"simulated collectives reduce by {sorted(_REDUCTIONS.values())}, not by {op}"
+    )
 
 
 def _create(options: Any, backend_options: Any) -> SimulatedGroup:

@@ -1,7 +1,8 @@
 """The simulated accelerator, from Python: device `sim`, its hazards, and graphs.
 
-`install()` makes `torch.device("sim", 0)` to `("sim", 7)` exist in this process, for good, and makes them the
-accelerator that `torch.accelerator` speaks of. Tests therefore run in a process of their own (`process.py`).
+`install()` makes `torch.device("sim", 0)` to `("sim", 7)` exist in this process, for good, and
+makes them the accelerator that `torch.accelerator` speaks of. Tests therefore run in a process of
+their own (`process.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from tests.simulated.accelerator import build, errors
 
 NAME = "sim"
 
-# -- what a checker reports ---------------------------------------------------------------------------------
+# -- what a checker reports
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Use:
 
     Attributes:
         op: such as "aten::copy_", "shardgrad::pack", "simulated::all_gather", "allocate", "free".
-        place: "file:line:function" of the innermost frame outside torch and this simulator; in a backward
-            without Python frames "backward of " and the autograd node.
+        place: "file:line:function" of the innermost frame outside torch and this simulator; in a
+            backward without Python frames "backward of " and the autograd node.
         stream: in words, such as "stream 3 of sim:1".
     """
 
@@ -48,8 +50,8 @@ class Hazard:
     """Two accesses to the same bytes that no wait orders.
 
     Attributes:
-        kind: "read-after-write", "write-after-read", "write-after-write", "free-while-in-flight", or
-            "use-after-free" for a replay that uses memory its owner has freed since the capture.
+        kind: "read-after-write", "write-after-read", "write-after-write", "free-while-in-flight",
+            or "use-after-free" for a replay that uses memory its owner has freed since the capture.
         begin: the first shared byte, counted from the begin of the memory block.
         end: the byte after the last.
         address: of the first shared byte.
@@ -71,7 +73,8 @@ class Hazard:
         what = self.labels or f"a block at {self.address - self.begin:#x}"
         times = f" ({self.count} times)" if self.count > 1 else ""
         return (
-            f"{self.kind} on bytes [{self.begin}, {self.end}) of {what} on {NAME}:{self.device}{times}\n"
+            f"{self.kind} on bytes [{self.begin}, {self.end}) of {what} on "
+            f"{NAME}:{self.device}{times}\n"
             f"  {self.later}\n  is not ordered after\n  {self.earlier}"
         )
 
@@ -117,7 +120,8 @@ def name_stream(stream: torch.Stream, name: str) -> None:
     native().name_stream(stream.device_index, stream.stream_id, name)
 
 
-# -- what was launched --------------------------------------------------------------------------------------
+# -- what was launched
+# --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,11 @@ class Launch:
 
     def comes_after(self, other: Launch) -> bool:
         """Returns whether streams and waits order this after `other`: the two cannot overlap."""
-        return self is not other and other.lane < len(self.knows) and self.knows[other.lane] >= other.tick
+        return (
+            self is not other
+            and other.lane < len(self.knows)
+            and self.knows[other.lane] >= other.tick
+        )
 
     def may_overlap(self, other: Launch) -> bool:
         """Returns whether nothing orders the two."""
@@ -152,25 +160,30 @@ def restart_schedule(*, keep_launches: bool = False) -> None:
 def schedule_digest(devices: int = 1) -> tuple[int, ...]:
     """Returns a number for each of the first devices that stands for the launches of the schedule.
 
-    Two schedules with the same launches on the same streams, up to which stream is which, in the same order
-    and with the same waits between them, have the same.
+    Two schedules with the same launches on the same streams, up to which stream is which, in the
+    same order and with the same waits between them, have the same.
     """
     return tuple(native().schedule_digest(index) for index in range(devices))
 
 
 def launches(index: int = 0) -> list[Launch]:
-    """Returns a device's launches since the schedule was restarted to keep them, in the host's order."""
-    return [Launch(**{**found, "knows": tuple(found["knows"])}) for found in native().launches(index)]
+    """Returns a device's launches since the schedule was restarted to keep them, in the host's
+    order.
+    """
+    return [
+        Launch(**{**found, "knows": tuple(found["knows"])}) for found in native().launches(index)
+    ]
 
 
-# -- graphs -------------------------------------------------------------------------------------------------
+# -- graphs
+# -------------------------------------------------------------------------------------------------
 
 
 class Graph:
     """Recorded work of one device, to be replayed on the same addresses.
 
-    Capturing does not execute: memory and random numbers are afterwards as they were before. Order between
-    streams is checked when a replay happens, against the other work around it too.
+    Capturing does not execute: memory and random numbers are afterwards as they were before. Order
+    between streams is checked when a replay happens, against the other work around it too.
     """
 
     def __init__(self) -> None:
@@ -182,10 +195,12 @@ class Graph:
 
     @contextlib.contextmanager
     def capture(self, stream: torch.Stream) -> Iterator[Graph]:
-        """Captures what is launched on `stream` in this context, and on streams that join it by an event.
+        """Captures what is launched on `stream` in this context, and on streams that join it by an
+        event.
 
         Raises:
-            CaptureError: one of its subclasses, for whatever CUDA would refuse; the capture is given up.
+            CaptureError: one of its subclasses, for whatever CUDA would refuse; the capture is
+                given up.
         """
         with stream:
             self._native.begin()
@@ -205,7 +220,8 @@ class Graph:
         self._native.reset()
 
 
-# -- making torch know the device ---------------------------------------------------------------------------
+# -- making torch know the device
+# ---------------------------------------------------------------------------
 
 
 @cache
@@ -238,7 +254,9 @@ _AUTOCAST = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
 
 
 def adopt_ops(module: ModuleType | None = None) -> None:
-    """Runs the ops of `torch.ops.shardgrad` that exist now by CPU kernels, reads and writes by schema."""
+    """Runs the ops of `torch.ops.shardgrad` that exist now by CPU kernels, reads and writes by
+    schema.
+    """
     import shardgrad.ops  # noqa: F401  (registers them)
 
     (module or native()).adopt_namespace("shardgrad")
@@ -247,8 +265,9 @@ def adopt_ops(module: ModuleType | None = None) -> None:
 def _event_class(base: Any) -> Any:
     """Returns `torch.Event`, but with a native part from the start.
 
-    Torch answers a wait for an event without a native part itself, by doing nothing. With one it asks the
-    device, which refuses. A record on this stream, which does not exist, makes that part and records nothing.
+    Torch answers a wait for an event without a native part itself, by doing nothing. With one it
+    asks the device, which refuses. A record on this stream, which does not exist, makes that part
+    and records nothing.
     """
 
     class Event(base):  # type: ignore[misc]
@@ -257,7 +276,9 @@ def _event_class(base: Any) -> Any:
             where = torch.device(NAME if device is None else device)
             if where.type == NAME:
                 index = native().current_device() if where.index is None else where.index
-                event.record(torch.Stream(stream_id=-1, device_index=index, device_type=_device_type()))
+                event.record(
+                    torch.Stream(stream_id=-1, device_index=index, device_type=_device_type())
+                )
             return event
 
     return Event
@@ -289,7 +310,9 @@ def _readable(device: Any) -> int:
     """Returns the index of a device whose random numbers have a state that the host may see."""
     index = _index(device)
     if native().capturing(index):
-        raise errors.CaptureError("the state of random numbers is asked for, or set, during a capture")
+        raise errors.CaptureError(
+            "the state of random numbers is asked for, or set, during a capture"
+        )
     return index
 
 

@@ -1,4 +1,6 @@
-"""What the simulated accelerator refuses, one class for each mistake. The C++ side raises them by name."""
+"""What the simulated accelerator refuses, one class for each mistake. The C++ side raises them by
+name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ class OtherDeviceError(SimulatedDeviceError):
 
 
 class UnrecordedEventError(SimulatedDeviceError):
-    """Somebody waits for an event that was never recorded: on CUDA a wait that silently orders nothing."""
+    """Somebody waits for an event that was never recorded: on CUDA a wait that silently orders
+    nothing.
+    """
 
 
 class MixedDevicesError(SimulatedDeviceError):
@@ -28,7 +32,9 @@ class NestedCaptureError(CaptureError):
 
 
 class HostSyncInCaptureError(CaptureError):
-    """The host waits for a device that is being captured: a synchronisation, `.item()`, a blocking copy."""
+    """The host waits for a device that is being captured: a synchronisation, `.item()`, a blocking
+    copy.
+    """
 
 
 class ForeignEventError(CaptureError):

@@ -1,4 +1,6 @@
-"""A process that has simulated devices. Once known to torch they stay, so the tests' own process has none."""
+"""A process that has simulated devices. Once known to torch they stay, so the tests' own process
+has none.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def _serve(pipe: Connection, path: list[str]) -> None:
             pipe.send((True, result))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-        for index in range(torch.accelerator.device_count()):  # nothing of one test is in flight in the next
+        for index in range(
+            torch.accelerator.device_count()
+        ):  # nothing of one test is in flight in the next
             torch.accelerator.synchronize(index)
         device.reset()
 
@@ -54,7 +58,9 @@ class SimulatorProcess:
             self._process.join()
             self._process = None
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 110.0, **kwargs: Any) -> Any:
+    def run(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = 110.0, **kwargs: Any
+    ) -> Any:
         """Returns what a function at the top of its module returned there.
 
         Raises:
@@ -67,7 +73,9 @@ class SimulatorProcess:
             clock = FairClock([self._process.pid])
             while not self._pipe.poll(0.5):
                 if clock.elapsed_s() > timeout_s:
-                    raise RankError(f"{function.__qualname__} did not finish within {timeout_s:.0f} s")
+                    raise RankError(
+                        f"{function.__qualname__} did not finish within {timeout_s:.0f} s"
+                    )
             succeeded, result = self._pipe.recv()
         except BaseException as error:
             self.stop()

@@ -1,7 +1,9 @@
-"""Virtual ranks: threads of one process, each with a simulated device and a `torch.distributed` of its own.
+"""Virtual ranks: threads of one process, each with a simulated device and a `torch.distributed` of
+its own.
 
-Every simulated device has its own autograd thread, so a hook may block until another rank's hook has come.
-While ranks run, what `torch.distributed` keeps for the process is kept for each rank; see `_Worlds`.
+Every simulated device has its own autograd thread, so a hook may block until another rank's hook
+has come. While ranks run, what `torch.distributed` keeps for the process is kept for each rank; see
+`_Worlds`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ _one_at_a_time = threading.Lock()
 
 @contextlib.contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Keeps other ranks out, around what uses the process's random numbers, such as building a model.
+    """Keeps other ranks out, around what uses the process's random numbers, such as building a
+    model.
 
     No collective may happen inside.
     """
@@ -59,14 +62,17 @@ class VirtualRanks:
         """Returns what `function` returned on each rank.
 
         Raises:
-            RankError: a rank raised, or took longer than `timeout_s`. The message holds the tracebacks; if
-                all raised the same class of error first, the error of the lowest rank is its cause.
+            RankError: a rank raised, or took longer than `timeout_s`. The message holds the
+                tracebacks; if all raised the same class of error first, the error of the lowest
+                rank is its cause.
         """
         device.adopt_ops()
         run = _Run(self.world_size, self._timeout_s)
         with _Worlds(self.world_size) as worlds:
             threads = [
-                threading.Thread(target=run.rank, args=(rank, worlds, function, args, kwargs), daemon=True)
+                threading.Thread(
+                    target=run.rank, args=(rank, worlds, function, args, kwargs), daemon=True
+                )
                 for rank in range(self.world_size)
             ]
             for thread in threads:
@@ -85,7 +91,9 @@ class _Run:
         self._results: list[Any] = [None] * world_size
         self._failures: dict[int, tuple[float, BaseException, str]] = {}
 
-    def rank(self, rank: int, worlds: _Worlds, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def rank(
+        self, rank: int, worlds: _Worlds, function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
         """The life of one rank."""
         try:
             worlds.enter(rank)
@@ -106,7 +114,9 @@ class _Run:
             collectives.abort(f"rank {rank} raised {type(error).__name__}: {''.join(first)}")
 
     def wait_for(self, threads: list[threading.Thread], timeout_s: float) -> None:
-        """Waits for the ranks; those that are late are told to stop, and the test goes on without them."""
+        """Waits for the ranks; those that are late are told to stop, and the test goes on without
+        them.
+        """
         clock = FairClock()
         for thread in threads:
             while thread.is_alive() and clock.elapsed_s() < timeout_s:
@@ -119,7 +129,9 @@ class _Run:
             for thread in threads:
                 thread.join(2.0)
             for rank, calls in where.items():
-                text = "\n".join(f"{call.filename}:{call.line} in {call.name}" for call in reversed(calls))
+                text = "\n".join(
+                    f"{call.filename}:{call.line} in {call.name}" for call in reversed(calls)
+                )
                 error = RankError(f"rank {rank} did not finish within {timeout_s:.0f} s")
                 self._failures[rank] = (0.0, error, f"{error}; it was here:\n{text}")
 
@@ -150,10 +162,11 @@ class _World:
 
 
 class _Worlds:
-    """Stands where `torch.distributed` keeps its world, and passes every access on to the calling rank's.
+    """Stands where `torch.distributed` keeps its world, and passes every access on to the calling
+    rank's.
 
-    A rank's own thread says who it is. Autograd's threads work for one device each, and so for one rank. All
-    other threads see the world that was there before.
+    A rank's own thread says who it is. Autograd's threads work for one device each, and so for one
+    rank. All other threads see the world that was there before.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -202,11 +215,15 @@ class _Worlds:
 class _Registry:
     """Keeps the ranks' groups apart in the table of the process by which groups are found by name.
 
-    A group that all its members call "1" is there as "1@rank0", "1@rank1", and so on. Any thread may look
-    one up, autograd's included, so the table cannot be one for each thread.
+    A group that all its members call "1" is there as "1@rank0", "1@rank1", and so on. Any thread
+    may look one up, autograd's included, so the table cannot be one for each thread.
     """
 
-    _PATCHED = ("_register_process_group", "_unregister_process_group", "_unregister_all_process_groups")
+    _PATCHED = (
+        "_register_process_group",
+        "_unregister_process_group",
+        "_unregister_all_process_groups",
+    )
 
     def __init__(self) -> None:
         self._registered: dict[str, int] = {}
@@ -218,7 +235,11 @@ class _Registry:
         self._registered[own] = device.rank_thread.rank
 
     def _unregister_process_group(self, name: str) -> None:
-        own = name if name in self._registered else collectives.own_name(name, device.rank_thread.rank)
+        own = (
+            name
+            if name in self._registered
+            else collectives.own_name(name, device.rank_thread.rank)
+        )
         del self._registered[own]
         self._originals["_unregister_process_group"](own)
 
@@ -240,7 +261,9 @@ class _Registry:
 
 
 class _Meshes:
-    """Keeps for each rank, and for one run, what the engine keeps for a process: meshes made of others."""
+    """Keeps for each rank, and for one run, what the engine keeps for a process: meshes made of
+    others.
+    """
 
     _KEPT = ("_subdivided", "_flattened")
 
@@ -266,8 +289,9 @@ class _Meshes:
 class _FakeTensors:
     """Has fake tensors work each answer out, while ranks run.
 
-    They remember answers for the process, without the current device. DTensor asks them what an operator
-    returns, and a rank would be answered with the device of another one, for some of its tensors or for all.
+    They remember answers for the process, without the current device. DTensor asks them what an
+    operator returns, and a rank would be answered with the device of another one, for some of its
+    tensors or for all.
     """
 
     _dispatch = FakeTensorMode._cached_dispatch_impl

@@ -38,7 +38,9 @@ class Verdict:
 
 @cache  # the matrix judges the losses, the audit the edges
 def ran(name: str) -> tuple[Outcome, Mapping[Edge, int]]:
-    """Runs a program of the matrix once; returns what came of it, and how often it made each edge."""
+    """Runs a program of the matrix once; returns what came of it, and how often it made each
+    edge.
+    """
     with watched() as seen:
         outcome = run(CASES[name])
     return outcome, seen
@@ -90,7 +92,8 @@ def table(verdicts: list[Verdict]) -> str:
     """Returns a line for each verdict."""
     width = max(len(verdict.what) for verdict in verdicts)
     return "\n".join(
-        f"{v.what:<{width}} | {v.caught_by or 'NOT CAUGHT'} | {v.hazard or f'{v.tried} programs make it'}"
+        f"{v.what:<{width}} | {v.caught_by or 'NOT CAUGHT'} | "
+        f"{v.hazard or f'{v.tried} programs make it'}"
         for v in verdicts
     )
 

@@ -1,8 +1,10 @@
-"""The order that the engine makes, edge by edge, found by running it, and the engine with one edge taken out.
+"""The order that the engine makes, edge by edge, found by running it, and the engine with one edge
+taken out.
 
-All order between streams is made by marks (`shardgrad/engine/streams.py`) and by collectives. An *edge* is
-a place that records a mark, and a place where another stream waits for it. A slot's methods record and wait
-for whoever calls them, so the caller is the place. Waits on the mark's own stream order nothing: no edges.
+All order between streams is made by marks (`shardgrad/engine/streams.py`) and by collectives. An
+*edge* is a place that records a mark, and a place where another stream waits for it. A slot's
+methods record and wait for whoever calls them, so the caller is the place. Waits on the mark's own
+stream order nothing: no edges.
 """
 
 from __future__ import annotations
@@ -23,8 +25,11 @@ from tests.simulated.accelerator import collectives
 
 _ENGINE = str(Path(shardgrad.__file__).parent)
 _MarkOfAnEvent: Any = shardgrad.engine.streams._DeviceEvent
-# They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and gets.)
-_FOR_OTHERS = tuple(f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading"))
+# They record and wait for their callers. (`Slot.reserve` does it for the memory it lets go and
+# gets.)
+_FOR_OTHERS = tuple(
+    f"Slot.{verb}_{what}" for verb in ("start", "finish") for what in ("writing", "reading")
+)
 _FOR_OTHERS += ("Slot.release", "Reduction._release", "AllGather.wait", "AllGather.release")
 
 
@@ -47,13 +52,16 @@ class Edge:
 # The process group's own: what was launched before a collective, and what is launched after it.
 BEFORE_A_COLLECTIVE = Edge("caller's stream", "process group:launch")
 AFTER_A_COLLECTIVE = Edge("process group:launch", "process group:wait")
-# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a backward
-# which is not the last launches at its end, if nothing else comes after its stream: more side streams than
-# the programs of the matrix have. `test_mutation_audit.py` has a program for it.
+# Where one rank writes a gradient, after where it wrote it last. Needed only by a reduction that a
+# backward which is not the last launches at its end, if nothing else comes after its stream: more
+# side streams than the programs of the matrix have. `test_mutation_audit.py` has a program for it.
 ENDS_OF_ONE_RANK = Edge("reduction.py:Reduction._finish", "grad_group.py:GradGroup.launch")
-# Where one rank reads a parameter, after the stream of the outermost forward. Needed only in streams that do
-# not come after that one, which no model of the matrix has. `test_mutation_audit.py` has its program, too.
-READS_OF_ONE_RANK = Edge("root.py:RootContext.parameters_written", "all_gather.py:LocalAllGather.wait")
+# Where one rank reads a parameter, after the stream of the outermost forward. Needed only in
+# streams that do not come after that one, which no model of the matrix has.
+# `test_mutation_audit.py` has its program, too.
+READS_OF_ONE_RANK = Edge(
+    "root.py:RootContext.parameters_written", "all_gather.py:LocalAllGather.wait"
+)
 NOT_IN_THE_MATRIX = (ENDS_OF_ONE_RANK, READS_OF_ONE_RANK)
 
 

@@ -1,9 +1,10 @@
-"""Random scenarios until so many different interleavings were seen, or one has a hazard or a wrong loss.
+"""Random scenarios until so many different interleavings were seen, or one has a hazard or a wrong
+loss.
 
 python -m tests.simulated.programs.explore --interleavings 100000 --seed 1 --processes 2
 
-Every process has simulated devices of its own. Scenario number n of a seed is the same however many processes
-take turns. The run is recorded in benchmarks/results/interleavings.jsonl.
+Every process has simulated devices of its own. Scenario number n of a seed is the same however many
+processes take turns. The run is recorded in benchmarks/results/interleavings.jsonl.
 """
 
 from __future__ import annotations
@@ -28,12 +29,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.records import RESULTS
 from benchmarks.run import Run
 from tests.simulated.accelerator import build
-from tests.simulated.programs.scenarios import Model, Places, Plan, Scenario, plain_plans, some_scenario
+from tests.simulated.programs.scenarios import (
+    Model,
+    Places,
+    Plan,
+    Scenario,
+    plain_plans,
+    some_scenario,
+)
 
 Digest = tuple[int, ...]
 
-# Steps of a scenario, by ranks. On one rank each step counts, so many share the cost of building the model.
-# On several only the whole counts; the first step is ordered by the host, so there are a few more.
+# Steps of a scenario, by ranks. On one rank each step counts, so many share the cost of building
+# the model. On several only the whole counts; the first step is ordered by the host, so there are a
+# few more.
 STEPS = {1: 64, 2: 4, 4: 3}
 _SHARES = {1: 40, 2: 2, 4: 1}
 _NOTE_EVERY_S = 30.0
@@ -99,8 +108,8 @@ def digests_of(scenario: Scenario, *, shrink_s: float = SHRINK_S) -> tuple[Diges
     """Runs a scenario; returns the digests of its interleavings.
 
     Raises:
-        Exception: for a hazard, a wrong loss, or whatever a rank raised. What is raised is that of a smaller
-            scenario, if one was found in `shrink_s`. A note shows it, to be pasted.
+        Exception: for a hazard, a wrong loss, or whatever a rank raised. What is raised is that of
+            a smaller scenario, if one was found in `shrink_s`. A note shows it, to be pasted.
     """
     wrong = _what_is_wrong(scenario)
     if isinstance(wrong, tuple):
@@ -135,7 +144,10 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for i in range(len(plans) if len(plans) > 1 else 0):
         yield replace(scenario, plans=plans[:i] + plans[i + 1 :])
     for each in fields(Model):
-        if each.name not in ("ranks", "depth", "branches") and getattr(model, each.name) != each.default:
+        if (
+            each.name not in ("ranks", "depth", "branches")
+            and getattr(model, each.name) != each.default
+        ):
             yield replace(scenario, model=replace(model, **{each.name: each.default}))
     for i, plan in enumerate(plans):
         for simpler in (plain, *_simpler_plans(plan)):
@@ -156,7 +168,8 @@ def _simpler_plans(plan: Plan) -> Iterator[Plan]:
             yield replace(plan, units=(*plan.units[:i], simpler, *plan.units[i + 1 :]))
 
 
-# -- processes ----------------------------------------------------------------------------------------------
+# -- processes
+# ----------------------------------------------------------------------------------------------
 
 
 def _work(pipe: Connection, path: list[str], seed: int, first: int, stride: int) -> None:
@@ -167,7 +180,9 @@ def _work(pipe: Connection, path: list[str], seed: int, first: int, stride: int)
     from tests.simulated.accelerator import device
     from tests.simulated.programs.running import expected
 
-    warnings.simplefilter("ignore")  # of unused parameters and late streams, which are here on purpose
+    warnings.simplefilter(
+        "ignore"
+    )  # of unused parameters and late streams, which are here on purpose
     torch.set_num_threads(1)
     device.install()
     number = first
@@ -190,7 +205,9 @@ def _processes(count: int, seed: int) -> Iterator[list[Connection]]:
     started, pipes = [], []
     for first in range(count):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(theirs, sys.path, seed, first, count), daemon=True)
+        process = context.Process(
+            target=_work, args=(theirs, sys.path, seed, first, count), daemon=True
+        )
         process.start()
         theirs.close()
         started.append(process)
@@ -230,19 +247,25 @@ def explore(goal: int, *, seed: int, processes: int, limit_s: float) -> Found:
             if found.wall_s >= _NOTE_EVERY_S * len(found.curve):
                 found.note()
                 if not progress.console.is_terminal:  # where the bar is not seen before the end
-                    print(f"{found.wall_s:.0f} s: {len(found.distinct)} of {goal}, {speed:.0f}/s", flush=True)
+                    print(
+                        f"{found.wall_s:.0f} s: {len(found.distinct)} of {goal}, {speed:.0f}/s",
+                        flush=True,
+                    )
     found.note()
     return found
 
 
-# -- the program --------------------------------------------------------------------------------------------
+# -- the program
+# --------------------------------------------------------------------------------------------
 
 
 @click.command()
 @click.option("--interleavings", type=click.IntRange(1), default=100_000, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--processes", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), default=None, help="Stop after so long.")
+@click.option(
+    "--minutes", type=click.FloatRange(0, min_open=True), default=None, help="Stop after so long."
+)
 @click.option("--smoke", is_flag=True, help="A few seconds, to see that it runs.")
 @click.option(
     "--out",
@@ -250,7 +273,12 @@ def explore(goal: int, *, seed: int, processes: int, limit_s: float) -> Found:
     help="Folder of the record.  [default: benchmarks/results; with --smoke: nothing is written]",
 )
 def main(
-    interleavings: int, seed: int, processes: int, minutes: float | None, smoke: bool, out: Path | None
+    interleavings: int,
+    seed: int,
+    processes: int,
+    minutes: float | None,
+    smoke: bool,
+    out: Path | None,
 ) -> None:
     """Look for hazards and wrong losses in different interleavings."""
     run = Run(smoke=smoke, out=out or (None if smoke else RESULTS))

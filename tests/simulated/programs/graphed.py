@@ -19,7 +19,8 @@ from tests.simulated.accelerator.virtual_ranks import VirtualRanks, one_at_a_tim
 WIDTH = 6
 
 
-# -- models and data ----------------------------------------------------------------------------------------
+# -- models and data
+# ----------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -82,7 +83,9 @@ def build(setup: Setup) -> nn.Sequential:
 
 def _block(setup: Setup) -> Block:
     return Block(
-        dropout=setup.dropout, recomputes=setup.recomputes, saves_random_state=setup.saves_random_state
+        dropout=setup.dropout,
+        recomputes=setup.recomputes,
+        saves_random_state=setup.saves_random_state,
     )
 
 
@@ -100,7 +103,8 @@ def weights(*models: nn.Module) -> list[Tensor]:
     return [p.to_local().detach().cpu() for model in models for p in model.parameters()]
 
 
-# -- the oracle: the same program without a graph -----------------------------------------------------------
+# -- the oracle: the same program without a graph
+# -----------------------------------------------------------
 
 Program = Callable[[Callable[..., Any]], list[Any]]
 

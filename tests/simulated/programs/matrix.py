@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.simulated.programs.scenarios import SIDE_STREAMS, Model, Places, Plan, Scenario, plain_plans
+from tests.simulated.programs.scenarios import (
+    SIDE_STREAMS,
+    Model,
+    Places,
+    Plan,
+    Scenario,
+    plain_plans,
+)
 
 STEPS = 4
 
@@ -15,7 +22,9 @@ def _stream(number: int) -> int:
 
 
 def _spread(model: Model, steps: int = STEPS) -> tuple[Plan, ...]:
-    """Returns steps whose units, branches and hooks go around the streams, each step differently."""
+    """Returns steps whose units, branches and hooks go around the streams, each step
+    differently.
+    """
     plans = []
     for step in range(steps):
         units = []
@@ -23,7 +32,9 @@ def _spread(model: Model, steps: int = STEPS) -> tuple[Plan, ...]:
             runs = _stream(step + unit)
             branches = tuple(_stream(step + 2 * unit + branch) for branch in range(model.branches))
             units.append(
-                Places(runs, (runs,) if model.checkpoint else branches, _stream(3 * step + unit + 1))
+                Places(
+                    runs, (runs,) if model.checkpoint else branches, _stream(3 * step + unit + 1)
+                )
             )
         plans.append(Plan(_stream(2 * step), _stream(step + 1), tuple(units)))
     return tuple(plans)
@@ -72,20 +83,31 @@ CASES: dict[str, Scenario] = {
     "resharded to two of four ranks in one stream": _in_one_stream(ranks=4, reshard=2),
     "resharded to two of four ranks, two outputs": _case(ranks=4, reshard=2, two_outputs=True),
     "replicas": _case(ranks=4, replicas=2),
-    "replicas, low precision, accumulation": _case(ranks=4, replicas=2, low_precision=True, micro_batches=2),
+    "replicas, low precision, accumulation": _case(
+        ranks=4, replicas=2, low_precision=True, micro_batches=2
+    ),
     "replicas summed after the last micro-batch": _case(
         ranks=4, replicas=2, micro_batches=3, deferred="all-reduce", overlapped=True
     ),
     "accumulation, each reduced": _case(micro_batches=2),
     "accumulation, reductions overlap": _case(micro_batches=3, overlapped=True),
     "accumulation, reduced at the end": _case(micro_batches=3, deferred="reduce"),
-    "accumulation, reduced at the end, two ranks": _case(ranks=2, micro_batches=2, deferred="reduce"),
+    "accumulation, reduced at the end, two ranks": _case(
+        ranks=2, micro_batches=2, deferred="reduce"
+    ),
     "whole from step to step": _case(stage=2, micro_batches=2),
-    "whole from step to step, two ranks": _case(ranks=2, stage=2, low_precision=True, micro_batches=2),
+    "whole from step to step, two ranks": _case(
+        ranks=2, stage=2, low_precision=True, micro_batches=2
+    ),
     "whole gradients until the last backward": _case(stage=1, micro_batches=3, overlapped=True),
     "both axes": _case(ranks=4, replicas=2, stage="hfsdp"),
     "both axes, low precision, accumulation": _case(
-        ranks=4, replicas=2, stage="hfsdp", low_precision=True, micro_batches=2, deferred="all-reduce"
+        ranks=4,
+        replicas=2,
+        stage="hfsdp",
+        low_precision=True,
+        micro_batches=2,
+        deferred="all-reduce",
     ),
     "low precision": _case(low_precision=True),
     "low precision in one stream": _in_one_stream(low_precision=True),
@@ -94,7 +116,9 @@ CASES: dict[str, Scenario] = {
     "narrow on the wire, reduced at the end": _case(
         ranks=2, wire="bfloat16", micro_batches=2, deferred="reduce", low_precision=True
     ),
-    "narrow on the wire, direct parameters": _case(ranks=2, wire="bfloat16", direct=True, low_precision=True),
+    "narrow on the wire, direct parameters": _case(
+        ranks=2, wire="bfloat16", direct=True, low_precision=True
+    ),
     "narrow on the wire, replicas summed after the last micro-batch": _case(
         ranks=4, replicas=2, wire="bfloat16", micro_batches=2, deferred="all-reduce"
     ),
@@ -109,12 +133,16 @@ CASES: dict[str, Scenario] = {
     "float8 on the wire, four replicas, reduced at the end": _case(
         ranks=4, replicas=4, wire="float8_e4m3fn", micro_batches=2, deferred="reduce"
     ),
-    "float8 on the wire, both axes": _case(ranks=4, replicas=2, stage="hfsdp", wire="float8_e4m3fn"),
+    "float8 on the wire, both axes": _case(
+        ranks=4, replicas=2, stage="hfsdp", wire="float8_e4m3fn"
+    ),
     "tied weights": _case(tied=True),
     "tied weights, two ranks": _case(ranks=2, tied=True),
     "unused parameters": _case(unused=True),
     "frozen parameters": _case(frozen=True),
-    "nothing of the root trains": _case(frozen_root=True, parallel=True, micro_batches=2, moves=True),
+    "nothing of the root trains": _case(
+        frozen_root=True, parallel=True, micro_batches=2, moves=True
+    ),
     "nothing of the root trains, reductions overlap": _case(
         ranks=2, frozen_root=True, unused=True, micro_batches=2, moves=True, overlapped=True
     ),
@@ -143,7 +171,9 @@ CASES: dict[str, Scenario] = {
     ),
     "gathered ahead in forward": _case(forward_prefetch=((0, (1, 2)),)),
     "gathered ahead in backward": _case(backward_prefetch=((2, (1, 0)),)),
-    "gathered ahead and dropped": _case(backward_prefetch=((0, (2,)),), low_precision=True, reshard=True),
+    "gathered ahead and dropped": _case(
+        backward_prefetch=((0, (2,)),), low_precision=True, reshard=True
+    ),
     "gathered ahead, never run": _with(
         _case(low_precision=True, forward_prefetch=((0, (1,)),), reshard=False, micro_batches=2),
         {1: {"skipped": (1,)}, 3: {"skipped": (1,)}},
@@ -165,12 +195,18 @@ CASES: dict[str, Scenario] = {
     "direct parameters in one stream": _in_one_stream(ranks=2, direct=True),
     "direct parameters on all streams": _case(ranks=2, direct=True),
     "direct parameters, hooks on a side stream": _one_side(Model(ranks=2, direct=True), hooks=1),
-    "direct parameters, branches on two streams": _one_side(Model(ranks=2, direct=True), branches=(1, 2)),
+    "direct parameters, branches on two streams": _one_side(
+        Model(ranks=2, direct=True), branches=(1, 2)
+    ),
     "direct parameters, cast on the way": _case(ranks=2, direct=True, low_precision=True),
     "direct parameters, replicas": _case(ranks=4, replicas=2, direct=True),
     "direct parameters, resharded to two of four ranks": _case(ranks=4, reshard=2, direct=True),
-    "direct parameters, reductions overlap": _case(ranks=2, direct=True, micro_batches=3, overlapped=True),
-    "direct parameters, reduced at the end": _case(ranks=2, direct=True, micro_batches=2, deferred="reduce"),
+    "direct parameters, reductions overlap": _case(
+        ranks=2, direct=True, micro_batches=3, overlapped=True
+    ),
+    "direct parameters, reduced at the end": _case(
+        ranks=2, direct=True, micro_batches=2, deferred="reduce"
+    ),
     "direct parameters, gathered ahead and dropped": _case(
         ranks=2, direct=True, backward_prefetch=((0, (2,)),), reshard=True
     ),

@@ -1,4 +1,6 @@
-"""Runs scenarios: under the engine on simulated devices, and without streams or shards on the CPU."""
+"""Runs scenarios: under the engine on simulated devices, and without streams or shards on the
+CPU.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +35,23 @@ from tests.simulated.programs.scenarios import (
 )
 
 ROWS = 2
-TOLD_STEPS = 24  # whose losses are compared: later, training has enlarged roundings to the size of mistakes
+TOLD_STEPS = (
+    24  # whose losses are compared: later, training has enlarged roundings to the size of mistakes
+)
 
 
 class OnPurposeError(RuntimeError):
     """Raised in a backward that a plan wants to fail."""
 
 
-# -- streams ------------------------------------------------------------------------------------------------
+# -- streams
+# ------------------------------------------------------------------------------------------------
 
 
 @cache
 def _side_streams(index: int) -> tuple[torch.Stream, ...]:
-    # Kept for the process, since a device's pool is small and the engine's streams come from it too.
+    # Kept for the process, since a device's pool is small and the engine's streams come from it
+    # too.
     return tuple(torch.Stream(torch.device(device.NAME, index)) for _ in range(SIDE_STREAMS))
 
 
@@ -60,8 +66,11 @@ class Streams:
         """Returns a stream."""
         return self._streams[place]
 
-    def all(self, places: Sequence[int], calls: Sequence[Callable[[], Any]], *used: Tensor) -> list[Any]:
-        """Calls each in its stream, after the current one; afterwards the current one comes after them.
+    def all(
+        self, places: Sequence[int], calls: Sequence[Callable[[], Any]], *used: Tensor
+    ) -> list[Any]:
+        """Calls each in its stream, after the current one; afterwards the current one comes after
+        them.
 
         The calls do not wait for each other. The allocator is told of what crosses streams.
         """
@@ -93,7 +102,9 @@ class Streams:
 class NoStreams:
     """The same on the CPU."""
 
-    def all(self, places: Sequence[int], calls: Sequence[Callable[[], Any]], *used: Tensor) -> list[Any]:
+    def all(
+        self, places: Sequence[int], calls: Sequence[Callable[[], Any]], *used: Tensor
+    ) -> list[Any]:
         """Calls each."""
         return [call() for call in calls]
 
@@ -102,7 +113,8 @@ class NoStreams:
         return call(*used)
 
 
-# -- the model ----------------------------------------------------------------------------------------------
+# -- the model
+# ----------------------------------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -146,7 +158,9 @@ class Pair(nn.Module):
         self.gain = nn.Parameter(torch.ones(WIDTH))
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, x: Tensor, run: Callable[[Layer, Tensor], Tensor], chosen: Sequence[Layer]) -> Tensor:
+    def forward(
+        self, x: Tensor, run: Callable[[Layer, Tensor], Tensor], chosen: Sequence[Layer]
+    ) -> Tensor:
         x = x * self.gain
         for layer in chosen:
             x = run(layer, x)
@@ -217,8 +231,9 @@ class Net(nn.Module):
             return checkpoint(layer, x, use_reentrant=reentrant, preserve_rng_state=False)
 
         places = [layer.places.runs for layer in layers]
-        # What goes around the layers has a gradient of its own. Torch adds to one in place once nobody holds
-        # it, even if the backward of a detached branch, which nobody waits for, still reads it elsewhere.
+        # What goes around the layers has a gradient of its own. Torch adds to one in place once
+        # nobody holds it, even if the backward of a detached branch, which nobody waits for, still
+        # reads it elsewhere.
         total = x * 1.0 if self.model.detached else x
         for out in self.streams.all(places, [partial(run, layer) for layer in layers], x):
             for part in out if isinstance(out, tuple) else (out,):
@@ -247,7 +262,8 @@ def _optimizer(model: Model, params: Any, *, torchs: bool = False) -> torch.opti
     return source.AdamW(params, lr=0.01)
 
 
-# -- on the CPU ---------------------------------------------------------------------------------------------
+# -- on the CPU
+# ---------------------------------------------------------------------------------------------
 
 
 @cache
@@ -260,10 +276,13 @@ def expected(
 ) -> Tensor:
     """Returns the losses of plain training, [step, micro-batch, rank], with weights of a dtype.
 
-    If `nudge` is not 0, it starts from weights that are off by up to a rounding to bfloat16, at random.
+    If `nudge` is not 0, it starts from weights that are off by up to a rounding to bfloat16, at
+    random.
     """
     torch.manual_seed(0)
-    net = Net(replace(model, checkpoint="")).to(weights)  # which would not see the cast parameters again
+    net = Net(replace(model, checkpoint="")).to(
+        weights
+    )  # which would not see the cast parameters again
     params = [p for p in net.parameters() if p.requires_grad]
     generator = torch.Generator().manual_seed(nudge)
     for param in params if nudge else ():
@@ -292,12 +311,17 @@ def expected(
     return torch.tensor(history)
 
 
-# -- under the engine ---------------------------------------------------------------------------------------
+# -- under the engine
+# ---------------------------------------------------------------------------------------
 
 
 def _mesh(model: Model) -> DeviceMesh:
-    shape = (model.ranks,) if model.replicas == 1 else (model.replicas, model.ranks // model.replicas)
-    return init_device_mesh(device.NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    shape = (
+        (model.ranks,) if model.replicas == 1 else (model.replicas, model.ranks // model.replicas)
+    )
+    return init_device_mesh(
+        device.NAME, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 def _sharded(model: Model, streams: Streams) -> tuple[Net, list[Tensor]]:
@@ -339,7 +363,9 @@ class _Training:
         self.model = scenario.model
         self.streams = Streams(torch.accelerator.current_device_index())
         self.net, originals = _sharded(self.model, self.streams)
-        self.optimizer = _optimizer(self.model, [p for p in self.net.parameters() if p.requires_grad])
+        self.optimizer = _optimizer(
+            self.model, [p for p in self.net.parameters() if p.requires_grad]
+        )
         self._nodes: list[Any] = []
         self._hooked: set[int] = set()
         rank = dist.get_rank()
@@ -403,7 +429,9 @@ class _Training:
         self.net.set_post_optim_event(event)
 
     def _bear_nodes(self, plan: Plan) -> None:
-        """Makes the nodes that accumulate gradients, each in its stream; forward finds them there."""
+        """Makes the nodes that accumulate gradients, each in its stream; forward finds them
+        there.
+        """
         owners = [*zip(self.net.layers, plan.units, strict=True), (self.net, plan.units[-1])]
         for module, places in owners:
             whole = [p.unsharded for grads in module._unit.grad_groups for p in grads.params]
@@ -470,13 +498,14 @@ def require_right(scenario: Scenario, outcome: Outcome) -> None:
     plans = scenario.plans[:TOLD_STEPS]
     steps = tuple(plan.skipped for plan in plans), tuple(plan.fails for plan in plans)
     right, ours = expected(scenario.model, *steps), outcome.losses[: len(plans)]
-    # Float32: sums in another order, a few roundings of 6e-8 in each step, which Adam's division by the root
-    # of a small square enlarges. Bfloat16, of weights or on the wire: a rounding is 4e-3.
+    # Float32: sums in another order, a few roundings of 6e-8 in each step, which Adam's division by
+    # the root of a small square enlarges. Bfloat16, of weights or on the wire: a rounding is 4e-3.
     is_low = bool(scenario.model.low_precision or scenario.model.wire)
     tolerance = 5e-2 if is_low else 1e-4
     if torch.allclose(ours, right, rtol=tolerance, atol=tolerance):
         return
-    # Training may enlarge a rounding without bound. How far it has by each step, plain training shows itself.
+    # Training may enlarge a rounding without bound. How far it has by each step, plain training
+    # shows itself.
     if is_low:
         others, margin = [expected(scenario.model, *steps, nudge=nudge) for nudge in (1, 2, 3)], 3
     else:
@@ -484,4 +513,6 @@ def require_right(scenario: Scenario, outcome: Outcome) -> None:
     apart = torch.stack([(right - other).abs().flatten(1).amax(1) for other in others]).amax(0)
     enlarged = apart.cummax(0).values[:, None, None]
     wrong = (ours - right).abs() > tolerance * (1 + right.abs()) + margin * enlarged
-    assert not wrong.any(), f"losses {ours[wrong].tolist()} at {wrong.nonzero().tolist()}, not {right[wrong]}"
+    assert not wrong.any(), (
+        f"losses {ours[wrong].tolist()} at {wrong.nonzero().tolist()}, not {right[wrong]}"
+    )

@@ -3,9 +3,9 @@
 A `Model` says what is built, a `Plan` what one step does and in which streams. Together they are a
 `Scenario`, which `programs.py` runs under the engine and, without streams, on the CPU.
 
-Stream 0 is the one that a step's caller is on, 1 to `SIDE_STREAMS` are others of the same device. Programs
-are right by themselves: whoever uses another stream waits for it, and tells the allocator. What is missing
-then, the engine has left out.
+Stream 0 is the one that a step's caller is on, 1 to `SIDE_STREAMS` are others of the same device.
+Programs are right by themselves: whoever uses another stream waits for it, and tells the allocator.
+What is missing then, the engine has left out.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Places:
     Attributes:
         runs: where the module is called.
         branches: where each of its branches computes, inside; the last for all that follow.
-        hooks: where the nodes are born that accumulate its gradients, and so where its hooks run. None: where
-            forward uses the parameters first.
+        hooks: where the nodes are born that accumulate its gradients, and so where its hooks run.
+            None: where forward uses the parameters first.
     """
 
     runs: int = 0
@@ -95,8 +95,8 @@ class Model:
         tied: the first and the last unit share a weight, which goes up to the root.
         unused: every unit has a parameter that nobody uses.
         frozen: the first branch of every unit does not train.
-        frozen_root: the root's own layers do not train, so the first unit is reduced last, and nothing says
-            when a unit that reads the stem is through with backward.
+        frozen_root: the root's own layers do not train, so the first unit is reduced last, and
+            nothing says when a unit that reads the stem is through with backward.
         large: index of a unit that is larger than all others, or None.
         direct: every unit is as large, and what can travels by itself, however small it is.
         checkpoint: "", "reentrant" or "saved" (without reentry): units are recomputed in backward.
@@ -160,7 +160,8 @@ def plain_plans(depth: int, steps: int = 4) -> tuple[Plan, ...]:
     return tuple(Plan(units=(Places(),) * depth) for _ in range(steps))
 
 
-# -- all sorts of scenarios ---------------------------------------------------------------------------------
+# -- all sorts of scenarios
+# ---------------------------------------------------------------------------------
 
 _STREAMS = range(SIDE_STREAMS + 1)
 
@@ -186,7 +187,9 @@ def _some_model(pick: Pick, ranks: int) -> Model:
     if micro_batches > 1:
         deferred = pick(("", "reduce", "all-reduce") if replicas > 1 else ("", "reduce"))
     checkpoint = pick(("", "", "", "reentrant", "saved"))
-    ahead = [()] + [((unit, (other,)),) for unit in range(depth) for other in range(depth) if other != unit]
+    ahead = [()] + [
+        ((unit, (other,)),) for unit in range(depth) for other in range(depth) if other != unit
+    ]
     return Model(
         ranks=ranks,
         replicas=replicas,
@@ -211,9 +214,12 @@ def _some_model(pick: Pick, ranks: int) -> Model:
         checkpoint=checkpoint,
         forward_prefetch=pick(ahead) if pick((False, True)) else (),
         backward_prefetch=pick(ahead) if pick((False, True)) else (),
-        # Torch's own over DTensors is most of a step's time, and orders nothing by streams. Not on several
-        # ranks: what torch remembers of fake tensors is the process's, and not each virtual rank's.
-        clip=pick(("", "", "", "shardgrad", "shardgrad", "shardgrad", *(("torch",) if ranks == 1 else ()))),
+        # Torch's own over DTensors is most of a step's time, and orders nothing by streams. Not on
+        # several ranks: what torch remembers of fake tensors is the process's, and not each virtual
+        # rank's.
+        clip=pick(
+            ("", "", "", "shardgrad", "shardgrad", "shardgrad", *(("torch",) if ranks == 1 else ()))
+        ),
         optimizer=pick(("SGD", "AdamW")),
         optimizer_of=pick(("shardgrad",) * 7 + ("torch",)),
         update=pick(_STREAMS),
@@ -223,12 +229,14 @@ def _some_model(pick: Pick, ranks: int) -> Model:
 
 
 def _some_plan(pick: Pick, model: Model) -> Plan:
-    # Recomputation runs in the stream of whichever saved tensor is needed first, so torch itself wants a
-    # checkpointed module in one stream.
+    # Recomputation runs in the stream of whichever saved tensor is needed first, so torch itself
+    # wants a checkpointed module in one stream.
     units = []
     for _ in range(model.depth):
         runs = pick(_STREAMS)
-        places = (runs,) if model.checkpoint else tuple(pick(_STREAMS) for _ in range(model.branches))
+        places = (
+            (runs,) if model.checkpoint else tuple(pick(_STREAMS) for _ in range(model.branches))
+        )
         units.append(Places(runs, places, pick((None, *_STREAMS))))
     skippable = (*range(1, model.depth - 1), *(() if model.large is None else (model.large,)))
     skipped = (pick(skippable),) if skippable and pick((False, False, True)) else ()

@@ -1,7 +1,8 @@
-"""A step that the simulated accelerator recorded, with given durations: how long it takes, and as a trace.
+"""A step that the simulated accelerator recorded, with given durations: how long it takes, and as a
+trace.
 
-The device has no speed, so a `Clock` says how long each launch takes. `seconds_of` then times a step by its
-vector clocks alone. `step_of` makes of it what `shardgrad explain` reads.
+The device has no speed, so a `Clock` says how long each launch takes. `seconds_of` then times a
+step by its vector clocks alone. `step_of` makes of it what `shardgrad explain` reads.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Clock:
         return self.copy_s if op.startswith("shardgrad::") else self.other_s
 
 
-def record(ranks: int, prepare: Callable[..., Callable[[], None]], *args: Any, steps: int) -> Recorded:
+def record(
+    ranks: int, prepare: Callable[..., Callable[[], None]], *args: Any, steps: int
+) -> Recorded:
     """Returns the last of some steps.
 
     Args:
@@ -154,7 +157,8 @@ def _watched(sent: list[Sent]) -> Iterator[None]:
 def seconds_of(recorded: Recorded, clock: Clock) -> float:
     """Returns how long a step takes: each launch begins when all that its stream knew of has ended.
 
-    The host launches one after the other, or a whole graph at once, and collectives of one group take turns.
+    The host launches one after the other, or a whole graph at once, and collectives of one group
+    take turns.
     """
     host_s = clock.launch_s if recorded.is_graph else 0.0
     ends: list[float] = []
@@ -171,12 +175,16 @@ def seconds_of(recorded: Recorded, clock: Clock) -> float:
     return max(ends)
 
 
-def _ends_before(launch: Launch, launches: Sequence[Launch], ends: Sequence[float]) -> Iterator[float]:
+def _ends_before(
+    launch: Launch, launches: Sequence[Launch], ends: Sequence[float]
+) -> Iterator[float]:
     return (end for other, end in zip(launches, ends, strict=False) if launch.comes_after(other))
 
 
 def step_of(recorded: Recorded, clock: Clock) -> Step:
-    """Returns a step as `shardgrad.explain` has it: with each launch, the last ones its stream waited for."""
+    """Returns a step as `shardgrad.explain` has it: with each launch, the last ones its stream
+    waited for.
+    """
     ops: list[Op] = []
     known: dict[int, tuple[int, ...]] = {}  # by lane, what its last launch knew
     lanes: dict[int, list[tuple[int, int]]] = {}  # by lane, the ticks and positions of its launches
@@ -188,7 +196,11 @@ def step_of(recorded: Recorded, clock: Clock) -> Step:
             before = known.get(launch.lane, ())
             if lane == launch.lane or (lane < len(before) and before[lane] >= tick):
                 continue
-            after += [max(place for at, place in launched if at <= tick)] if launched[0][0] <= tick else []
+            after += (
+                [max(place for at, place in launched if at <= tick)]
+                if launched[0][0] <= tick
+                else []
+            )
         kind = _KINDS.get(launch.op, "copy" if launch.op.startswith("shardgrad::") else "compute")
         moved = next(sent) if kind in COLLECTIVES else Sent("", 0, "")
         first = not ops if recorded.is_graph else True

@@ -1,9 +1,10 @@
-"""Four bugs of other engines in the order between streams, each as small as it can be, and its correction.
+"""Four bugs of other engines in the order between streams, each as small as it can be, and its
+correction.
 
-Nothing here knows a device: streams are `torch.Stream`, so the same lines run on the simulated accelerator,
-which names the missing wait, and on a GPU, where a late stream makes the numbers wrong. On a GPU `late` keeps
-the current stream busy; memory is allocated and kernels are loaded by a first step that is not late, because
-both would make the host wait and hide what is missing.
+Nothing here knows a device: streams are `torch.Stream`, so the same lines run on the simulated
+accelerator, which names the missing wait, and on a GPU, where a late stream makes the numbers
+wrong. On a GPU `late` keeps the current stream busy; memory is allocated and kernels are loaded by
+a first step that is not late, because both would make the host wait and hide what is missing.
 
 `docs/explanation/order_between_streams.md` tells where each was found.
 """
@@ -22,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from shardgrad import fully_shard
 from shardgrad.engine.unit import unit_of
 
-# 4 MiB: a block of its own in CUDA's allocator, so that the next request of this size gets it again.
+# 4 MiB: a block of its own in CUDA's allocator, so that the next request of this size gets it
+# again.
 NUMEL = 1 << 20
 HALF = NUMEL // 2
 
@@ -51,7 +53,8 @@ class Bug:
         fixed: with the wait that was missing.
 
     Attributes:
-        late: what delays the stream that the bug forgets; called in each step where that stream is current.
+        late: what delays the stream that the bug forgets; called in each step where that stream is
+            current.
         made: told of every tensor and stream that a report might name.
     """
 
@@ -91,7 +94,9 @@ class Bug:
         return torch.accelerator.current_stream(self.device)
 
     def leaf_of(self, stream: torch.Stream, numel: int) -> tuple[torch.Tensor, object]:
-        """Returns a parameter and its AccumulateGrad node, born on `stream` and alive while it is kept."""
+        """Returns a parameter and its AccumulateGrad node, born on `stream` and alive while it is
+        kept.
+        """
         weight = torch.ones(numel, device=self.device, requires_grad=True)
         stream.wait_stream(self.current())
         with stream:
@@ -105,10 +110,16 @@ def halves(*results: torch.Tensor) -> list[float]:
 
 
 class HookBornOnASideStream(Bug):
-    """A gradient's hook runs where its node was born, and the reduction waits for the default stream."""
+    """A gradient's hook runs where its node was born, and the reduction waits for the default
+    stream.
+    """
 
     def prepare(self) -> None:
-        self.home, self.side, self.reducer = self.current(), self.stream("side"), self.stream("reducer")
+        self.home, self.side, self.reducer = (
+            self.current(),
+            self.stream("side"),
+            self.stream("reducer"),
+        )
         self.bucket, self.sent = self.zeros("bucket"), self.zeros("sent")
         self.weight, self.node = self.leaf_of(self.side, NUMEL)
         self.weight.register_post_accumulate_grad_hook(self.arrived)
@@ -130,7 +141,9 @@ class HookBornOnASideStream(Bug):
 
 
 class ReductionAwaitsTheCurrentStream(Bug):
-    """Two streams fill one bucket; the reduction waits for the one on which the last gradient came."""
+    """Two streams fill one bucket; the reduction waits for the one on which the last gradient
+    came.
+    """
 
     def prepare(self) -> None:
         self.home, self.reducer = self.current(), self.stream("reducer")
@@ -171,7 +184,9 @@ class ReductionAwaitsTheCurrentStream(Bug):
 
 
 class RefillAwaitsTheFlusher(Bug):
-    """Two streams fill two buckets in turn. Reading waits for both; only the flushing one waits to refill."""
+    """Two streams fill two buckets in turn. Reading waits for both; only the flushing one waits to
+    refill.
+    """
 
     def prepare(self) -> None:
         self.other, self.flusher = self.stream("other producer"), self.stream("flusher")
@@ -190,7 +205,9 @@ class RefillAwaitsTheFlusher(Bug):
             self.buckets[turn % 2][half].fill_(value)
 
     def flush(self, turn: int) -> None:
-        self.flusher.wait_stream(self.reducer)  # the reduction before this one, and so this bucket's last
+        self.flusher.wait_stream(
+            self.reducer
+        )  # the reduction before this one, and so this bucket's last
         self.reducer.wait_stream(self.other)
         self.reducer.wait_stream(self.flusher)
         with self.reducer:
@@ -212,7 +229,9 @@ class RefillAwaitsTheFlusher(Bug):
 
 
 class CommunicationBufferFreedEarly(Bug):
-    """A buffer is dropped while the communication stream still reads it; the next tensor gets its memory."""
+    """A buffer is dropped while the communication stream still reads it; the next tensor gets its
+    memory.
+    """
 
     def prepare(self) -> None:
         self.home, self.reducer = self.current(), self.stream("reducer")
@@ -246,7 +265,8 @@ BUGS: list[type[Bug]] = [
 ]
 
 
-# -- the engine, doing the same work ------------------------------------------------------------------------
+# -- the engine, doing the same work
+# ------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -263,8 +283,9 @@ class Branches(nn.Module):
 class SideBySide(nn.Module):
     """Units that all read the batch, added up.
 
-    Nothing says when the backward of such a unit is over, so it is reduced when its last gradient is there,
-    after nothing but its own waits. One whose inputs require grad has waited for all producers by then.
+    Nothing says when the backward of such a unit is over, so it is reduced when its last gradient
+    is there, after nothing but its own waits. One whose inputs require grad has waited for all
+    producers by then.
     """
 
     def __init__(self, units: list[Branches]) -> None:
@@ -280,12 +301,14 @@ class Work:
     """What the engine is asked to do, in the terms of one of the bugs.
 
     Attributes:
-        units: reductions in one backward; the engine has two slots for them, the third refills the first. The
-            last one is launched when backward is over, where autograd has made streams wait for all others.
-        producers: streams on which the gradients of one unit arrive; with 0 all come on the current one.
+        units: reductions in one backward; the engine has two slots for them, the third refills the
+            first. The last one is launched when backward is over, where autograd has made streams
+            wait for all others.
+        producers: streams on which the gradients of one unit arrive; with 0 all come on the current
+            one.
         late_reduction: the reduce stream is late, instead of the producers.
-        resharded: parameters are gathered again in backward. NCCL runs the collectives of a group in turn, so
-            each gather holds up what follows until the reduction before it is over.
+        resharded: parameters are gathered again in backward. NCCL runs the collectives of a group
+            in turn, so each gather holds up what follows until the reduction before it is over.
     """
 
     units: int
@@ -332,7 +355,9 @@ class Training:
         self.rounds = 0
 
     def spread(self) -> None:
-        """Gives every branch's parameters a stream of their own, on which their gradients are written."""
+        """Gives every branch's parameters a stream of their own, on which their gradients are
+        written.
+        """
         spreads = self.mesh is not None and self.device.type != "cpu"
         streams = [torch.Stream(self.device) for _ in range(self.work.producers if spreads else 0)]
         for unit in self.model.units:
@@ -351,7 +376,11 @@ class Training:
 
     def delay_reduction(self) -> None:
         context = unit_of(self.model).context if self.mesh is not None else None
-        if self.work.late_reduction and context is not None and context.comm_ctx.streams.reduce is not None:
+        if (
+            self.work.late_reduction
+            and context is not None
+            and context.comm_ctx.streams.reduce is not None
+        ):
             with context.comm_ctx.streams.reduce:
                 self.late()
 

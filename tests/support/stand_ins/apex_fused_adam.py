@@ -1,8 +1,8 @@
 """apex' FusedAdam as its documentation and its checks describe it.
 
-Signature, attribute names, states and refusals are those of `apex/optimizers/fused_adam.py`, commit 6424da3b,
-written anew in plain torch. Its kernels take the parameter's dtype from the gradient and check nothing, which
-here raises, so that a test that would read garbage fails.
+Signature, attribute names, states and refusals are those of `apex/optimizers/fused_adam.py`, commit
+6424da3b, written anew in plain torch. Its kernels take the parameter's dtype from the gradient and
+check nothing, which here raises, so that a test that would read garbage fails.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from torch.optim.optimizer import Optimizer
 
 from tests.support.stand_ins import kernels
 
-KERNELS = ("multi_tensor_adam", "multi_tensor_adam_capturable", "multi_tensor_adam_capturable_master")
+KERNELS = (
+    "multi_tensor_adam",
+    "multi_tensor_adam_capturable",
+    "multi_tensor_adam_capturable_master",
+)
 
 
 class FusedAdam(Optimizer):
@@ -54,7 +58,11 @@ class FusedAdam(Optimizer):
         self.capturable = capturable
         self.master_weights = master_weights
         self.param_groups_master = [
-            {"params": [p.clone().detach().float() if master_weights else None for p in group["params"]]}
+            {
+                "params": [
+                    p.clone().detach().float() if master_weights else None for p in group["params"]
+                ]
+            }
             for group in self.param_groups
         ]
         if capturable:
@@ -78,7 +86,9 @@ class FusedAdam(Optimizer):
             if not group["params"]:
                 continue
             if "step" in group:
-                group["step"] += (self._dummy_overflow_buf != 1).to(torch.int) if self.capturable else 1
+                group["step"] += (
+                    (self._dummy_overflow_buf != 1).to(torch.int) if self.capturable else 1
+                )
             else:
                 group["step"] = torch.tensor([1], dtype=torch.int) if self.capturable else 1
             self._step_group(group, masters["params"], grad_scaler)
@@ -125,7 +135,9 @@ class FusedAdam(Optimizer):
 
 @contextmanager
 def installed(*, with_extension: bool = True, stranger: bool = False) -> Iterator[type[Optimizer]]:
-    """Makes `import apex` find a stand-in: with or without its native library, or another project."""
+    """Makes `import apex` find a stand-in: with or without its native library, or another
+    project.
+    """
     names = ("apex", "apex.optimizers", "amp_C")
     before = {name: sys.modules.get(name) for name in names}
     modules: list[Any] = [ModuleType(name) for name in names]

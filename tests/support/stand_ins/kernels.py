@@ -14,8 +14,9 @@ Lists = Sequence[Sequence[Tensor]]
 def launch(lists: Lists, *, takes_empty: bool) -> Lists:
     """Checks what every launch checks, and returns what it works on.
 
-    A launch is issued when the last chunk of the last tensor is reached. Without `takes_empty`, an empty last
-    tensor has no chunk, so nothing is issued at all: the silent skip of TransformerEngine #3207.
+    A launch is issued when the last chunk of the last tensor is reached. Without `takes_empty`, an
+    empty last tensor has no chunk, so nothing is issued at all: the silent skip of
+    TransformerEngine #3207.
     """
     for tensors in lists:
         if len(tensors) != len(lists[0]):

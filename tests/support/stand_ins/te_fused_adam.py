@@ -1,8 +1,9 @@
-"""TransformerEngine's FusedAdam as its documentation and its checks describe it, release by release.
+"""TransformerEngine's FusedAdam as its documentation and its checks describe it, release by
+release.
 
 Signature, attribute names, states, refusals and order of events are those of
-`transformer_engine/pytorch/optimizers/fused_adam.py`, tags v2.4 to v2.18 and commit d0067d0d, written anew in
-plain torch. FP8 is left out.
+`transformer_engine/pytorch/optimizers/fused_adam.py`, tags v2.4 to v2.18 and commit d0067d0d,
+written anew in plain torch. FP8 is left out.
 """
 
 from __future__ import annotations
@@ -94,10 +95,13 @@ class _FusedAdam(Optimizer):
                 if group["params"]:
                     group["lr"] = group["lr"].to(device=group["params"][0].device)
 
-    # -- state ------------------------------------------------------------------------------------------
+    # -- state
+    # ------------------------------------------------------------------------------------------
 
     def _keeps_remainder(self, param: Tensor, name: str) -> bool:
-        return self.store_param_remainders and name == "master_param" and param.dtype == torch.bfloat16
+        return (
+            self.store_param_remainders and name == "master_param" and param.dtype == torch.bfloat16
+        )
 
     def _initialize_state(self, param: Tensor, name: str) -> None:
         local = _local(param)
@@ -127,7 +131,9 @@ class _FusedAdam(Optimizer):
         return state
 
     def set_scaled_state(self, param: Tensor, name: str, unscaled: Tensor) -> None:
-        assert unscaled.dtype == (torch.int16 if self._keeps_remainder(param, name) else torch.float32)
+        assert unscaled.dtype == (
+            torch.int16 if self._keeps_remainder(param, name) else torch.float32
+        )
         if name not in self.state[param]:
             self._initialize_state(param, name)
         state = _local(self.state[param][name])
@@ -137,7 +143,8 @@ class _FusedAdam(Optimizer):
             unscaled.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0))
         state.copy_(unscaled)
 
-    # -- a step -----------------------------------------------------------------------------------------
+    # -- a step
+    # -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Any = None, grad_scaler: Any = None) -> Any:
@@ -161,7 +168,9 @@ class _FusedAdam(Optimizer):
         full: list[list[Any]] = []
         for param in group["params"]:
             if len(self.state[param]) == 0:
-                self.initialize_state(param, self.store_param_remainders and param.dtype == torch.bfloat16)
+                self.initialize_state(
+                    param, self.store_param_remainders and param.dtype == torch.bfloat16
+                )
             grad = getattr(param, "decoupled_grad" if self.use_decoupled_grad else "grad", None)
             if grad is None:
                 continue
@@ -169,7 +178,9 @@ class _FusedAdam(Optimizer):
             row = [_local(grad.data), _local(param.data)]
             row += [self.get_unscaled_state(param, n, True) for n in ("exp_avg", "exp_avg_sq")]
             if param.dtype in HALVES:
-                row += [self.get_unscaled_state(param, "master_param")] if self.master_weights else []
+                row += (
+                    [self.get_unscaled_state(param, "master_param")] if self.master_weights else []
+                )
                 half.append([param, *row])
             elif param.dtype == torch.float32:
                 full.append([param, *row])
@@ -200,7 +211,10 @@ class _FusedAdam(Optimizer):
             kernels.require_one_dtype(params, grads[0].dtype)
         remainders = len(lists) == 5 and lists[4][0].dtype == torch.int16
         if remainders:
-            coarse, lists[4] = lists[4], [_whole(p, r) for p, r in zip(params, lists[4], strict=True)]
+            coarse, lists[4] = (
+                lists[4],
+                [_whole(p, r) for p, r in zip(params, lists[4], strict=True)],
+            )
         lists = list(kernels.launch(lists, takes_empty=self.release >= (2, 18)))
         kernels.adam(
             lists,
@@ -243,9 +257,15 @@ def _split(param: Tensor, remainder: Tensor, master: Tensor) -> None:
 
 
 @contextmanager
-def installed(version: str = "2.18.0", *, broken: Exception | None = None) -> Iterator[type[Optimizer]]:
+def installed(
+    version: str = "2.18.0", *, broken: Exception | None = None
+) -> Iterator[type[Optimizer]]:
     """Makes `import transformer_engine` find a stand-in of this version, or fail with `broken`."""
-    names = ("transformer_engine", "transformer_engine.pytorch", "transformer_engine.pytorch.optimizers")
+    names = (
+        "transformer_engine",
+        "transformer_engine.pytorch",
+        "transformer_engine.pytorch.optimizers",
+    )
     before = {name: sys.modules.get(name) for name in names}
     major, minor = version.split(".")[:2]
     modules: list[Any] = [ModuleType(name) for name in names]
