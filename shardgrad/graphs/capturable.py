@@ -20,21 +20,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shardgrad.errors import OptionError, OptionTypeError
+from shardgrad.errors import OptionError
 from shardgrad.graphs.outputs import local_tensor
 
 __all__ = ["Capturable", "CaptureAgain", "EagerOptimizer", "OptimizerState", "adapt", "capturable"]
-
-# For one version: a subclass that still has an old name is refused, with the new one.
-_RENAMED = {
-    "facts": "guards",
-    "image": "snapshot",
-    "image_beyond_facts": "snapshot_unguarded",
-    "rest": "quiesce",
-    "broken_off": "abort_capture",
-    "hand_over": "before_eager_region",
-    "take_back": "after_eager_region",
-}
 
 
 class CaptureAgain(Exception):
@@ -45,17 +34,6 @@ class Capturable:
     """State that a step uses. Subclass it for state that is neither in a module nor in an
     optimizer.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for old, new in _RENAMED.items():
-            if old in vars(cls):
-                raise OptionTypeError(
-                    f"Capturable.{old}() is called {new}() now",
-                    expected=f"a class that defines {new}()",
-                    got=f"{cls.__qualname__}.{old}()",
-                    fix=f"rename the method to {new}",
-                )
 
     def begin_call(self, reader: torch.Stream | None) -> None:
         """Called first in every call, on the pool's stream, which has waited for the program's,
@@ -85,11 +63,6 @@ class Capturable:
 
     def abort_capture(self) -> None:
         """Drops what a failed capture left on the host. Called before snapshots are restored."""
-
-    def before_eager_region(self) -> None:
-        """Makes gradients readable for code outside of the graph. Called inside a capture, before a
-        split.
-        """
 
     def after_eager_region(self) -> None:
         """Assumes that code outside of the graph wrote parameters. Called inside a capture, after a

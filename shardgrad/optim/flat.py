@@ -395,10 +395,10 @@ class FlatOptimizer(Optimizer):
         return launches
 
     def _update_all(self, launches: Sequence[tuple[Segment, OptimGroup, Launch]]) -> None:
-        skip = self._skip(launches)
+        skip, scale = self._skip(launches), self._inverse_of_loss_scale()
         self.update_all(
             [
-                Update(segment, group, launch, group.on(segment.device), self._scale(launch), skip)
+                Update(segment, group, launch, group.on(segment.device), scale, skip)
                 for segment, group, launch in launches
             ]
         )
@@ -424,15 +424,10 @@ class FlatOptimizer(Optimizer):
         verdicts = [verdict.detach().reshape(()).float() for verdict in found.values()]
         return sum(verdicts[1:], verdicts[0]) if verdicts else None
 
-    def _scale(self, launch: Launch) -> torch.Tensor | None:
-        """Returns what gradients are multiplied by: their pending scale, over torch's loss
-        scale.
-        """
+    def _inverse_of_loss_scale(self) -> torch.Tensor | None:
+        """Returns what gradients are multiplied by if torch's loss scaler takes the step."""
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        if grad_scale is None:
-            return launch.pending_scale
-        inverse = grad_scale.detach().reshape(()).float().reciprocal()
-        return inverse if launch.pending_scale is None else inverse * launch.pending_scale
+        return None if grad_scale is None else grad_scale.detach().reshape(()).float().reciprocal()
 
     @property
     def skipped_steps(self) -> torch.Tensor:

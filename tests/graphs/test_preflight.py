@@ -18,7 +18,6 @@ from shardgrad.graphs.preflight import StepTrace, differences, watch
 from shardgrad.graphs.preflight.closed_over import Place, tensors_closed_over
 from shardgrad.graphs.preflight.environment import environment_issues
 from shardgrad.graphs.preflight.issues import Issue, explain
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 CPU = torch.device("cpu")
 OTHERS = torch.Generator().manual_seed(1)
@@ -645,16 +644,6 @@ def test_a_watched_step_has_the_same_numbers_bit_for_bit() -> None:
     (plain, weights), (seen, watched_weights) = results
     assert torch.equal(plain, seen)
     assert all(map(torch.equal, weights, watched_weights))
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_to_watch_is_not_to_look_at_a_gradient_that_owes_a_factor() -> None:
-    model, _, _ = training()
-    model(torch.ones(3, 4)).sum().backward()
-    shardgrad.clip_grad_norm_(model, 0.1)
-    assert isinstance(model[0].weight.grad, ScaledGradient)
-    recorded(lambda: None, model)
-    assert isinstance(model[0].weight.grad, ScaledGradient)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -23,7 +23,6 @@ from shardgrad.engine.streams import is_capturing
 from shardgrad.errors import (
     CaptureError,
     OptionError,
-    OptionTypeError,
     ReplayMismatchError,
     StepInputError,
     StepOutputError,
@@ -560,11 +559,6 @@ def replaced_functions() -> list[bool]:
 
 def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
     assert VirtualRanks(1).run(replaced_functions) == [[True, False, True, False, True]]
-
-
-def test_methods_of_a_capturable_with_their_old_names_are_refused_with_the_new_ones() -> None:
-    with pytest.raises(OptionTypeError, match=r"Capturable.facts\(\) is called guards\(\) now"):
-        type("Old", (shardgrad.graphs.Capturable,), {"facts": lambda self: None})
 
 
 # -- what is found before a capture

@@ -41,7 +41,6 @@ from shardgrad.graphs.preflight.op_trace import Operand, StepTrace, TracedOp
 from shardgrad.graphs.preflight.source_location import SourceLocation, current_location
 from shardgrad.graphs.recomputation import draws_again
 from shardgrad.graphs.torch_patches import Patch, Replacement
-from shardgrad.sharding.scaled_gradient import ScaledGradient
 
 __all__ = ["watch"]
 
@@ -311,9 +310,7 @@ def _address(tensor: Any) -> int | None:
 def _plain(leaves: Sequence[Any]) -> Iterator[torch.Tensor]:
     """Yields the tensors among leaves; of wrapper subclasses, the inner ones."""
     for leaf in leaves:
-        if isinstance(leaf, ScaledGradient):
-            yield leaf.unscaled()  # identity and address, not the values
-        elif isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor):
             wraps = is_traceable_wrapper_subclass(leaf)
             yield from _plain(_inner(leaf)) if wraps else (leaf,)
 
