@@ -44,8 +44,7 @@ BENCHMARKS = {
     "replay?",
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
     "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
-    "wire_dtype": "Does training with bfloat16 or float8 on the wire go the way it goes in "
-    "float32?",
+    "wire_dtype": "Does training with bfloat16 on the wire go the way it goes in float32?",
     "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
     "flight_recorder": "What do the flight recorder and the watch for non-finite numbers cost a "
     "tiny step?",

@@ -489,9 +489,7 @@ class GradGroup:
         made_for = comm_ctx, self.group.collectives, self.divide_factor
         if self._route is None or self._route.made_for != made_for:
             group, streams, layout = self.group, comm_ctx.streams, self.packer.layout
-            transport, ring = group.collectives.for_reduce(
-                comm_ctx, group.mesh.gather_group, layout
-            )
+            transport, ring = group.collectives.for_reduce(comm_ctx, group.mesh.gather_group)
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)

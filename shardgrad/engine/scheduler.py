@@ -245,8 +245,6 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
-        for grads, _ in launched:
-            grads.group.collectives.backward_failed(self.comm_ctx.streams)
         for grads in groups:
             if grads.abandon_backward():
                 lost.append(grads)

@@ -32,7 +32,6 @@ from shardgrad.engine.root import RootContext, context_of
 from shardgrad.engine.streams import Stream, is_capturing
 from shardgrad.engine.unit import units_under
 from shardgrad.errors import CaptureError
-from shardgrad.features.float8_wire import error_feedback_of
 from shardgrad.graphs.capturable import Capturable, CaptureAgain, adapt
 from shardgrad.graphs.carried import CarriedScalars
 from shardgrad.optim.flat import FlatOptimizer
@@ -324,8 +323,6 @@ class ModuleState(Capturable):
                     yield f"verdict of the gradients of {unit}", shard.nonfinite
             for what, buffer in grads.buffers().items():
                 yield f"{what} of {unit}", buffer
-            for what, kept in error_feedback_of(grads):
-                yield f"error feedback of {unit}, {what}", kept
 
 
 def _refuse_uncapturable_groups(groups: Iterable[ParamGroup]) -> None:

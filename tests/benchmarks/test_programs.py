@@ -206,7 +206,6 @@ def test_wire_dtype(tmp_path: Path) -> None:
     # Three steps move the loss; a rounding of 2^-9 of a gradient does not show much, another seed
     # does.
     assert 0 < of["bfloat16 on the wire"]["largest_relative_difference"] < 1e-4
-    assert 0 < of["float8 on the wire"]["largest_relative_difference"] < 1e-3  # 2^-4 of a gradient
     assert of["float32, second seed"]["largest_relative_difference"] > 1e-4
 
 

@@ -181,9 +181,6 @@ def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
     VirtualRanks(1).run(modes)
 
 
-KEEPS_LOSSES = {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=torch.float8_e4m3fn)}
-
-
 # -- what cannot be captured
 # --------------------------------------------------------------------------------
 
@@ -333,11 +330,8 @@ def _raises_in_backward(module: nn.Module, args: Any, out: Tensor) -> None:
 
 
 @pytest.mark.parametrize("half_way", [False, True])
-@pytest.mark.parametrize("options", [{}, KEEPS_LOSSES], ids=["plain", "float8 on the wire"])
-def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(
-    options: dict[str, Any], half_way: bool
-) -> None:
-    same_on(2, exception_in_the_step, Setup(options=options), half_way)
+def test_an_exception_inside_a_capture_leaves_the_step_to_be_repeated(half_way: bool) -> None:
+    same_on(2, exception_in_the_step, Setup(), half_way)
 
 
 def refusals() -> None:
@@ -681,9 +675,8 @@ def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
     return [step(batch(number)).item() for number in range(9)] + weights(model)
 
 
-@pytest.mark.parametrize("options", [{}, KEEPS_LOSSES], ids=["plain", "float8 on the wire"])
-def test_looking_again_changes_nothing(options: dict[str, Any]) -> None:
-    same_on(2, verified, Setup(dropout=0.3, options=options))
+def test_looking_again_changes_nothing() -> None:
+    same_on(2, verified, Setup(dropout=0.3))
 
 
 class Counter(shardgrad.graphs.Capturable):

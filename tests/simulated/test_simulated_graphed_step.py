@@ -60,7 +60,6 @@ def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
 
 
 NARROW = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
-FLOAT8 = shardgrad.GradientPolicy(wire_dtype=torch.float8_e4m3fn)
 SETUPS = {
     "the default": (2, Setup()),
     "one rank": (1, Setup()),
@@ -85,12 +84,6 @@ SETUPS = {
     "narrow on the wire, four replicas": (
         4,
         Setup(replicas=4, options={"gradient_policy": NARROW}),
-    ),
-    "float8 on the wire": (2, Setup(options={"gradient_policy": FLOAT8})),
-    "float8 on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": FLOAT8})),
-    "float8 on the wire, four replicas": (
-        4,
-        Setup(replicas=4, options={"gradient_policy": FLOAT8}),
     ),
     "low precision": (
         2,
