@@ -49,7 +49,7 @@ drills: .venv/installed
 	.venv/bin/python -m tests.drills $(ARGS)
 
 mutants: .venv/installed
-	.venv/bin/python -m tests.mutants try $(ARGS)
+	.venv/bin/python -m tests.mutants $(ARGS)
 
 lint: .venv/installed
 	.venv/bin/ruff check .
