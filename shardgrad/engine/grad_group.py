@@ -2,7 +2,7 @@
 shard.
 
 [Note: States of a group's gradients]
-The table in docs/design/gradient_states.md: what is final, waits, or is half-written, and what may
+The table in docs/design/gradients.md: what is final, waits, or is half-written, and what may
 drop it.
 """
 
