@@ -617,14 +617,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             got=repr(method_name),
             fix=f"one of {difflib.get_close_matches(method_name, dir(module), n=3, cutoff=0.3)}",
         )
-    unit = module._unit
-
-    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = unit.pre_forward(self, args, kwargs)
-        with unit.running_method():
-            output = method(*args, **kwargs)
-        return unit.post_forward(self, args, output)
-
+    wrapped = module._unit.like_forward(method)
     wrapped.__name__ = wrapped.__qualname__ = method_name
     wrapped.__doc__ = method.__doc__
     module.__dict__[method_name] = wrapped.__get__(module, type(module))
