@@ -244,16 +244,6 @@ def a_written_shard_is_gathered_anew(stage: int | str) -> None:
         torch.testing.assert_close(token_loss(model, batch), token_loss(expected, batch))
 
 
-def reshard_gives_the_memory_back() -> None:
-    model = SHARDGRAD.shard_tower(tower(), zero_stage=2)
-    with torch.no_grad():
-        token_loss(model, SHARDGRAD.tokens(0))
-    assert whole_nbytes(model) > 0
-    for unit in units_under(model):
-        unit.modules[0].reshard()
-    assert whole_nbytes(model) == 0
-
-
 # -- tests
 # --------------------------------------------------------------------------------------------------
 
@@ -287,10 +277,6 @@ def test_a_stage_keeps_what_the_docs_say(two_ranks: Ranks, stage: int) -> None:
 @pytest.mark.parametrize("stage", [2, "hfsdp"])
 def test_a_shard_that_was_written_is_gathered_anew(two_ranks: Ranks, stage: int | str) -> None:
     two_ranks.run(a_written_shard_is_gathered_anew, stage)
-
-
-def test_reshard_frees_what_a_stage_keeps(two_ranks: Ranks) -> None:
-    two_ranks.run(reshard_gives_the_memory_back)
 
 
 @pytest.mark.parametrize(

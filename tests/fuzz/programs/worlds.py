@@ -7,14 +7,10 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from functools import cache
-from itertools import islice
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -111,42 +107,6 @@ class Worlds:
             return outcomes
         ranks = self._started.setdefault(world, Ranks(int(world), COLLECTIVE_TIMEOUT_S))
         return _together(ranks.run(run_on_rank, texts, timeout_s=limit_s, **self._options))
-
-
-def side_by_side(
-    lanes: int, chunks: Iterable[Sequence[Program]], **options: Any
-) -> Iterator[list[tuple[Program, Outcome]]]:
-    """Runs chunks of programs in several sets of worlds at once; yields what came of each, in
-    order.
-
-    Ranks wait for each other most of the time, above all on a busy machine; others run meanwhile.
-
-    Args:
-        lanes: sets of worlds.
-        chunks: programs; taken when a lane is free, and no more once the caller closes this.
-        options: of `Worlds`.
-    """
-    with ExitStack() as stack:
-        idle: SimpleQueue[Worlds] = SimpleQueue()
-        for _ in range(lanes):
-            idle.put(stack.enter_context(Worlds(**options)))
-        pool = stack.enter_context(ThreadPoolExecutor(lanes))
-
-        def run(programs: Sequence[Program]) -> list[tuple[Program, Outcome]]:
-            worlds = idle.get()
-            try:
-                return list(worlds.run_all(programs))
-            finally:
-                idle.put(worlds)
-
-        rest, running = iter(chunks), deque[Future[list[tuple[Program, Outcome]]]]()
-        while True:
-            running.extend(
-                pool.submit(run, chunk) for chunk in islice(rest, 2 * lanes - len(running))
-            )
-            if not running:
-                return
-            yield running.popleft().result()
 
 
 def _key(world: str) -> str:
