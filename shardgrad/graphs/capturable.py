@@ -147,10 +147,27 @@ def _hint(value: Any) -> str:
 class OptimizerState(Capturable):
     """An optimizer of torch or of another library. Numbers in its groups are constants of a graph:
     guards.
+
+    A learning rate of torch's Adam and AdamW with `capturable=True` is none: they read it on the
+    device, so a number is written into a tensor there, which schedules fill in place.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self._rates: dict[int, torch.Tensor] = {}  # by the number of the group
+
+    def begin_call(self, reader: torch.Stream | None) -> None:
+        """See `Capturable`."""
+        if not isinstance(self._optimizer, torch.optim.Adam | torch.optim.AdamW):
+            return
+        for number, group in enumerate(self._optimizer.param_groups):
+            rate, device = group["lr"], group["params"][0].device if group["params"] else None
+            if not group.get("capturable") or device is None or rate is self._rates.get(number):
+                continue
+            # A number, of the program's or a checkpoint's; a tensor may be elsewhere than needed.
+            if not isinstance(rate, torch.Tensor) or rate.device != device:
+                tensor = self._rates.setdefault(number, torch.empty((), device=device))
+                group["lr"] = tensor.fill_(rate)
 
     def guards(self) -> Hashable:
         """See `Capturable`."""
@@ -183,6 +200,9 @@ class EagerOptimizer(OptimizerState):
     """An optimizer that steps in an eager region of a split graph: nothing about it has to be
     constant.
     """
+
+    def begin_call(self, reader: torch.Stream | None) -> None:
+        """See `Capturable`."""
 
     def guards(self) -> Hashable:
         """See `Capturable`."""

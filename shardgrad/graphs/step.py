@@ -291,6 +291,8 @@ class GraphedStep(Generic[_P, _R]):
         closed_over = self._warmup.closed_over()
         graph_key = kind.key, (*guards, *closed_over)
         captured = self._look_up(graph_key)
+        is_new = captured is None and bool(kind.seen) and guards not in kind.seen
+        self._habits.guarded(guards, is_new=is_new)
         if captured is None and self._is_due(kind, guards):
             try:
                 captured = self._capture_or_refuse(
