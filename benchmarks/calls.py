@@ -17,7 +17,7 @@ The engine's files are found by the folder of its package alone, so moving them 
 here.
 
     python -m benchmarks calls            # the table
-    python -m benchmarks calls --list     # and, for each engine, the calls in order, and the calls by file
+    python -m benchmarks calls --list     # and, for each engine, the calls in order and by file
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ def words(field: str, value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     factor, unit = unit_of(field, value)
-    return f"{value if factor == 1 and isinstance(value, int) else _number(value / factor)} {unit}".strip()
+    number = value if factor == 1 and isinstance(value, int) else _number(value / factor)
+    return f"{number} {unit}".strip()
 
 
 def _number(value: float, digits: int = 4) -> str:
@@ -195,7 +196,8 @@ def title(record: Record) -> str:
         options = {
             name: value for name, value in config.items() if name != "smoke" and value is not None
         }
-        return f"{record['benchmark']}: {', '.join(f'{name} {_option(one)}' for name, one in options.items())}"
+        named = ", ".join(f"{name} {_option(one)}" for name, one in options.items())
+        return f"{record['benchmark']}: {named}"
     model = config["hf"] or config["preset"]
     ranks = f"{config['ranks']} rank{'s' * (config['ranks'] > 1)}"
     if config["mesh"]:

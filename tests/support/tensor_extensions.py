@@ -80,8 +80,12 @@ class Narrowed(Tensor):
         mp_policy: MixedPrecisionPolicy,
     ) -> tuple[tuple[Tensor, ...], Any]:
         Narrowed.calls = {
-            "mesh": mesh, "size": outer_size, "stride": outer_stride, "module": module, "policy": mp_policy
-        }  # fmt: skip
+            "mesh": mesh,
+            "size": outer_size,
+            "stride": outer_stride,
+            "module": module,
+            "policy": mp_policy,
+        }
         rows = -(-outer_size[0] // mesh.size())
         data = self._data
         if data.size(0) != rows:
