@@ -31,7 +31,6 @@ from torch import nn
 from torch._C import DisableTorchFunctionSubclass
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardgrad.engine.all_gather import AllGather, AllGatherInput, LocalAllGather
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, SecondStep
@@ -478,8 +477,8 @@ class ParamGroup:
             tensor = local_of(tensor)
         if self._unsharded is None or tensor.layout is not torch.strided:
             return False
-        if is_traceable_wrapper_subclass(tensor):
-            return False  # it has no memory of its own
+        if hasattr(tensor, "__tensor_flatten__"):
+            return False  # a wrapper subclass, which has no memory of its own
         address = tensor.untyped_storage().data_ptr()
         return address in [b.tensor.untyped_storage().data_ptr() for b in self._unsharded.buffers]
 
