@@ -477,10 +477,10 @@ class ParamGroup:
             tensor = local_of(tensor)
         if self._unsharded is None or tensor.layout is not torch.strided:
             return False
-        if hasattr(tensor, "__tensor_flatten__"):
-            return False  # a wrapper subclass, which has no memory of its own
-        address = tensor.untyped_storage().data_ptr()
-        return address in [b.tensor.untyped_storage().data_ptr() for b in self._unsharded.buffers]
+        # Storages are compared by identity: those of fake tensors and of wrapper subclasses have no
+        # address.
+        storage = tensor.untyped_storage()._cdata
+        return any(b.tensor.untyped_storage()._cdata == storage for b in self._unsharded.buffers)
 
     def cancel_unshard(self) -> None:
         """Drops an all-gather that nothing will use; waits until its memory is ours again."""
