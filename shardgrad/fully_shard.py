@@ -336,8 +336,7 @@ def _reshard_plan(
     if not isinstance(reshard_after_forward, int):
         raise OptionError(
             "reshard_after_forward should be a bool or an int representing the group size to "
-            "reshard to, "
-            f"not {reshard_after_forward!r}",
+            f"reshard to, not {reshard_after_forward!r}",
             expected="None, True, False, or an int",
             got=type(reshard_after_forward).__name__,
             fix="reshard_after_forward=True",

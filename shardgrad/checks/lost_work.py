@@ -38,9 +38,8 @@ class LostWork:
     """Looks for it before the steps of one optimizer, or state dicts; warns once of each kind."""
 
     def __init__(self) -> None:
-        self._versions: dict[
-            int, int
-        ] = {}  # by id of a group: of its unsharded parameters, their sum
+        # By id of a group: of its unsharded parameters, their sum.
+        self._versions: dict[int, int] = {}
         self._warned: set[str] = set()
         self._state_id = 0
 
@@ -57,7 +56,7 @@ class LostWork:
             if grads_of(group).waiting is Waiting.SUM:
                 self._warn(
                     f"gradients of {_names(group.params)} are not reduced, and this step does not "
-                    f"see them",
+                    "see them",
                     "set_requires_gradient_sync(True) before the last backward of each step",
                 )
             self.look_at_writes(group)
@@ -97,13 +96,12 @@ def refuse_hooks(params: Iterable[tuple[torch.Tensor, str]]) -> None:
         if param._backward_hooks:
             raise GradientError(
                 f"a hook on {name} never runs: autograd meets the unsharded parameter, which has "
-                f"none",
+                "none",
                 expected="hooks of modules, or post-accumulate hooks of sharded parameters",
                 got=f"{len(param._backward_hooks)} from register_hook",
                 where=f"parameter {name}",
                 fix="param.register_post_accumulate_grad_hook(hook) after fully_shard; the hook "
-                "gets the "
-                "parameter, whose grad is reduced",
+                "gets the parameter, whose grad is reduced",
             )
 
 

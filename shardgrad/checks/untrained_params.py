@@ -92,8 +92,8 @@ def refuse_state_of_other_dtype(optimizer: Optimizer) -> None:
                     expected=f"{key} in {param.dtype}",
                     got=f"{key} in {value.dtype}",
                     where=f"parameter {managed.name}",
-                    fix="cast the model before the optimizer is built, or use mp_policy="
-                    "MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
+                    fix="cast the model before the optimizer is built, or use "
+                    "mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16); here, "
                     "optimizer.load_state_dict(optimizer.state_dict()) casts its state",
                 )
 
@@ -133,8 +133,7 @@ class FirstStepCheck:
         if unsharded:
             raise OptimizerParameterError(
                 f"{type(optimizer).__name__} was built over {unsharded} unsharded parameters, as a "
-                f"forward "
-                "or unshard() leaves them",
+                "forward or unshard() leaves them",
                 expected="sharded parameters: the model's before its first forward, or after "
                 "reshard()",
                 got="parameters whose memory is freed between steps",
@@ -179,10 +178,8 @@ class FirstStepCheck:
                 optimizer,
                 f"parameters did not move, although they have gradients: {_few(unchanged)}",
                 "does the optimizer read the attribute that GradientPolicy binds (grad or "
-                "decoupled_grad), "
-                "and is a step more than half a unit in the last place of a 16-bit weight (else "
-                "keep a "
-                "master)?",
+                "decoupled_grad), and is a step more than half a unit in the last place of a "
+                "16-bit weight (else keep a master)?",
             )
         if self._without:
             _warn(
@@ -197,7 +194,7 @@ class FirstStepCheck:
             _warn(
                 optimizer,
                 f"{replaced} parameters were those from before fully_shard, which nothing computes "
-                f"with",
+                "with",
                 "was the optimizer built after the last fully_shard?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]

@@ -59,9 +59,8 @@ class GradMemory(Enum):
 
     NONE = auto()  # all gradients are None
     HELD = auto()  # it may be freed while all gradients are None
-    FIXED = (
-        auto()
-    )  # it stays at its address; only that of a graph's own pool is freed, by the graph
+    # It stays at its address; only that of a graph's own pool is freed, by the graph.
+    FIXED = auto()
 
 
 class GradShard:
@@ -84,9 +83,8 @@ class GradShard:
         self.attribute = policy.attribute  # of a parameter: what its gradient is bound to
         self.mesh = mesh
         self._home = home
-        self.needs_staging = (
-            home.is_offloaded
-        )  # not on the mesh's device, where a reduction needs room
+        # Not on the mesh's device, where a reduction needs room.
+        self.needs_staging = home.is_offloaded
         self._brought: StreamEvent | None = None
         self.memory = GradMemory.NONE
         self.stream: Stream = None  # that memory is allocated on, now or next; None on the CPU
@@ -100,17 +98,14 @@ class GradShard:
         self.nonfinite: torch.Tensor | None = None
         self.objects = GradientObjects(params, layout, mesh.shard_rank, self._nothing, policy)
         self._index = {id(param): i for i, param in enumerate(self.params)}
-        self.flagged = [False] * len(
-            self.params
-        )  # what the flags say, as far as the host has made sure
+        # What the flags say, as far as the host has made sure.
+        self.flagged = [False] * len(self.params)
         self._seen: dict[tuple[bool, ...], list[bool]] = {}
         self.zeroed: set[int] = set()  # since the last reduction, or since `nonfinite` was found
-        self._flags_before: torch.Tensor | None = (
-            None  # a reduction that adds, if parameters have hooks
-        )
-        self._told: tuple[torch.Tensor, StreamEvent] | None = (
-            None  # flags for `decide`, and their arrival
-        )
+        # A reduction that adds, if parameters have hooks.
+        self._flags_before: torch.Tensor | None = None
+        # Flags for `decide`, and their arrival.
+        self._told: tuple[torch.Tensor, StreamEvent] | None = None
 
     # -- memory: see the note
 

@@ -59,9 +59,8 @@ _SHARDED_PARAM, _UNSHARDED_PARAM = attrgetter("sharded"), attrgetter("unsharded"
 class ParamState(Enum):
     """Where the parameters of a group are; see the module docstring."""
 
-    __hash__ = (
-        object.__hash__
-    )  # in C; that of Enum is a function in Python, called at each transition
+    # In C; that of Enum is a function in Python, called at each transition.
+    __hash__ = object.__hash__
     SHARDED = auto()
     UNSHARDING = auto()
     UNSHARDED = auto()
@@ -169,10 +168,11 @@ class ParamGroup:
         self.keeps_memory = False
         self.steps_taken = 0
         self.generation = 0
+        # Of the values in unsharded memory, or on their way there.
         self._gathered_version = (
             -1,
             -1,
-        )  # of the values in unsharded memory, or on their way there
+        )
         self._all_gather: AllGather | None = None
         self._unsharded: UnshardedMemory | None = None
         self._inputs: list[AllGatherInput] = []
@@ -226,9 +226,8 @@ class ParamGroup:
             self.reduce_dtype = self.mp_policy.reduce_dtype or follows
             self.gradient_dtype = self.gradient_policy.dtype or dtype
         wire_dtype = self.gradient_policy.wire_dtype or self.reduce_dtype
-        is_packed = (
-            wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
-        )  # float8 is made later
+        # Float8 is made later.
+        is_packed = wire_dtype.itemsize > 1 and self.mesh.gather_group.size() > 1
         self.wire_dtype = wire_dtype if is_packed else self.reduce_dtype
         self.alignment = alignment_numel(
             [
@@ -449,9 +448,8 @@ class ParamGroup:
             try:
                 self._fill(gather.wait(stream), gather)
             except BaseException:
-                self.keeps_memory |= (
-                    gather.is_zero_copy
-                )  # messages may still be on their way into it
+                # Messages may still be on their way into it.
+                self.keeps_memory |= gather.is_zero_copy
                 self._move(_AFTER_CANCEL[self.state])
                 raise
             finally:

@@ -300,9 +300,8 @@ class RootContext:
         self.keep_unsharded = False
         self.scheduler.enrolment = None
         if not self.scheduler.backward_running:
-            del self._backward_order[
-                self._order_before :
-            ]  # those before it may have a backward yet
+            # Those before it may have a backward yet.
+            del self._backward_order[self._order_before :]
             for unit in self.units:
                 unit.abandon_forward()
         else:
@@ -320,9 +319,8 @@ class RootContext:
             )
             warnings.warn(
                 "a backward failed half-way: the gradients that it has computed are dropped, those "
-                "of "
-                f"earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
-                f"them.",
+                f"of earlier backwards are kept.{added if lost else ''} zero_grad() drops all of "
+                "them.",
                 RuntimeWarning,
                 stacklevel=2,
             )

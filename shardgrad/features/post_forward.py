@@ -57,9 +57,8 @@ class PostForwardInput(AllGatherInput):
         self._filled = self.ready = comm_ctx.streams.event()
         with torch.inference_mode(mode=False):
             self._views = layout.local_views(self.chunk, mesh.shard_rank)
-        self._trained = [False] * len(
-            params
-        )  # when modules began to register the parameters over this chunk
+        # When modules began to register the parameters over this chunk.
+        self._trained = [False] * len(params)
         for p in params:
             p.post_forward = None
 

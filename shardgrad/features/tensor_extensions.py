@@ -62,8 +62,8 @@ def require_extension(
     local = local_of(param) if isinstance(param, DTensor) else param
     if not (hasattr(local, "fsdp_pre_all_gather") and hasattr(local, "fsdp_post_all_gather")):
         raise ExtensionError(
-            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined "
-            "if using all-gather extensions",
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using "
+            "all-gather extensions",
             expected="both methods, or none",
             got=type(local).__name__,
             where=f"parameter {name}",

@@ -154,9 +154,8 @@ class GradientObjects:
         for place in range(len(self._params)):
             self._make(place)
         self._watch()
-        self._unkept = (
-            self._counts()
-        )  # while nothing else refers to them; later objects have the same
+        # While nothing else refers to them; later objects have the same.
+        self._unkept = self._counts()
         self.overwritten: list[int] = []
         for param in self._params:
             if policy.decoupled:
@@ -367,10 +366,9 @@ class GradientObjects:
         if unseen:
             warnings.warn(
                 "shardgrad: a gradient is about to be overwritten, and an autograd graph, or "
-                "something else "
-                f"that is no tensor, keeps its memory: {', '.join(unseen)}. It will show the next "
-                f"gradient, "
-                "and backward through it will raise. Use p.grad.clone() there",
+                f"something else that is no tensor, keeps its memory: {', '.join(unseen)}. It will "
+                "show the next gradient, and backward through it will raise. Use p.grad.clone() "
+                "there",
                 KeptGradientWarning,
                 stacklevel=2,
             )
