@@ -113,8 +113,7 @@ class RootContext:
         """Frees the memory of gradients that are None: [Note: Memory of gradients] in
         `grad_shard.py`.
 
-        Streams: those that it was allocated on wait for the current one, on which what the program
-        keeps is copied, and for the optimizer's.
+        Streams: those that it was allocated on wait for the current one, and for the optimizer's.
         Capture: safe; memory that is there is kept at its address, and none is freed.
         """
         shards = [grads.shard for grads in self.grad_groups]
@@ -135,10 +134,6 @@ class RootContext:
             self.comm_ctx.streams.current(),
             self.post_optim_event,
         )
-        if event is not None and any(shard.objects.may_be_kept() for shard in free):
-            streams.event_of(event).wait(reader)
-        for shard in free:
-            shard.part_with_kept(reader)
         for stream in {shard.stream for shard in (*free, *replaced)} - {
             None
         }:  # of memory on the host
@@ -148,7 +143,7 @@ class RootContext:
                 self._read.record(reader)
                 self._read.wait(stream)
         for shard in free:
-            shard.free()
+            shard.free(reader)
         for grads in self.grad_groups if replaced else ():
             grads.former_shards = [shard for shard in grads.former_shards if shard not in replaced]
 
