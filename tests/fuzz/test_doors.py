@@ -46,10 +46,8 @@ DOORS = {
     "checkpoint/torch_format.py _located": "files of torch",
     "checkpoint/torch_format.py TorchSource._read": "archive of torch",
     "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
-    "explain/traces.py _events": "trace",
-    "cli/plan.py _check_file": "",  # writes
+    "explain.py _events": "trace",
     "cli/reporting.py _exit": "",  # /dev/null
-    "plan/measuring.py _check_memory": "",  # the system's
     "function_named.py function_named": "plan",  # and doctor
     "train/config.py read_settings": "file of settings",
     "train/config.py read_regular": "file of settings",
@@ -80,7 +78,7 @@ DOORS = {
 PARSERS = {
     "cli/train.py key_and_value": "train",
     "checkpoint/safetensors.py _files_in": "index of files of weights",
-    "explain/traces.py _events": "trace",
+    "explain.py _events": "trace",
     "checkpoint/index.py Index.from_json": "index as text",
     "checkpoint/lock.py _holder": "lock",
     "train/config.py read_settings": "file of settings",
