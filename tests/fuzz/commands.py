@@ -195,7 +195,7 @@ def _workplace() -> Path:
     for kind in ("ours", "torch"):
         (folder / kind).symlink_to(samples() / kind)
     shutil.copytree(samples() / "ours", folder / "damaged")
-    (folder / "damaged" / "index.json").write_text("{}")
+    (folder / "damaged" / "manifest.json").write_text("{}")
     (folder / "text").write_bytes(bytes(range(256)) * 40)
     (folder / "settings.toml").write_text("steps = 3\nranks = 2\n")
     (folder / "settings.json").write_text('{"batch-size": 2, "preset": "tiny"}')

@@ -28,7 +28,7 @@ _MOST_NBYTES = 4 * 2**30  # of memory, beyond what the process has at the start
 # Of 1,000 inputs, for targets that cost more than a text costs; the others share the rest.
 _SHARES = {
     **{"bench": 1, "doctor": 4, "model of transformers": 1, "requests of a plan": 2},
-    **{f"checkpoint {name}": 8 for name in ("verify", "inspect", "convert")},
+    **{f"checkpoint {name}": 8 for name in ("verify", "inspect", "export")},
     **{"train": 30, "plan": 30, "commands on a damaged checkpoint": 30},
     **{"text to train on": 20, "configuration of transformers": 20, "metrics": 40},
 }

@@ -30,22 +30,16 @@ OPENING = {
     "import_module",
 }
 DOORS = {
-    "checkpoint/files.py DataFile.__init__": "",  # writes
-    "checkpoint/files.py content_of": "files",
     "checkpoint/files.py open_plain": "files",
+    "checkpoint/files.py content_of": "files",
     "checkpoint/files.py sync": "",  # syncs
     "checkpoint/files.py write_synced": "",  # writes
-    "checkpoint/lock.py FileLock._acquire": "lock",
-    "checkpoint/lock.py require_free": "lock",
-    "checkpoint/safetensors.py SafetensorsSource.__init__": "files of weights",
-    "checkpoint/safetensors.py _files_in": "index of files of weights",
-    "checkpoint/safetensors.py write_safetensors": "",  # a package, and writes
-    "checkpoint/series.py Series._named": "latest",
-    "checkpoint/source.py NativeSource._descriptor": "files",
-    "checkpoint/source.py _read_index": "index",
-    "checkpoint/torch_format.py _located": "files of torch",
-    "checkpoint/torch_format.py TorchSource._read": "archive of torch",
-    "checkpoint/torch_format.py _read_metadata": "list of contents of torch",
+    "checkpoint/folder.py Series._named": "latest",
+    "checkpoint/lock.py FileLock.__init__": "lock",
+    "checkpoint/manifest.py check": "files",
+    "checkpoint/manifest.py read": "manifest",
+    "checkpoint/metadata.py read_metadata": "list of contents of torch",
+    "checkpoint/safetensors.py _write": "",  # a package, and writes
     "explain/traces.py _events": "trace",
     "cli/plan.py _check_file": "",  # writes
     "cli/reporting.py _exit": "",  # /dev/null
@@ -78,11 +72,10 @@ DOORS = {
 }
 # Functions that read text that others have read.
 PARSERS = {
+    "checkpoint/lock.py FileLock._lock": "lock",
+    "checkpoint/manifest.py read": "manifest as text",
     "cli/train.py key_and_value": "train",
-    "checkpoint/safetensors.py _files_in": "index of files of weights",
     "explain/traces.py _events": "trace",
-    "checkpoint/index.py Index.from_json": "index as text",
-    "checkpoint/lock.py _holder": "lock",
     "train/config.py read_settings": "file of settings",
     "train/model_types.py settings_in": "configuration of transformers",
     "train/record.py _event": "metrics",
