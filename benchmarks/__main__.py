@@ -31,7 +31,7 @@ BENCHMARKS = {
     "tree?",
     "counts": "What does a step launch, send, wait for, allocate and hold? Needs `.venv-cuda`, and "
     "no GPU.",
-    "calls": "How many engine functions and files does a forward or backward go through?",
+    "reading": "What does a reader hold: size, imports, calls and files of a step, private names?",
     "step_calls": "How many functions does a training step call, in Python and in C?",
     "construction": "How long does `fully_shard` take on a deep model?",
     "collectives": "Is the exchange transport better than gloo's own collectives, and from which "
@@ -44,8 +44,7 @@ BENCHMARKS = {
     "replay?",
     "plan": "Is what `shardgrad plan` predicts, memory and step time, what ranks measure?",
     "loss_curves": "Does training with `shardgrad.optim` go the way it goes with torch's?",
-    "wire_dtype": "Does training with bfloat16 or float8 on the wire go the way it goes in "
-    "float32?",
+    "wire_dtype": "Does training with bfloat16 on the wire go the way it goes in float32?",
     "checkpoints": "How long do a save and a load take, beside the same bytes raw?",
     "flight_recorder": "What do the flight recorder and the watch for non-finite numbers cost a "
     "tiny step?",

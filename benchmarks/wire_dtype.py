@@ -1,4 +1,4 @@
-"""Loss curves with gradients in bfloat16 and in float8 on the wire, beside float32 and other seeds.
+"""Loss curves with gradients in bfloat16 on the wire, beside float32 and other seeds.
 
 Not a timing. What it answers: does training go the same way? A difference in the last digit of a
 gradient grows with training, so the curves are judged by how far three float32 runs with other
@@ -36,14 +36,11 @@ class _Curve(NamedTuple):
     options: dict[str, Any]  # of `fully_shard`
 
 
-def _on_the_wire(dtype: torch.dtype) -> _Curve:
-    return _Curve(0, {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=dtype)})
-
-
 _CURVES = {
     _BASE: _Curve(0, {}),
-    "float8 on the wire": _on_the_wire(torch.float8_e4m3fn),
-    "bfloat16 on the wire": _on_the_wire(torch.bfloat16),
+    "bfloat16 on the wire": _Curve(
+        0, {"gradient_policy": shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)}
+    ),
     "bfloat16 reduction": _Curve(
         0, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}
     ),
@@ -55,7 +52,7 @@ _CURVES = {
 @click.command()
 @option("--preset", type=click.Choice(list(MODELS)), default="small", help="Model.")
 @option("--ranks", type=click.IntRange(2), default=2, help="Ranks.")
-@option("--steps", type=click.IntRange(2), default=500, help="Steps of each of the six runs.")
+@option("--steps", type=click.IntRange(2), default=500, help="Steps of each of the five runs.")
 @option(
     "--keep",
     type=click.Path(file_okay=False, path_type=Path),

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from shardgrad.checks.untrained_params import UntrainedParameterWarning
     from shardgrad.diagnosis.rank_watch import WaitingRanksWarning
     from shardgrad.errors import ShardgradError
-    from shardgrad.features.float8_wire import error_feedback
     from shardgrad.features.participation import participate
     from shardgrad.fully_shard import fully_shard
     from shardgrad.graphs import GraphPool, UncapturableStepWarning, graphed_step
@@ -57,7 +56,6 @@ __all__ = [
     "WaitingRanksWarning",
     "__version__",
     "clip_grad_norm_",
-    "error_feedback",
     "fully_shard",
     "gradient_report",
     "graphed_step",
@@ -90,7 +88,6 @@ _DEFINED_IN = {
     "UntrainedParameterWarning": "checks.untrained_params",
     "WaitingRanksWarning": "diagnosis.rank_watch",
     "clip_grad_norm_": "optim.clip",
-    "error_feedback": "features.float8_wire",
     "fully_shard": "fully_shard",
     "gradient_report": "checks.gradient_report",
     "graphed_step": "graphs",

@@ -36,11 +36,6 @@ from shardgrad.engine.root import lazy_init
 from shardgrad.engine.unit import Unit, attach_unit
 from shardgrad.errors import OptionError, UnsupportedParameterError, unsupported
 from shardgrad.features.custom_comms import set_collectives
-from shardgrad.features.float8_wire import (
-    Float8Exchange,
-    Float8OuterExchange,
-    Float8ReplicaExchange,
-)
 from shardgrad.features.hfsdp import HfsdpInput, OffloadedHfsdpInput, OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.features.offload import OffloadedInput
@@ -55,7 +50,6 @@ from shardgrad.features.param_dtypes import (
 from shardgrad.features.post_forward import PostForwardGroup
 from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, require_extension
 from shardgrad.features.wire_dtype import (
-    Exchange,
     OuterExchange,
     ReplicaExchange,
     refuse_unknown_wire_dtype,
@@ -84,7 +78,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    offload_policy: OffloadPolicy | None = OffloadPolicy(),
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     gradient_policy: GradientPolicy = GradientPolicy(),
@@ -134,6 +128,7 @@ def fully_shard(
     arg: Any = module
     modules: list[nn.Module] = list(arg) if isinstance(arg, list | tuple) else [arg]
     validate_modules(modules)
+    offload_policy = offload_policy or OffloadPolicy()
     _refuse_unsupported(mp_policy, offload_policy)
     ignored = set(ignored_params or ())
     refuse_wrong_types(mp_policy, gradient_policy, ignored)
@@ -163,7 +158,6 @@ def fully_shard(
             FSDPParam(names[p], collected.params[p][1], tuple(p.shape), p, places[p].sharding)
             for p in originals
         ]
-        exchange = _exchange(group_mesh, gradient_policy.wire_dtype)
         spec = GroupSpec(
             group_mesh,
             dtypes[originals[0]].mp_policy,
@@ -171,12 +165,10 @@ def fully_shard(
             memory,
             stage,
             all_gather_input=_all_gather_input(stage, memory),
-            second_step=_second_step(group_mesh, gradient_policy.wire_dtype, exchange),
+            second_step=_second_step(group_mesh, gradient_policy.wire_dtype),
             regroup=_regroup,
         )
-        groups.append(
-            _group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1], exchange)
-        )
+        groups.append(_group(params, spec, _reshard_plan(reshard_after_forward, group_mesh)[1]))
     unit = Unit(modules, groups, data_mesh, without_override(mp_policy), flag, lazy_init)
     note_ignored(collected.managed_modules, ignored)
     unit.require_complete = UnownedParams(unit).refuse
@@ -192,35 +184,21 @@ def _accept(units: Sequence[Unit]) -> None:
 
 
 # -- where strategies are chosen
-# ----------------------------------------------------------------------------
-
-
-def _exchange(mesh: DataParallelMesh, wire_dtype: torch.dtype | None) -> Exchange | None:
-    """Returns how a group's gradients are exchanged that have a wire dtype; one rank has none to
-    send to.
-    """
-    if wire_dtype is None or mesh.data_parallel_size == 1:
-        return None
-    return Float8Exchange() if wire_dtype == torch.float8_e4m3fn else Exchange()
 
 
 def _second_step(
-    mesh: DataParallelMesh, wire_dtype: torch.dtype | None, exchange: Exchange | None
+    mesh: DataParallelMesh, wire_dtype: torch.dtype | None
 ) -> Callable[[], SecondStep] | None:
     """Returns what makes the step behind a reduce-scatter, if the mesh has another dim to reduce
     over.
     """
     levels, replicas = mesh.levels, mesh.replicate_group
     if levels is not None:
-        if isinstance(exchange, Float8Exchange) and levels.outer.size() > 1:
-            return partial(Float8OuterExchange, levels, exchange.feedback)
         if wire_dtype is not None and levels.outer.size() > 1:
             return partial(OuterExchange, levels, wire_dtype)
         return partial(OuterReduceScatter, levels)
     if replicas is None:
         return None
-    if isinstance(exchange, Float8Exchange) and replicas.size() > 1:
-        return partial(Float8ReplicaExchange, replicas, exchange.feedback)
     if wire_dtype is not None and replicas.size() > 1:
         return partial(ReplicaExchange, replicas, wire_dtype)
     return partial(ReplicaAllReduce, replicas)
@@ -230,7 +208,6 @@ def _group(
     params: list[FSDPParam],
     spec: GroupSpec,
     mesh_after_forward: DataParallelMesh | None,
-    exchange: Exchange | None,
 ) -> ParamGroup:
     """Returns the kind of group that parameters need, with their values in its shard."""
     original = params[0].sharded
@@ -243,7 +220,7 @@ def _group(
         group = ParamGroup(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
         require_float32_sums(group)
-        set_collectives([group], exchange=exchange)
+        set_collectives([group], exchanges=True)
     sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []
     group.shard_params()
     keep_grad_dtypes(group)
@@ -267,7 +244,6 @@ def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:

@@ -61,17 +61,13 @@ class GradientPolicy:
     well; among more than two replicas, their sum is rounded once more. A group of one rank sends
     nothing and rounds nothing.
 
-    In float8, every 128 elements have a scale, and what rounding has lost is kept on this rank, a
-    byte for each unsharded element, and added to what is sent next ([Note: Error feedback] in
-    `features/float8_wire.py`); `shardgrad.error_feedback(model)` is what a checkpoint saves of it.
-
     Attributes:
         dtype: dtype of the persistent gradient shard; None means the dtype of the sharded
             parameter.
         decoupled: bind the gradient to `param.decoupled_grad` instead of `param.grad`, for
             optimizers that read a gradient whose dtype differs from the parameter's.
-        wire_dtype: `torch.bfloat16`, `torch.float8_e4m3fn`, or None, which changes nothing:
-            gradients travel in the reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be
+        wire_dtype: `torch.bfloat16`, or None, which changes nothing: gradients travel in the
+            reduce dtype. `MixedPrecisionPolicy.reduce_dtype` has to be
             float32 with a wire dtype, which None stands for.
     """
 

@@ -6,7 +6,6 @@
 #pragma once
 
 #include "../arguments.h"
-#include "../float8.h"
 #include "../segment.h"
 
 extern "C" {
@@ -17,9 +16,6 @@ enum { shardgrad_cuda_max_summands = 1024 };
 int shardgrad_cuda_pack(const shardgrad::PackArguments* arguments, void* stream);
 int shardgrad_cuda_unpack(const shardgrad::UnpackArguments* arguments, void* stream);
 int shardgrad_cuda_sum_chunks(const shardgrad::SumArguments* arguments, void* stream);
-
-int shardgrad_cuda_quantize(const shardgrad::QuantizeArguments* arguments, void* stream);
-int shardgrad_cuda_sum_quantized(const shardgrad::SumQuantizedArguments* arguments, void* stream);
 
 // The tables of these lie in device memory, and so does every number that changes from step to step.
 int shardgrad_cuda_adam(const shardgrad::UpdateArguments* arguments, void* stream);

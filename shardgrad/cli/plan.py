@@ -141,7 +141,7 @@ def _refused(name: str, what: str) -> Callable[[Callable[..., None]], Callable[.
 )
 @click.option(
     "--wire-dtype",
-    metavar="bf16|fp8",
+    metavar="bf16",
     help="Dtype that gradients travel in.  [default: the reduce dtype]",
 )
 @click.option(

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from shardgrad.engine.buffers import Allocate, Chunks, SlotRing
 from shardgrad.engine.streams import AcceleratorStreams, Stream, Streams, streams_for
 from shardgrad.engine.transports import MessageTag, Transport, Work, transport_for
-from shardgrad.sharding.layout import ShardLayout
 
 __all__ = ["CollectiveConfig", "CommContext", "Route", "SecondStep"]
 
@@ -123,18 +122,9 @@ class CollectiveConfig:
         """Returns the way of all-gathers over `group`."""
         return Route(comm_ctx.transport(group), comm_ctx.gather_ring)
 
-    def for_reduce(
-        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
-    ) -> Route:
-        """Returns the way of reduce-scatters over the ranks of `group`, of gradients in these
-        places.
-        """
+    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
+        """Returns the transport and staging of reduce-scatters over `group`."""
         return Route(comm_ctx.transport(group), comm_ctx.reduce_ring)
-
-    def backward_failed(self, streams: Streams) -> None:
-        """Called if messages of a backward that failed are dropped; the host has waited for the
-        device.
-        """
 
 
 class SecondStep(Protocol):

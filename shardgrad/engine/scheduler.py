@@ -237,6 +237,9 @@ class ReductionScheduler:
         self._entered += [grads for grads in other._entered if grads.scheduler is self]
         other._entered = [grads for grads in other._entered if grads.scheduler is not self]
         self._earlier += other._earlier
+        # A graph that was made under the other root may read parameters of this one again.
+        self.reads_again |= other.reads_again
+        self._keeps_graph |= other._keeps_graph
 
     def abandon_backward(self, groups: Iterable[GradGroup]) -> list[str]:
         """Takes back a failed backward; returns the units that lose what it has sent or added
@@ -245,8 +248,6 @@ class ReductionScheduler:
         self.backward_running = self.reads_again = False
         launched, self._launched = self._launched, []
         lost = [grads for grads, reduction in launched if reduction.abandon()]
-        for grads, _ in launched:
-            grads.group.collectives.backward_failed(self.comm_ctx.streams)
         for grads in groups:
             if grads.abandon_backward():
                 lost.append(grads)

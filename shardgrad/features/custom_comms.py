@@ -20,7 +20,6 @@ from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Allocate, Chunks
 from shardgrad.engine.comm_context import CollectiveConfig, CommContext, Route
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import (
     CompletedWork,
     MessageTag,
@@ -28,8 +27,7 @@ from shardgrad.engine.transports import (
     StreamTransport,
     Work,
 )
-from shardgrad.features.wire_dtype import Exchange
-from shardgrad.sharding.layout import ShardLayout
+from shardgrad.features.wire_dtype import exchange_over
 
 __all__ = [
     "CustomCollectives",
@@ -58,15 +56,15 @@ class CustomCollectives(CollectiveConfig):
         reduce_scatter: the program's own, an object with torch's `ReduceScatter` protocol, or None.
         reduce_group: the same ranks in another process group, for reductions only, or None.
         staging: where messages are staged.
-        exchange: brings the chunks of all ranks, to be summed here, or None: [Note: Wire dtype] in
-            `wire_dtype.py`.
+        exchanges: reductions bring the chunks of all ranks, to be summed here: [Note: Wire dtype]
+            in `wire_dtype.py`.
     """
 
     all_gather: Any = None
     reduce_scatter: Any = None
     reduce_group: dist.ProcessGroup | None = None
     staging: Memory = Memory.DEFAULT
-    exchange: Exchange | None = None
+    exchanges: bool = False
 
     @property
     def gathers_plainly(self) -> bool:
@@ -76,8 +74,7 @@ class CustomCollectives(CollectiveConfig):
     @property
     def reduces_plainly(self) -> bool:
         """See `CollectiveConfig`."""
-        keeps_dtype = self.exchange is None or self.exchange.keeps_dtype
-        return self.reduce_scatter is None and self.staging is Memory.DEFAULT and keeps_dtype
+        return self.reduce_scatter is None and self.staging is Memory.DEFAULT
 
     def for_gather(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """See `CollectiveConfig`."""
@@ -89,9 +86,7 @@ class CustomCollectives(CollectiveConfig):
             ring = comm_ctx.special_ring(key, allocate, depth=2, elastic=True)
         return Route(comm_ctx.transport(group), ring)
 
-    def for_reduce(
-        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
-    ) -> Route:
+    def for_reduce(self, comm_ctx: CommContext, group: dist.ProcessGroup) -> Route:
         """See `CollectiveConfig`."""
         group = group if self.reduce_group is None else self.reduce_group
         if self.reduce_scatter is not None and group.size() > 1:
@@ -102,14 +97,8 @@ class CustomCollectives(CollectiveConfig):
         ):
             key, allocate = (self.staging, group, "reduce"), _allocators[self.staging](group)
             ring = comm_ctx.special_ring(key, allocate, depth=ring.depth)
-        if self.exchange is not None:
-            return Route(self.exchange.over(comm_ctx, group, layout), ring)
-        return Route(comm_ctx.transport(group), ring)
-
-    def backward_failed(self, streams: Streams) -> None:
-        """See `CollectiveConfig`."""
-        if self.exchange is not None:
-            self.exchange.start_over(streams)
+        transport = exchange_over if self.exchanges else CommContext.transport
+        return Route(transport(comm_ctx, group), ring)
 
 
 def collectives_of(group: ParamGroup) -> CustomCollectives:

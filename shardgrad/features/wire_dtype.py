@@ -27,17 +27,15 @@ from shardgrad.diagnosis.collective_errors import checked
 from shardgrad.engine.buffers import Chunks
 from shardgrad.engine.comm_context import CommContext
 from shardgrad.engine.param_group import ParamGroup
-from shardgrad.engine.streams import Streams
 from shardgrad.engine.transports import CompletedWork, MessageTag, StreamTransport, Transport, Work
 from shardgrad.errors import CustomCommError, OptionError
 from shardgrad.features.hfsdp import OuterReduceScatter
 from shardgrad.features.hsdp import ReplicaAllReduce
 from shardgrad.policies import GradientPolicy
-from shardgrad.sharding.layout import ALIGNMENT_NBYTES, ShardLayout
+from shardgrad.sharding.layout import ALIGNMENT_NBYTES
 from shardgrad.sharding.mesh import TwoLevels
 
 __all__ = [
-    "Exchange",
     "OuterExchange",
     "ReplicaExchange",
     "exchange_over",
@@ -48,23 +46,21 @@ __all__ = [
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def refuse_unknown_wire_dtype(policy: GradientPolicy) -> None:
     """Refuses a dtype that gradients cannot travel in.
 
     Raises:
-        OptionError: any other than bfloat16 and float8_e4m3fn.
+        OptionError: any other than bfloat16.
     """
-    if policy.wire_dtype in (None, torch.bfloat16, torch.float8_e4m3fn):
+    if policy.wire_dtype in (None, torch.bfloat16):
         return
-    is_float8 = str(policy.wire_dtype).startswith("torch.float8")
     raise OptionError(
         "gradients cannot travel in this wire_dtype",
-        expected="torch.bfloat16, torch.float8_e4m3fn, or None for the reduce dtype",
+        expected="torch.bfloat16, or None for the reduce dtype",
         got=f"GradientPolicy(wire_dtype={policy.wire_dtype})",
-        fix=f"GradientPolicy(wire_dtype=torch.{'float8_e4m3fn' if is_float8 else 'bfloat16'})",
+        fix="GradientPolicy(wire_dtype=torch.bfloat16)",
     )
 
 
@@ -103,7 +99,6 @@ def refuse_own_reduce_scatter(group: ParamGroup, comm: object) -> None:
 
 
 # -- how gradients travel
-# -----------------------------------------------------------------------------------
 
 
 class StreamExchange(StreamTransport):
@@ -124,21 +119,6 @@ class StreamExchange(StreamTransport):
             lambda: dist.all_to_all_single(receive.whole, send.whole, group=self.group),
         )
         return CompletedWork(list(receive.parts))
-
-
-class Exchange:
-    """Reductions of one group that bring the chunks of all ranks, to be summed here."""
-
-    keeps_dtype = True  # they are sent as they were packed
-
-    def over(
-        self, comm_ctx: CommContext, group: dist.ProcessGroup, layout: ShardLayout
-    ) -> Transport:
-        """Returns what carries the reductions over `group` of gradients in these places."""
-        return exchange_over(comm_ctx, group)
-
-    def start_over(self, streams: Streams) -> None:
-        """See `CollectiveConfig.backward_failed`."""
 
 
 def exchange_over(comm_ctx: CommContext, group: dist.ProcessGroup) -> Transport:

@@ -5,14 +5,12 @@
 | `library.py` | the operator library, and the loader of `shardgrad/_C.so` |
 | `checks.py` | what every reference refuses |
 | `movement.py` | `pack`, `unpack`, `sum_chunks` |
-| `float8.py` | `quantize`, `sum_quantized` |
 | `segments.py` | the table of the parameters that one launch updates |
 | `weights.py` | how exact values of half-width parameters are kept |
 | `update.py` | `adam_`, `sgd_` |
 | `norm.py` | `norm_` |
 """
 
-from shardgrad.ops.float8 import FLOAT8_BLOCK_NUMEL, quantize, sum_quantized
 from shardgrad.ops.library import backend, has_kernels, load_compiled
 from shardgrad.ops.movement import pack, sum_chunks, unpack
 from shardgrad.ops.norm import NORM_SCRATCH_NUMEL, norm_
@@ -20,7 +18,6 @@ from shardgrad.ops.segments import TILE_NUMEL, check_rows, segment_rows
 from shardgrad.ops.update import adam_, sgd_
 
 __all__ = [
-    "FLOAT8_BLOCK_NUMEL",
     "NORM_SCRATCH_NUMEL",
     "TILE_NUMEL",
     "adam_",
@@ -29,11 +26,9 @@ __all__ = [
     "has_kernels",
     "norm_",
     "pack",
-    "quantize",
     "segment_rows",
     "sgd_",
     "sum_chunks",
-    "sum_quantized",
     "unpack",
 ]
 

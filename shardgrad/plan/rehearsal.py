@@ -19,7 +19,6 @@ from shardgrad.engine.root import lazy_init
 from shardgrad.engine.streams import NoStreams, Streams
 from shardgrad.engine.unit import unit_of
 from shardgrad.errors import ShardgradError
-from shardgrad.features.float8_wire import error_feedback_of
 from shardgrad.optim import SGD, AdamW
 from shardgrad.optim.flat import FlatOptimizer
 from shardgrad.plan.fusion import fused
@@ -199,8 +198,6 @@ class _Rehearsing:
         keepers: list[Iterator[tuple[str, torch.UntypedStorage]]] = [self._runtime.memory()]
         for grads in self._context.grad_groups:
             keepers += [grads.memory(), grads.group.memory()]
-            kept = (tensor.untyped_storage() for _, tensor in error_feedback_of(grads))
-            keepers.append(("error feedback", storage) for storage in kept)
         for owner, storage in chain.from_iterable(keepers):
             owners[storage._cdata] = owner
         for _, tensor in self._optimizer.buffers():

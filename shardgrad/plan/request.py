@@ -65,7 +65,7 @@ class Request:
             too.
         reduce_dtype: dtype of gradient reductions; None for fp32.
         gradient_dtype: dtype of stored gradients; None for that of the weights.
-        wire_dtype: dtype that gradients travel in, "bf16" or "fp8"; None for the reduce dtype.
+        wire_dtype: dtype that gradients travel in, "bf16"; None for the reduce dtype.
         activation_checkpointing: "full" recomputes the activations of each block in backward,
             "selective" all but those that cost most (`train/recompute.py`), "none" none.
         compile: each block is compiled, so that its elementwise kernels are fused.
@@ -140,7 +140,7 @@ class Request:
         _check("--precision", self.precision, PRECISIONS)
         _check("--reduce-dtype", self.reduce_dtype, (None, *_DTYPES))
         _check("--gradient-dtype", self.gradient_dtype, (None, *_DTYPES))
-        _check("--wire-dtype", self.wire_dtype, (None, "bf16", "fp8"))
+        _check("--wire-dtype", self.wire_dtype, (None, "bf16"))
         if self.wire_dtype is not None and self.reduce_dtype == "bf16":
             raise UsageError("--wire-dtype goes with sums in fp32: leave --reduce-dtype out.")
         _check(

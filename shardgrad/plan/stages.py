@@ -25,7 +25,7 @@ from shardgrad.train.recompute import checkpointed
 __all__ = ["Waste", "groups_of", "policies_of", "shard_plan_model", "waste_of"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_WIRE_DTYPES = {None: None, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+_WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
 
 
 def policies_of(request: Request) -> dict[str, Any]:

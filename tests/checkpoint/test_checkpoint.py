@@ -83,7 +83,6 @@ def refused(folder: Path, words: str, rows: int = ROWS, **changes: Any) -> None:
 
 
 # -- round trips
-# --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [ROWS, LARGE])
@@ -145,7 +144,6 @@ def test_a_checkpoint_of_ours_is_loaded_by_torch(saved: Path, tmp_path: Path) ->
 
 
 # -- atomicity
-# ----------------------------------------------------------------------------------------------
 
 WRITES = ("open", "fsync", "rename", "mkdir", "replace")
 
@@ -299,7 +297,6 @@ def test_retention_keeps_the_newest_and_the_one_named_latest(tmp_path: Path) -> 
 
 
 # -- asynchronous saving
-# ------------------------------------------------------------------------------------
 
 
 def test_an_asynchronous_save_holds_the_state_of_its_call(
@@ -353,7 +350,6 @@ def test_an_asynchronous_save_that_fails_says_so_when_waited_for(
 
 
 # -- damage
-# -------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_anywhere_is_found_before_anything_is_changed(tmp_path: Path) -> None:
@@ -424,7 +420,6 @@ def test_what_does_not_fit_is_named_all_of_it(saved: Path) -> None:
 
 
 # -- hostile input
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [0, 2, 10**30])

@@ -59,7 +59,6 @@ def archive(pickled: bytes) -> bytes:
 
 
 # -- metadata
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +99,6 @@ def test_metadata_of_a_large_model_is_read(tmp_path: Path) -> None:
 
 
 # -- archives
-# -------------------------------------------------------------------------------------------
 
 
 class Trap:
@@ -180,7 +178,6 @@ def test_no_flipped_bit_of_an_archive_without_a_manifest_raises_an_untyped_error
 
 
 # -- sizes
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", [".metadata", "manifest.json"])
@@ -203,7 +200,6 @@ def test_a_pointer_that_claims_40_gib_or_never_ends_is_no_pointer(tmp_path: Path
 
 
 # -- text
-# -----------------------------------------------------------------------------------------------
 
 
 def test_text_is_cut_before_it_is_escaped_and_what_cannot_be_written_is_named() -> None:

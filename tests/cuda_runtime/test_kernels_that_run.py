@@ -95,23 +95,6 @@ def test_updates_and_norms(param: torch.dtype) -> None:
     on_both(call)
 
 
-def test_float8_blocks() -> None:
-    numel, row, row_nbytes = 50 * 128, 20 * 128, 20 * 128 + 128
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(numel, generator=generator)
-
-    def call(device: torch.device) -> list[Tensor]:
-        kept = torch.zeros(numel + numel // 128, dtype=torch.uint8, device=device)
-        message = torch.zeros(3 * row_nbytes, dtype=torch.uint8, device=device)
-        out = torch.zeros(numel, device=device)
-        for _ in range(2):
-            OP.quantize(values.to(device), kept, message, row, row_nbytes, 10 * 128, 9 * 128)
-        OP.sum_quantized([message, message], out, row, row_nbytes)
-        return [kept, message, out]
-
-    on_both(call)
-
-
 @pytest.mark.parametrize("order", ["host", "late", "1"])
 def test_a_replay_runs_kernels_with_the_arguments_of_the_capture(order: str) -> None:
     chunks = [torch.ones(5000, device=CUDA), torch.ones(5000, device=CUDA)]

@@ -104,6 +104,7 @@ TEXTS = {
     "--picture": PATHS,
     **dict.fromkeys(("--cp", "--ep", "--float8", "--pp", "--tp"), st.one_of(NUMBERS, WORDS)),
     "--preset": st.one_of(st.sampled_from(PLAN_PRESETS), WORDS),
+    "--wire-dtype": st.one_of(st.just("bf16"), WORDS),
     "--prompt": WORDS,
     "--resume": PATHS,
     "--run-dir": PATHS,
@@ -289,7 +290,6 @@ def _kept() -> frozenset[str]:
 
 
 # -- commands that read a damaged checkpoint
-# ----------------------------------------------------------------
 
 READING = st.sampled_from(
     [
@@ -324,7 +324,6 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
 
 
 # -- traces
-# -------------------------------------------------------------------------------------------------
 
 
 def _event(name: str, category: str, ts: float, dur: float, **arguments: Any) -> dict[str, Any]:
@@ -436,7 +435,6 @@ def feed_trace(case: tuple[int, tuple[str, list[Any]]]) -> str:
 
 
 # -- plans
-# --------------------------------------------------------------------------------------------------
 
 SIZES = st.one_of(st.integers(1, 64), st.sampled_from([2**10, 2**16, 2**20, 2**22, 2**24]))
 REQUESTS = st.fixed_dictionaries(

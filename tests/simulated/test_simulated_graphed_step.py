@@ -34,7 +34,6 @@ from tests.simulated.programs.graphed import (
 )
 
 # -- what a step may be made of
-# -----------------------------------------------------------------------------
 
 
 def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -60,7 +59,6 @@ def plain_training(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
 
 
 NARROW = shardgrad.GradientPolicy(wire_dtype=torch.bfloat16)
-FLOAT8 = shardgrad.GradientPolicy(wire_dtype=torch.float8_e4m3fn)
 SETUPS = {
     "the default": (2, Setup()),
     "one rank": (1, Setup()),
@@ -86,12 +84,6 @@ SETUPS = {
         4,
         Setup(replicas=4, options={"gradient_policy": NARROW}),
     ),
-    "float8 on the wire": (2, Setup(options={"gradient_policy": FLOAT8})),
-    "float8 on the wire, replicas": (4, Setup(replicas=2, options={"gradient_policy": FLOAT8})),
-    "float8 on the wire, four replicas": (
-        4,
-        Setup(replicas=4, options={"gradient_policy": FLOAT8}),
-    ),
     "low precision": (
         2,
         Setup(options={"mp_policy": shardgrad.MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
@@ -106,7 +98,6 @@ def test_every_mode_of_the_engine_is_replayed_bit_for_bit(name: str) -> None:
 
 
 # -- gradients that the program keeps from call to call
-# ------------------------------------------------------
 
 
 def keeping_gradients(graphed: Callable[..., Any], zeroes: str, clips: bool) -> list[Any]:
@@ -615,7 +606,6 @@ def test_a_checkpoint_loaded_while_a_graph_exists_is_followed(tmp_path: Path) ->
 
 
 # -- torch's optimizers and plain modules
-# -------------------------------------------------------------------
 
 
 def stock_optimizer(graphed: Callable[..., Any]) -> list[Any]:
@@ -777,7 +767,6 @@ def test_a_module_that_nobody_shards_is_captured_too(make: str) -> None:
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def reserved(graphed: Callable[..., Any]) -> int:

@@ -124,18 +124,6 @@ CASES: dict[str, Scenario] = {
     ),
     "narrow on the wire, four replicas": _case(ranks=4, replicas=4, wire="bfloat16"),
     "narrow on the wire, both axes": _case(ranks=4, replicas=2, stage="hfsdp", wire="bfloat16"),
-    "float8 on the wire": _case(
-        ranks=2, wire="float8_e4m3fn", micro_batches=2, overlapped=True, reshard=True
-    ),
-    "float8 on the wire, a backward that fails": _with(
-        _in_one_stream(ranks=2, wire="float8_e4m3fn"), {1: {"fails": True}}
-    ),
-    "float8 on the wire, four replicas, reduced at the end": _case(
-        ranks=4, replicas=4, wire="float8_e4m3fn", micro_batches=2, deferred="reduce"
-    ),
-    "float8 on the wire, both axes": _case(
-        ranks=4, replicas=2, stage="hfsdp", wire="float8_e4m3fn"
-    ),
     "tied weights": _case(tied=True),
     "tied weights, two ranks": _case(ranks=2, tied=True),
     "unused parameters": _case(unused=True),
