@@ -296,8 +296,8 @@ READING = st.sampled_from(
         ("verify",),
         ("inspect",),
         ("inspect", "--all"),
-        *(("convert", "--to", kind) for kind in ("shardgrad", "torch", "safetensors")),
-        ("convert", "--to", "shardgrad", "--only", "groups"),
+        ("export",),
+        ("export", "--only", "w"),
     ]
 )
 DAMAGED = st.tuples(READING, st.sampled_from(["ours", "torch"]), st.integers(0, 2), EDITS)
@@ -311,9 +311,9 @@ def feed_damaged(case: tuple[tuple[str, ...], str, int, list[tuple[int, str, byt
     name = files[number % len(files)]
     before = (right / name).read_bytes()
     (folder / name).write_bytes(edited(before, edits))
-    target = scratch() / "converted"
+    target = scratch() / "exported"
     try:
-        paths = [str(folder), str(target)] if command == "convert" else [str(folder)]
+        paths = [str(folder), str(target)] if command == "export" else [str(folder)]
         outcome = call(["checkpoint", command, *paths, *options], {})
     finally:
         (folder / name).write_bytes(before)
