@@ -21,9 +21,7 @@ from shardgrad.errors import CheckpointError, CheckpointSaveError, OptionError
 __all__ = ["Publication", "Series"]
 
 _ASIDE = ".tmp"
-_LOCK = (
-    ".lock"  # suffix of the lock of a checkpoint that is saved; the name of the lock of a series
-)
+_LOCK = ".lock"  # the name of the lock of a series, and the suffix of that of one checkpoint
 _REPLACED = ".replaced"  # suffix of the old folder while the new one takes its name
 _ABANDONED = ".abandoned"
 _POINTER = "latest"
