@@ -124,7 +124,8 @@ class FirstStepCheck:
         """Takes samples. Called before a step.
 
         Raises:
-            OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed.
+            OptimizerParameterError: the optimizer has unsharded parameters, whose memory is freed,
+                or those from before `fully_shard`.
             GradientError: a parameter has a hook that never runs.
         """
         if _is_capturing(optimizer):
@@ -139,6 +140,19 @@ class FirstStepCheck:
                 got="parameters whose memory is freed between steps",
                 fix="model.reshard(), on every unit that is unsharded, before the optimizer is "
                 "built",
+            )
+        replaced = sum(
+            is_replaced(param) and managed_by(param) is None
+            for param in _params(optimizer)
+            if param.requires_grad
+        )
+        if replaced:
+            raise OptimizerParameterError(
+                f"{type(optimizer).__name__} was built over {replaced} parameters from before "
+                "fully_shard, which nothing computes with",
+                expected="the model's parameters after the last fully_shard",
+                got="parameters that fully_shard has replaced",
+                fix="build the optimizer after fully_shard",
             )
         known = ((param, managed_by(param)) for param in _params(optimizer))
         refuse_hooks((param, managed.name) for param, managed in known if managed is not None)
@@ -186,16 +200,6 @@ class FirstStepCheck:
                 optimizer,
                 f"parameters require a gradient and have none: {_few(self._without)}",
                 "was the loss computed from them, and backward() called before step()?",
-            )
-        replaced = sum(
-            is_replaced(param) and managed_by(param) is None for param in _params(optimizer)
-        )
-        if replaced:
-            _warn(
-                optimizer,
-                f"{replaced} parameters were those from before fully_shard, which nothing computes "
-                "with",
-                "was the optimizer built after the last fully_shard?",
             )
         idle = [str(i) for i, group in enumerate(optimizer.param_groups) if _is_idle(group)]
         if idle:

@@ -149,6 +149,7 @@ class PostForwardGroup(ParamGroup):
             return
         smaller = self._smaller_input(self._inputs[0].comm_ctx, self.mesh_after_forward)
         smaller.fill()
+        self.take_writes()
         super()._free()
         self._move(ParamState.SHARDED_POST_FORWARD)
         smaller.register()
