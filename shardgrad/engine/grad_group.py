@@ -9,7 +9,7 @@ drop it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum, auto
 from functools import partial
 from math import prod
@@ -81,6 +81,14 @@ class Waiting(Enum):
     SUM = auto()  # the sum of unreduced gradients
 
 
+class Sends(Enum):
+    """What a reduction sends."""
+
+    MESSAGE = auto()  # all gradients, packed
+    WHOLE = auto()  # zero-copy gradients from where they are, and the others packed
+    NOTHING = auto()  # one rank reduces alone: the end packs into the gradient shard
+
+
 class Scheduler(Protocol):
     """What a group's gradients ask of the order of reductions."""
 
@@ -118,7 +126,7 @@ class _Route(NamedTuple):
     room: tuple[int, int]  # of the second step
     end: Stream  # that reductions end on: the next reduce-scatter does not wait for a second step
     done: StreamEvent  # recorded at the end of each reduction
-    pack: Callable[..., _Packed]  # a method of `GradGroup`: how they are packed where nothing waits
+    sends: Sends  # where nothing waits
 
 
 _NOTHING = torch.empty(0)
@@ -377,7 +385,16 @@ class GradGroup:
 
     def follow(self, other: GradGroup) -> None:
         """Takes over what a program has set, which is the same for all groups of a unit."""
-        self.requires_sync, self.requires_all_reduce, self.divide_factor = SWITCHES(other)[:3]
+        self.requires_sync = other.requires_sync
+        self.requires_all_reduce = other.requires_all_reduce
+        self.divide_factor = other.divide_factor
+
+    def drop_sums(self) -> None:
+        """Drops sums that wait unreduced; a turn stays, since other ranks may still have theirs."""
+        if self.waiting is Waiting.SUM:
+            self.waiting = Waiting.TURN
+        self.partial.is_live = False
+        self.touched = (False,) * len(self.touched)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Returns the memory in which sums wait for a later backward, by kind."""
@@ -483,14 +500,14 @@ class GradGroup:
             end, room = streams.reduce, (0, 0)
             if self._second is not None:
                 end, room = streams.second, self._second.room(comm_ctx, layout.chunk_numel)
-            divisors, pack = self._divisors(), GradGroup._pack_message
+            divisors, sends = self._divisors(), Sends.MESSAGE
             if divisors[0] == 1 and group.collectives.reduces_plainly:
                 if self._is_local(transport):
-                    pack = GradGroup._pack_later
+                    sends = Sends.NOTHING
                 elif layout.zero_copy and group.wire_dtype == group.gather_dtype:
-                    pack = GradGroup._pack_zero_copy
+                    sends = Sends.WHOLE
             self._route = _Route(
-                made_for, transport, ring, *divisors, room, end, streams.event(), pack
+                made_for, transport, ring, *divisors, room, end, streams.event(), sends
             )
         return self._route
 
@@ -530,8 +547,8 @@ class GradGroup:
         self._collect_written(streams)
         route = self._route_under(comm_ctx)
         transport, end = route.transport, route.end
-        pack = route.pack if self.waiting is Waiting.NOTHING else GradGroup._pack_message
-        if pack is GradGroup._pack_later:
+        sends = route.sends if self.waiting is Waiting.NOTHING else Sends.MESSAGE
+        if sends is Sends.NOTHING:
             end = self.collector.pack_stream
             route.done.wait(end)
         shard = None  # without the second step, only a partial sum is left
@@ -540,7 +557,12 @@ class GradGroup:
             if not shard.has_memory:
                 shard.stream = self.collector.pack_stream
         with streams.on(self.collector.pack_stream):  # slots are allocated for it
-            messages, memory = pack(self, route, comm_ctx, shard)
+            if sends is Sends.MESSAGE:
+                messages, memory = self._pack_message(route, comm_ctx, shard)
+            elif sends is Sends.WHOLE:
+                messages, memory = self._pack_zero_copy(route, comm_ctx)
+            else:
+                messages, memory = [], self._pack_later(comm_ctx)
         stream, reader = streams.reduce, streams.current()
         with (
             span("post_backward_reduce", group.name) if profiler._is_profiler_enabled else NO_SPAN,
@@ -634,15 +656,13 @@ class GradGroup:
         staging = None if staging_dtype is None else slot.take(staging_dtype, 1, chunk_numel).whole
         return [(0, send, receive, group.reduce_tag)], ReductionMemory(slots, own, room, staging)
 
-    def _pack_later(self, route: _Route, comm_ctx: CommContext, shard: GradShard | None) -> _Packed:
+    def _pack_later(self, comm_ctx: CommContext) -> ReductionMemory:
         """Leaves it to the end, which packs into the gradient shard: there is nothing to send."""
         self.touched = tuple(map(or_, self.touched, self.collector.flags))
         write = partial(self._pack, None, streams=comm_ctx.streams)
-        return [], ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
+        return ReductionMemory([], _NOTHING, _NO_ROOM, None, write)
 
-    def _pack_zero_copy(
-        self, route: _Route, comm_ctx: CommContext, shard: GradShard | None
-    ) -> _Packed:
+    def _pack_zero_copy(self, route: _Route, comm_ctx: CommContext) -> _Packed:
         """Packs what is not zero-copy; the other gradients are sent from where they are."""
         layout, dtype, received = (
             self.packer.layout,

@@ -11,8 +11,6 @@ over; if no input of the unit needs a gradient, when all are there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import repeat
-from operator import attrgetter, is_not
 from typing import Protocol
 
 import torch
@@ -25,7 +23,6 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_GRAD, _LENT = attrgetter("grad"), attrgetter("lent")
 _OVER = (GradState.SUMMED, GradState.REDUCED)
 
 
@@ -169,17 +166,22 @@ class ReductionScheduler:
             reduction = grads.launch(self.comm_ctx)
             self._launched.append((grads, reduction))
             _move(grads, GradState.REDUCED)
-            for _, earlier in self._launched[-2:-1]:
-                # So that whole gradients are there of two groups at most: of one that is sent, and
-                # the next.
-                if any(map(_LENT, earlier.memory.slots)):
-                    earlier.complete()
-                    for slot in earlier.memory.slots:
-                        if slot not in reduction.memory.slots:
-                            slot.return_lent()
+            if len(self._launched) > 1:
+                self._return_lent(self._launched[-2][1], reduction)
         else:
             grads.accumulate(self.comm_ctx)
             _move(grads, GradState.SUMMED)
+
+    def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
+        """Ends a reduction that has whole gradients in flight, so that there are no more of them
+        than of two groups: of one that is sent, and of the next.
+        """
+        if not any(slot.lent for slot in earlier.memory.slots):
+            return
+        earlier.complete()
+        for slot in earlier.memory.slots:
+            if slot not in latest.memory.slots:
+                slot.return_lent()
 
     def drain(self, groups: Iterable[GradGroup], *, wait: bool) -> None:
         """Ends a backward: reduces what is left of all groups under the root, given in construction
@@ -201,7 +203,7 @@ class ReductionScheduler:
             )
             if (
                 grads.collector.count
-                or any(map(is_not, map(_GRAD, grads.unsharded), repeat(None)))
+                or any(param.grad is not None for param in grads.unsharded)
                 or (waits and self._reduces_now(grads))
             ):
                 if self.enrolment is not None:
