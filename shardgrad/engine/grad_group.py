@@ -57,19 +57,17 @@ class GradState(Enum):
     ENTERED = auto()  # the unit ran a forward, whose backward is expected
     COLLECTING = auto()  # they arrive from autograd: half-written, in the collector
     READY = auto()  # all are there, or no more are expected: waiting for the group's turn
-    SUMMED = auto()  # they were added to what waits on this rank
-    # They were sent; the reduction is in flight, or has written the gradient shard.
-    REDUCED = auto()
+    # They were sent, and the reduction is in flight or over; or added to what waits on this rank.
+    SENT = auto()
 
 
 # What may follow each state; `ReductionScheduler` makes all transitions.
 TRANSITIONS = {
-    GradState.IDLE: set(GradState) - {GradState.IDLE},
+    GradState.IDLE: {GradState.ENTERED, GradState.COLLECTING, GradState.READY},
     GradState.ENTERED: {GradState.COLLECTING, GradState.IDLE},
-    GradState.COLLECTING: {GradState.READY, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.READY: {GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.SUMMED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
-    GradState.REDUCED: {GradState.COLLECTING, GradState.SUMMED, GradState.REDUCED, GradState.IDLE},
+    GradState.COLLECTING: {GradState.READY, GradState.IDLE},
+    GradState.READY: {GradState.SENT, GradState.IDLE},
+    GradState.SENT: {GradState.COLLECTING, GradState.READY, GradState.IDLE},
 }
 
 
@@ -377,6 +375,11 @@ class GradGroup:
         return shard
 
     # -- states
+
+    @property
+    def is_reduced(self) -> bool:
+        """True if this backward has sent the gradients, and not added them to what waits here."""
+        return self.state is GradState.SENT and self.waiting is Waiting.NOTHING
 
     def set_switches(self, switches: tuple[Any, ...]) -> None:
         """Makes what `SWITCHES` reads what it was."""
@@ -698,10 +701,10 @@ class GradGroup:
         """Drops what a failed backward has not sent; returns whether what earlier ones left goes
         with it.
         """
-        state = self.state
-        is_mixed = state is GradState.SUMMED or (state is GradState.REDUCED and self._has_sent_sum)
+        was_summed = self.state is GradState.SENT and not self.is_reduced
+        is_mixed = was_summed or (self.is_reduced and self._has_sent_sum)
         self.collector.forget()
-        if state is GradState.SUMMED:
+        if was_summed:
             self.waiting = Waiting.NOTHING
             self.touched = (False,) * len(self.touched)
         return is_mixed

@@ -23,7 +23,6 @@ __all__ = ["ReductionScheduler"]
 
 # Whether the backward that runs on this thread was called with `retain_graph=True`.
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
-_OVER = (GradState.SUMMED, GradState.REDUCED)
 
 
 def _move(grads: GradGroup, state: GradState) -> None:
@@ -94,7 +93,9 @@ class ReductionScheduler:
         none. There, another call of a unit may follow its reduction: all ranks reduce it again,
         whichever have gradients.
         """
-        if grads.state is GradState.IDLE or (grads.state in _OVER and self.enrolment is None):
+        if grads.state is GradState.IDLE or (
+            grads.state is GradState.SENT and self.enrolment is None
+        ):
             grads.waits_for_unit = True
             _move(grads, GradState.COLLECTING)
             self._queue.append(grads)
@@ -162,15 +163,17 @@ class ReductionScheduler:
         )
 
     def _reduce(self, grads: GradGroup) -> None:
+        if grads.state is not GradState.READY:  # backward is over: no more gradients come
+            _move(grads, GradState.READY)
         if self._reduces_now(grads):
             reduction = grads.launch(self.comm_ctx)
             self._launched.append((grads, reduction))
-            _move(grads, GradState.REDUCED)
+            _move(grads, GradState.SENT)
             if len(self._launched) > 1:
                 self._return_lent(self._launched[-2][1], reduction)
         else:
             grads.accumulate(self.comm_ctx)
-            _move(grads, GradState.SUMMED)
+            _move(grads, GradState.SENT)
 
     def _return_lent(self, earlier: Reduction, latest: Reduction) -> None:
         """Ends a reduction that has whole gradients in flight, so that there are no more of them
@@ -197,7 +200,7 @@ class ReductionScheduler:
         for grads in groups:
             # Gradients that came without the unit entering forward, for example through unshard()
             # by hand, that the program has written, and what earlier backwards have left.
-            is_partial = grads.partial.is_live and grads.state is not GradState.REDUCED
+            is_partial = grads.partial.is_live and not grads.is_reduced
             waits = grads.waiting is not Waiting.NOTHING or (
                 is_partial and grads.requires_all_reduce
             )
