@@ -428,6 +428,16 @@ class GradGroup:
 
     # -- collecting
 
+    @property
+    def has_come(self) -> bool:
+        """True if gradients are here: from autograd, or set by the program."""
+        if self.collector.count:
+            return True
+        for param in self.unsharded:  # noqa: SIM110  # once for each group in each backward
+            if param.grad is not None:
+                return True
+        return False
+
     def _collect_written(self, streams: Streams) -> None:
         """Takes gradients that the program has set, as zero-bubble schedules do: no hook runs for
         them.

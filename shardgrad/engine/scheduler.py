@@ -204,11 +204,7 @@ class ReductionScheduler:
             waits = grads.waiting is not Waiting.NOTHING or (
                 is_partial and grads.requires_all_reduce
             )
-            if (
-                grads.collector.count
-                or any(param.grad is not None for param in grads.unsharded)
-                or (waits and self._reduces_now(grads))
-            ):
+            if grads.has_come or (waits and self._reduces_now(grads)):
                 if self.enrolment is not None:
                     self.enrolment.refuse_late(grads)
                 self._reduce(grads)
