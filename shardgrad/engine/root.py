@@ -92,9 +92,8 @@ class RootContext:
             unit.require_complete()
         device = self.comm_ctx.device
         if device.type != "cpu":
-            if (
-                is_capturing(device) != self._is_captured
-            ):  # by torch.cuda.graph, if not by graphed_step
+            # By torch.cuda.graph, if not by graphed_step.
+            if is_capturing(device) != self._is_captured:
                 self._is_captured = not self._is_captured
                 self.comm_ctx.streams.forget_events()
                 self.quiesce()

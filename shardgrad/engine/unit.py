@@ -334,9 +334,8 @@ class Unit:
                 span("cast_forward_inputs", self.name) if profiler._is_profiler_enabled else NO_SPAN
             ):
                 args, kwargs = _cast(dtype, args), _cast(dtype, kwargs)
-        if (
-            torch.is_grad_enabled() or context.scheduler.enrolment is not None
-        ):  # backward may recompute it
+        # Backward may recompute it.
+        if torch.is_grad_enabled() or context.scheduler.enrolment is not None:
             args, kwargs = self._watch_inputs(context, args, kwargs, counted=not recomputing)
         return args, kwargs
 
