@@ -52,6 +52,7 @@ from shardgrad.features.tensor_extensions import ExtensionGroup, regroup, requir
 from shardgrad.features.wire_dtype import (
     OuterExchange,
     ReplicaExchange,
+    refuse_too_many_ranks,
     refuse_unknown_wire_dtype,
     require_float32_sums,
 )
@@ -219,6 +220,7 @@ def _group(
     else:
         group = ParamGroup(params, spec)
     if spec.gradient_policy.wire_dtype is not None:
+        refuse_too_many_ranks(spec.mesh)
         require_float32_sums(group)
         set_collectives([group], exchanges=True)
     sums = sums_of(p.sharded for p in params) if spec.mesh.data_parallel_size > 1 else []

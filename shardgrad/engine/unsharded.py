@@ -17,7 +17,8 @@ from shardgrad.engine.buffers import Chunks, RecurringBuffer
 from shardgrad.engine.param import FSDPParam, mark_unsharded
 from shardgrad.engine.streams import Stream, Streams
 from shardgrad.engine.transports import MessageTag, Transport
-from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes, unpack_bytes
+from shardgrad.ops.movement import unpack_rows
+from shardgrad.sharding.byte_params import from_bytes, travels_as_bytes
 from shardgrad.sharding.layout import ShardLayout
 from shardgrad.sharding.strided_pack import unpack_strided
 from shardgrad.sharding.zero_copy import own_places
@@ -51,16 +52,21 @@ class ZeroCopyGather:
         """Returns what to send, where it is received (1-D, in rank order), and the tag of each
         parameter.
 
-        Streams: on the current one, this rank's own pieces are first cast, or copied, to their
-        places.
+        Streams: on the current one, this rank's own pieces are first cast to their places if the
+        shard has another dtype.
         """
         sent, rank = self._sent, transport.rank
-        if self._shard.dtype != self._unsharded.dtype or transport.gather_chunks < transport.size:
+        if self._shard.dtype != self._unsharded.dtype:
             if self._own_places is None:
                 self._own_places = own_places(self._layout, rank)
-            ops.unpack([self._shard], self._unsharded, self._own_places)
+            ops.unpack(
+                self._shard,
+                self._unsharded,
+                self._own_places,
+                chunk_numel=self._shard.numel(),
+            )
             sent = [places.parts[rank] for places in self._places]
-        return list(zip(sent, map(transport.missing, self._places), self._tags, strict=True))
+        return list(zip(sent, self._places, self._tags, strict=True))
 
 
 class UnshardedMemory:
@@ -119,7 +125,7 @@ class UnshardedParams(UnshardedMemory):
         buffer = RecurringBuffer.empty(layout.unsharded_numel, dtype, device, streams)
         super().__init__([buffer], streams)
         self._flat = buffer.tensor
-        self._unpack = unpack_bytes if travels_as_bytes(params[0].sharded.dtype) else None
+        self._travel_as_bytes = travels_as_bytes(params[0].sharded.dtype)
         # Made for training even if the first forward is an evaluation in inference mode.
         with torch.inference_mode(mode=False):
             for p, view in zip(params, layout.unsharded_views(self._flat), strict=True):
@@ -130,14 +136,21 @@ class UnshardedParams(UnshardedMemory):
             names = [params[i].name for i in layout.zero_copy]
             self.zero_copy = ZeroCopyGather(names, layout, shard, self._flat) if names else None
 
-    def fill(self, chunks: Sequence[torch.Tensor], layout: ShardLayout) -> None:
-        """Copies the parameters out of all ranks' chunks, in rank order.
+    def fill(
+        self, gathered: torch.Tensor, layout: ShardLayout, table: torch.Tensor, chunk_numel: int
+    ) -> None:
+        """Copies the parameters out of what was gathered: chunks of `chunk_numel`, side by side.
 
-        Streams: on the current one. `layout` may leave out zero-copy parameters, which are there
-        already.
+        `layout` may leave out zero-copy parameters, which are there already; `table` says where
+        those of it lie in the chunks.
+
+        Streams: on the current one.
         """
         self.buffers[0].allocate()
-        (self._unpack or ops.unpack)(chunks, self._flat, layout.table)
+        if self._travel_as_bytes:
+            unpack_rows(gathered, self._flat, table.tolist(), chunk_numel)
+        else:
+            ops.unpack(gathered, self._flat, table, chunk_numel=chunk_numel)
         if layout.strided:
-            unpack_strided(chunks, self._flat, layout)
+            unpack_strided(gathered, self._flat, layout)
         self._filled.record(self._streams.current())

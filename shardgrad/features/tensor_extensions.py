@@ -303,7 +303,7 @@ class ExtensionGroup(ParamGroup):
         self._unsharded = UnshardedMemory(buffers, streams)
 
     @torch.no_grad()
-    def _fill(self, chunks: Sequence[torch.Tensor], gather: AllGather) -> None:
+    def _fill(self, gathered: torch.Tensor, gather: AllGather) -> None:
         memory = self._unsharded
         if memory is None:
             raise RuntimeError(
@@ -311,13 +311,14 @@ class ExtensionGroup(ParamGroup):
             )
         with torch.inference_mode(mode=False):
             memory.allocate()
+            chunks = gathered.view(-1, gather.source.chunk.numel())
             into: list[torch.Tensor] = []
             pieces: list[torch.Tensor] = []
             for place in (place for inputs in self._tensors for place in inputs):
                 if place.nbytes:
                     # `.data` has another version counter: a refill is not a change to autograd.
-                    into += place.output.tensor.data.view(_BYTE).split(place.nbytes)
-                    pieces += [chunk.narrow(0, place.offset, place.nbytes) for chunk in chunks]
+                    into.append(place.output.tensor.data.view(_BYTE).view(-1, place.nbytes))
+                    pieces.append(chunks[:, place.offset : place.offset + place.nbytes])
             if into:
                 torch._foreach_copy_(into, pieces)
             for p, inputs, metadata in zip(self.params, self._tensors, self._metadata, strict=True):

@@ -37,7 +37,7 @@ class Copies(TorchDispatchMode):
         name = func.name().removesuffix(".default")
         if name == "shardgrad::unpack":
             # From one chunk alone: direct parameters' own pieces, into their places.
-            kind = GATHER_OUT if len(args[0]) > 1 else GATHER_IN
+            kind = GATHER_OUT if args[0].numel() > args[3] else GATHER_IN
             self.written[kind] += int(args[2][:, 0].sum()) * args[1].itemsize
         elif name == "shardgrad::pack":
             self.written[REDUCE_IN] += nbytes(args[1])
