@@ -184,7 +184,6 @@ def _accept(units: Sequence[Unit]) -> None:
 
 
 # -- where strategies are chosen
-# ----------------------------------------------------------------------------
 
 
 def _second_step(
@@ -245,7 +244,6 @@ def _all_gather_input(stage: Stage, memory: ShardMemory) -> type[AllGatherInput]
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(mp_policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> None:

@@ -111,7 +111,10 @@ def _laid_out_like(cls: type) -> type:
         for name, member in vars(FSDPModule).items()
         if name not in ("__dict__", "__weakref__")
     }
-    bases = (Generic[TypeVar("T")] if first is Generic else first, FSDPModule)
+    # A class cannot derive from Generic without a parameter.
+    bases: tuple[Any, ...] = (first, FSDPModule)
+    if cast(Any, first) is Generic:
+        bases = (Generic[TypeVar("T")], FSDPModule)  # type: ignore[misc]
     return new_class(FSDPModule.__name__, bases, exec_body=lambda members: members.update(own))
 
 
@@ -154,7 +157,6 @@ class FSDPModule:
         return self
 
     # -- placing parameters
-    # -----------------------------------------------------------------------------
 
     def reshard(self) -> None:
         """Frees this unit's unsharded parameters and registers the sharded ones. Not recursive."""
@@ -229,7 +231,6 @@ class FSDPModule:
         self._unit.backward_prefetch = _units_of(modules)
 
     # -- reducing gradients
-    # -----------------------------------------------------------------------------
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False lets the next backward return with reductions still in flight."""
@@ -355,7 +356,6 @@ class FSDPModule:
         context.recover()
 
     # -- collectives
-    # ------------------------------------------------------------------------------------
 
     def set_custom_all_gather(self, comm: Any) -> None:
         """Gathers this unit's parameters through an object with torch's `AllGather` protocol.
@@ -517,7 +517,6 @@ class FSDPModule:
         """Accepted: gathers are always asynchronous, and slots make their order explicit."""
 
     # -- what a sharded module does not take part in
-    # ----------------------------------------------------
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module.load_state_dict`, for a state dict of shards.
@@ -571,7 +570,6 @@ class FSDPModule:
         )
 
     # -- inside
-    # -----------------------------------------------------------------------------------------
 
     @property
     def _unit(self) -> Unit:

@@ -113,7 +113,6 @@ class GradShard:
         )
 
     # -- memory: see the note
-    # ---------------------------------------------------------------------------
 
     def _take(self, flat: torch.Tensor) -> None:
         """Lies in `flat` from now on, whose storage comes and goes, as that of a
@@ -198,7 +197,6 @@ class GradShard:
         return _uses_of(self.flat.untyped_storage()._cdata) - len(self._views or ())
 
     # -- before and after a reduction
-    # -------------------------------------------------------------------
 
     def prepare(self) -> bool:
         """Makes the shard ready for a reduction; returns False if that should overwrite everything,
@@ -337,7 +335,6 @@ class GradShard:
             setattr(param, self.attribute, None)
 
     # -- for those who read the shard
-    # -------------------------------------------------------------------
 
     def place_of(self, param: torch.Tensor) -> int | None:
         """Returns a parameter's place, or None if it did not require grad when the last forward
@@ -369,8 +366,8 @@ class GradShard:
         """Makes flags and values agree with what is bound; returns which parameters have a
         gradient.
 
-        The flag of a gradient that is None now is cleared, and that of one which is back is set. Any
-        other tensor is copied into the shard.
+        The flag of a gradient that is None now is cleared, and that of one which is back is set.
+        Any other tensor is copied into the shard.
 
         Streams: on the current one. Capture: safe; what is bound is a fact of the host, fixed by
         the capture.
@@ -439,7 +436,6 @@ class GradShard:
             self.objects.bind(place)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def host_state(self) -> HostState:
         """Returns what the host knows of the gradients; their values are in device memory."""

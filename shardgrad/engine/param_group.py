@@ -1,20 +1,20 @@
 """Parameters that travel in one collective, and where they are.
 
-| state                      | modules register              | unsharded memory | all-gather in flight |
-|----------------------------|-------------------------------|------------------|----------------------|
-| `SHARDED`                  | sharded parameters            | freed            | no                   |
-| `UNSHARDING`               | sharded parameters            | freed            | yes                  |
-| `UNSHARDED`                | unsharded parameters          | allocated        | no                   |
-| `KEPT`                     | sharded parameters            | allocated        | no                   |
-| `KEPT_UNSHARDING`          | sharded parameters            | allocated        | no, none is needed   |
-| `SHARDED_POST_FORWARD`     | parameters over fewer ranks   | freed            | no                   |
-| `UNSHARDING_POST_FORWARD`  | parameters over fewer ranks   | freed            | yes                  |
+| state | modules register | unsharded memory | all-gather in flight |
+| --- | --- | --- | --- |
+| `SHARDED` | sharded parameters | freed | no |
+| `UNSHARDING` | sharded parameters | freed | yes |
+| `UNSHARDED` | unsharded parameters | allocated | no |
+| `KEPT` | sharded parameters | allocated | no |
+| `KEPT_UNSHARDING` | sharded parameters | allocated | no, none is needed |
+| `SHARDED_POST_FORWARD` | parameters over fewer ranks | freed | no |
+| `UNSHARDING_POST_FORWARD` | parameters over fewer ranks | freed | yes |
 
 A sharded parameter is an `nn.Parameter(DTensor)` over a view of the group's shard, an unsharded one
 a plain `nn.Parameter` over its flat buffer; each is one object for the life of the model. `KEPT` is
 for ZeRO stages 1 and 2, and for what is left unsharded by an evaluation, or by a backward whose
-graph may read parameters again: clipping and optimizers look at what modules register. The states after it for `reshard_after_forward` as an int
-(`features/post_forward.py`).
+graph may read parameters again: clipping and optimizers look at what modules register. The states
+after it for `reshard_after_forward` as an int (`features/post_forward.py`).
 """
 
 from __future__ import annotations
@@ -199,7 +199,6 @@ class ParamGroup:
         self._inputs = []
 
     # -- the shard
-    # --------------------------------------------------------------------------------------
 
     @property
     def is_in_use(self) -> bool:
@@ -374,7 +373,6 @@ class ParamGroup:
             yield from source.memory()
 
     # -- unshard
-    # ----------------------------------------------------------------------------------------
 
     def _move(self, to: ParamState) -> None:
         """Changes the state; a transition that is not listed is a fault of the engine."""
@@ -498,7 +496,6 @@ class ParamGroup:
             source.wait_until_read()
 
     # -- reshard
-    # ----------------------------------------------------------------------------------------
 
     def reshard(self, *, drop_kept: bool = False) -> None:
         """Registers the sharded parameters and frees the unsharded memory; drops a pending

@@ -69,7 +69,6 @@ class RootContext:
         return [grads for unit in self.units for grads in unit.grad_groups]
 
     # -- forward
-    # ----------------------------------------------------------------------------------------
 
     def enter_forward(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -264,7 +263,6 @@ class RootContext:
             group.wait_until_read()
 
     # -- backward
-    # ---------------------------------------------------------------------------------------
 
     def before(self, place: int) -> Unit | None:
         """Returns the unit whose backward is expected after the one at `place`."""
@@ -291,7 +289,6 @@ class RootContext:
             self._wait_until_read()
 
     # -- between iterations
-    # -----------------------------------------------------------------------------
 
     def recover(self) -> None:
         """Clears a forward or a backward that an exception cut short. Every parameter is resharded.
@@ -317,7 +314,10 @@ class RootContext:
                 unit.abandon_forward()
                 unit.finish_backward()
             lost = self.scheduler.abandon_backward(self.grad_groups)
-            added = f" In units {', '.join(lost)} they had been added to what was there, which is None now."
+            added = (
+                f" In units {', '.join(lost)} they had been added to what was there, which is None "
+                "now."
+            )
             warnings.warn(
                 "a backward failed half-way: the gradients that it has computed are dropped, those "
                 "of "
@@ -356,7 +356,6 @@ class RootContext:
 
 
 # -- lazy init
-# ----------------------------------------------------------------------------------------------
 
 
 def context_of(unit: Unit) -> RootContext | None:

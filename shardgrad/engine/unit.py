@@ -1,13 +1,13 @@
 """A unit: the hooks that unshard its parameters before they are needed and reshard them afterwards.
 
-| hook             | fires, in this order in a step    | does                                             |
-|------------------|-----------------------------------|--------------------------------------------------|
-| `pre_forward`    | before forward                    | unshard, wait, prefetch the next unit, cast      |
-| `post_forward`   | after forward                     | reshard if asked to, watch outputs, cast         |
-| `pre_backward`   | first gradient of an output       | unshard, wait, prefetch the unit before          |
-| `collect`        | a parameter's gradient is there   | in `grad_group.py`: reduce when all are there    |
-| `post_backward`  | gradients of all inputs are there | reshard, close the group's reduction             |
-| `end_backward`   | autograd is done                  | in `root.py`                                     |
+| hook | fires, in this order in a step | does |
+| --- | --- | --- |
+| `pre_forward` | before forward | unshard, wait, prefetch the next unit, cast |
+| `post_forward` | after forward | reshard if asked to, watch outputs, cast |
+| `pre_backward` | first gradient of an output | unshard, wait, prefetch the unit before |
+| `collect` | a parameter's gradient is there | in `grad_group.py`: reduce when all are there |
+| `post_backward` | gradients of all inputs are there | reshard, close the group's reduction |
+| `end_backward` | autograd is done | in `root.py` |
 
 Gradients are caught at the parameters, not at the module, so whatever path a loss took, they are
 reduced.
@@ -251,7 +251,6 @@ class Unit:
         return all(group.state is ParamState.UNSHARDED for group in self.groups)
 
     # -- unshard and reshard
-    # ----------------------------------------------------------------------------
 
     def unshard(self, context: Root) -> None:
         """Starts the all-gathers of parameters that are not unsharded."""
@@ -307,7 +306,6 @@ class Unit:
         )
 
     # -- forward
-    # ----------------------------------------------------------------------------------------
 
     @outside_graphs
     def pre_forward(
@@ -488,7 +486,6 @@ class Unit:
             self.show_sharded()
 
     # -- backward
-    # ---------------------------------------------------------------------------------------
 
     @outside_graphs
     def _pre_backward(self, call: _Call, grad: torch.Tensor) -> None:

@@ -136,7 +136,10 @@ def adapt(value: Any) -> Capturable:
 
 def _hint(value: Any) -> str:
     if isinstance(value, torch.amp.GradScaler):
-        return "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler does not"
+        return (
+            "torch's GradScaler, which reads on the host whether to skip; shardgrad.GradScaler "
+            "does not"
+        )
     if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
         return "a schedule; step it between calls, outside of the graph"
     if callable(value):

@@ -261,7 +261,6 @@ class GraphedStep(Generic[_P, _R]):
         ]
 
     # -- a call
-    # -----------------------------------------------------------------------------------------
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Takes one step; see `graphed_step`."""
@@ -411,7 +410,6 @@ class GraphedStep(Generic[_P, _R]):
             del self._kinds[key]
 
     # -- capturing
-    # --------------------------------------------------------------------------------------
 
     def _capture_or_refuse(
         self, kind: _InputKind, key: Hashable, *, is_settled: bool
@@ -550,7 +548,6 @@ class GraphedStep(Generic[_P, _R]):
         )
 
     # -- the end
-    # ----------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Destroys all graphs and input buffers; the next calls run eagerly, and later ones capture

@@ -2,9 +2,10 @@
 
 [Note: Aliases]
 A kernel of an external optimizer takes addresses. A DTensor has none, and some releases of the
-kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our parameters. Each has an *alias*: a plain parameter over the same memory,
-whose gradient is a plain view of the gradient shard, set before each step. The alias of a parameter
-without elements on this rank is not passed.
+kernels fail when a rank holds no row of a parameter. So the external optimizer never sees our
+parameters. Each has an *alias*: a plain parameter over the same memory, whose gradient is a plain
+view of the gradient shard, set before each step. The alias of a parameter without elements on this
+rank is not passed.
 """
 
 from __future__ import annotations

@@ -24,8 +24,9 @@ def clip_grad_norm_(
     """Scales gradients so that their norm over all ranks is at most `max_norm`.
 
     The factor is `min(1, max_norm / (norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`;
-    gradients are multiplied by it in place. If a gradient is not finite, the optimizers of `shardgrad.optim` skip their next step. (The verdict is kept with the gradient
-    shards: an optimizer over a model without units needs `check_finite=True`.)
+    gradients are multiplied by it in place. If a gradient is not finite, the optimizers of
+    `shardgrad.optim` skip their next step. (The verdict is kept with the gradient shards: an
+    optimizer over a model without units needs `check_finite=True`.)
 
     Args:
         parameters: a model, a parameter, or parameters; of any units and meshes, or of none.
@@ -39,7 +40,8 @@ def clip_grad_norm_(
 
     Streams:
         Two passes over each gradient shard, for the norm and for the factor, and one all-reduce of
-        two numbers for each group of ranks, on the current stream. A collective: every rank must call it.
+        two numbers for each group of ranks, on the current stream. A collective: every rank
+        must call it.
 
     Capture:
         Safe after a first call, without `error_if_nonfinite`.

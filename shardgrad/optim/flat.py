@@ -96,7 +96,6 @@ class FlatOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     # -- groups
-    # -----------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters with its hyperparameters; see
@@ -201,7 +200,6 @@ class FlatOptimizer(Optimizer):
         )
 
     # -- what a program edits by hand
-    # --------------------------------------------------------------------
 
     def _follow_program(self) -> None:
         """Does what torch's optimizers do when a program has edited groups or state; see
@@ -278,7 +276,6 @@ class FlatOptimizer(Optimizer):
         self._contents = Contents(self.param_groups, self.state)
 
     # -- state
-    # ------------------------------------------------------------------------------------------
 
     @abstractmethod
     def state_dtypes(self, segment: Segment, group: Mapping[str, Any]) -> Mapping[str, torch.dtype]:
@@ -350,7 +347,6 @@ class FlatOptimizer(Optimizer):
         )
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     def update(self, update: Update) -> None:
         """Launches the kernel for one segment; an optimizer that overrides `update_all` needs
@@ -447,7 +443,6 @@ class FlatOptimizer(Optimizer):
             segment.forget_gradients(set_to_none=set_to_none)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
         """Returns the host state that decides a step: constants of launches, and which segments
@@ -489,7 +484,6 @@ class FlatOptimizer(Optimizer):
             self._group(i).captured = False
 
     # -- inside
-    # -----------------------------------------------------------------------------------------
 
     def _group(self, index: int) -> OptimGroup:
         group: OptimGroup = self.param_groups[index]  # type: ignore[assignment]

@@ -213,7 +213,6 @@ class GradScaler:
         return self._state.scale.to(device)
 
     # -- for graphs
-    # -------------------------------------------------------------------------------------
 
     def guards(self) -> Hashable:
         """Returns the host state that decides a step: settings, and optimizers unscaled since
@@ -250,7 +249,6 @@ class GradScaler:
             yield "good steps of the loss scale", self._state.good_steps
 
     # -- reading and saving
-    # -----------------------------------------------------------------------------
 
     def get_scale(self) -> float:
         """Returns the scale; the host waits for the device."""

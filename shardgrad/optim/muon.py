@@ -182,7 +182,6 @@ class Muon(FlatOptimizer):
         return dtypes
 
     # -- a step
-    # -----------------------------------------------------------------------------------------
 
     def update_all(self, updates: Sequence[Update]) -> None:
         """Updates the buckets one after the other. Which ones there are is the same on all ranks.

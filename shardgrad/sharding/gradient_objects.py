@@ -175,7 +175,6 @@ class GradientObjects:
         self._storages[place : place + 1] = [local.untyped_storage()._cdata]
 
     # -- memory
-    # -----------------------------------------------------------------------------------------
 
     def place(self, flat: torch.Tensor) -> None:
         """Points the gradients to 1-D memory, in a storage of its own each, as `in_own_storage`
@@ -219,7 +218,6 @@ class GradientObjects:
         self._watched: list[torch.Tensor] = [*self.plain, *self._locals]
 
     # -- what is bound
-    # ----------------------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns what is bound to the parameters, in order."""
@@ -256,7 +254,6 @@ class GradientObjects:
                 self.bind(place, what)
 
     # -- what the program keeps
-    # -------------------------------------------------------------------------
 
     def _counts(self) -> list[int]:
         """Returns how often gradients, then local tensors and storages are

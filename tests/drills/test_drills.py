@@ -65,7 +65,6 @@ def test_a_link_that_is_cut_permanently_ends_both_hosts() -> None:
 
 
 # -- the record
-# ---------------------------------------------------------------------------------------------
 
 
 def verdict(kind: str, exit_s: float, *problems: str) -> Verdict:

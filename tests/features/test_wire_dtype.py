@@ -46,7 +46,6 @@ WIRE = GradientPolicy(wire_dtype=BF16)
 
 
 # -- the oracle: plain torch, without communication
-# ---------------------------------------------------------
 
 
 def exchanged(parts: list[Tensor]) -> Tensor:
@@ -91,7 +90,6 @@ def grads_of(model: nn.Module) -> Tensors:
 
 
 # -- what is built
-# ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,6 @@ def gradients_are_right(case: Case) -> None:
 
 
 # -- gradients
-# ----------------------------------------------------------------------------------------------
 
 ON_TWO = {
     "float32": Case(),
@@ -349,7 +346,6 @@ def test_none_is_the_default_and_changes_nothing(two_ranks: Ranks) -> None:
 
 
 # -- bytes
-# --------------------------------------------------------------------------------------------------
 
 SIZES = (256, 512, 256)
 
@@ -385,7 +381,6 @@ def test_half_of_the_bytes_are_sent_over_both_axes(four_ranks: Ranks, replicas: 
 
 
 # -- what is refused
-# ----------------------------------------------------------------------------------------
 
 
 def refuses(

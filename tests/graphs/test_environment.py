@@ -122,7 +122,6 @@ def test_a_process_group_without_a_collective_behind_it_is_named(
 
 
 # -- shardgrad doctor
-# ---------------------------------------------------------------------------------------
 
 
 def test_the_doctor_finds_nothing_wrong_with_the_training_program() -> None:

@@ -142,12 +142,15 @@ def test_a_number_that_a_schedule_changes_before_each_call_is_a_warning_that_nam
         optimizer.step()
         optimizer.zero_grad()
 
-    with pytest.warns(
-        shardgrad.UncapturableStepWarning, match=r"'lr', 0\.\d+.*became.*'lr', 0"
-    ) as caught:
+    def train() -> None:
         for _ in range(20):
             step(torch.ones(2, 4))
             optimizer.param_groups[0]["lr"] *= 0.9
+
+    with pytest.warns(
+        shardgrad.UncapturableStepWarning, match=r"'lr', 0\.\d+.*became.*'lr', 0"
+    ) as caught:
+        train()
     assert [warning.filename for warning in caught] == [__file__]  # once
 
 

@@ -62,7 +62,6 @@ def issues_of(work: Callable[[torch.Tensor], Any]) -> tuple[Issue, ...]:
 
 
 # -- one step
-# -----------------------------------------------------------------------------------------------
 
 
 def item(y: torch.Tensor) -> Any:
@@ -274,7 +273,6 @@ def test_an_error_of_the_step_passes_through_and_nothing_stays_patched() -> None
 
 
 # -- two steps
-# ----------------------------------------------------------------------------------------------
 
 
 def two_steps(
@@ -392,7 +390,6 @@ def test_a_step_that_ends_early_is_another_course() -> None:
 
 
 # -- tensors that a step closes over
-# ------------------------------------------------------------------------
 
 
 targets = torch.zeros(2)  # of the steps below, as a global variable
@@ -576,7 +573,6 @@ def test_large_and_circular_objects_are_looked_through_in_part() -> None:
 
 
 # -- the engine
-# ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -676,7 +672,6 @@ def test_a_compiled_region_stays_compiled_under_a_watch() -> None:
 
 
 # -- words
-# --------------------------------------------------------------------------------------------------
 
 
 def test_an_obstacle_is_a_sentence_with_its_place_and_a_line_with_what_to_type() -> None:

@@ -332,7 +332,6 @@ def test_parameters_cut_by_tensor_parallelism_are_counted_once(two_ranks: Ranks)
 
 
 # -- whatever happened before
-# -------------------------------------------------------------------------------
 
 
 def clips_after_an_evaluation(options: dict[str, Any]) -> None:

@@ -208,7 +208,6 @@ def whole(model: nn.Module, optim: torch.optim.Optimizer | None = None) -> Tenso
 
 
 # -- training
-# -----------------------------------------------------------------------------------------------
 
 
 def a_transformer_equals_the_plain_one(shape: tuple[int, ...], recomputed: bool) -> None:
@@ -291,7 +290,6 @@ def test_a_meta_model_on_both_axes_trains_bit_for_bit_like_fsdp2(four_ranks: Ran
 
 
 # -- states
-# -------------------------------------------------------------------------------------------------
 
 
 def tensor_parallel_alone() -> Transformer:

@@ -83,7 +83,6 @@ def equals_stage_3(
 
 
 # -- traffic
-# ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -153,7 +152,6 @@ def hybrid_traffic_is_as_documented() -> None:
 
 
 # -- memory
-# -------------------------------------------------------------------------------------------------
 
 
 def whole_nbytes(model: nn.Module) -> int:
@@ -190,7 +188,6 @@ def memory_is_as_documented(stage: int) -> None:
 
 
 # -- both axes
-# ----------------------------------------------------------------------------------------------
 
 
 def hybrid_equals_hsdp(micro_batches: int, deferred: bool, options: dict[str, Any]) -> None:
@@ -245,7 +242,6 @@ def a_written_shard_is_gathered_anew(stage: int | str) -> None:
 
 
 # -- tests
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

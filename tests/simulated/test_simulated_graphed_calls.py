@@ -43,7 +43,6 @@ from tests.simulated.programs.graphed import (
 from tests.support.processes import FairClock
 
 # -- what a call may bring
-# ----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -182,7 +181,6 @@ def test_a_step_under_no_grad_is_not_the_graph_of_one_with_gradients() -> None:
 
 
 # -- what cannot be captured
-# --------------------------------------------------------------------------------
 
 
 def failing(policy: str) -> None:
@@ -398,7 +396,6 @@ def test_what_cannot_be_a_step_is_refused_in_words() -> None:
 
 
 # -- tensors that a step closes over
-# ------------------------------------------------------------------------
 
 
 @dataclass
@@ -556,7 +553,6 @@ def test_torchs_functions_are_replaced_only_while_there_are_graphs() -> None:
 
 
 # -- what is found before a capture
-# -------------------------------------------------------------------------
 
 
 def issues(what: str) -> None:
@@ -656,7 +652,6 @@ def test_what_a_replay_would_get_wrong_is_named_with_its_line(what: str) -> None
 
 
 # -- trust
-# --------------------------------------------------------------------------------------------------
 
 
 def verified(graphed: Callable[..., Any], setup: Setup) -> list[Any]:
@@ -738,7 +733,6 @@ def test_a_recomputed_region_that_would_draw_other_numbers_is_refused() -> None:
 
 
 # -- status
-# -------------------------------------------------------------------------------------------------
 
 
 def polled() -> None:

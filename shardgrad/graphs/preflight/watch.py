@@ -195,7 +195,6 @@ class _Watch(TorchDispatchMode):
         self.issues.setdefault(key, full)
 
     # -- where
-    # ------------------------------------------------------------------------------------------
 
     def _location(self) -> SourceLocation:
         location = current_location(self._modules)
@@ -213,7 +212,6 @@ class _Watch(TorchDispatchMode):
         return self._made_in.get(node._sequence_nr(), "")
 
     # -- what
-    # -------------------------------------------------------------------------------------------
 
     def _operand(self, tensor: torch.Tensor) -> Operand:
         address = _address(tensor)
@@ -245,7 +243,6 @@ class _Watch(TorchDispatchMode):
 
 
 # -- names and memory
-# ---------------------------------------------------------------------------------------
 
 
 def _names_of_modules(modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, str]]:
@@ -333,7 +330,6 @@ def _numbers(
 
 
 # -- functions that no operation reports
-# --------------------------------------------------------------------
 
 _patch = Patch()
 

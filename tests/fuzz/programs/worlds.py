@@ -135,7 +135,6 @@ def _together(by_rank: Sequence[Sequence[Outcome]]) -> list[Outcome]:
 
 
 # -- processes over gloo
-# ------------------------------------------------------------------------------------
 
 
 @cache
@@ -182,7 +181,6 @@ def run_on_rank(texts: Sequence[str], *, defect: str, with_fsdp2: bool) -> list[
 
 
 # -- threads with simulated devices
-# -------------------------------------------------------------------------
 
 
 class _Sum:
