@@ -114,14 +114,14 @@ def test_a_gradient_penalty_trains_like_the_unsharded_model(
     two_ranks.run(close_to_unsharded, trained, penalty, reshard_after_forward=reshards)
 
 
-def a_penalty_of_a_block_before_the_root_has_run(engine: Engine) -> Snapshot:
+def a_penalty_of_a_block_before_the_root_has_run(engine: Engine) -> Tensors:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     engine.fully_shard(model[1])
     engine.fully_shard(model)
-    x = engine.inputs(0, 5).requires_grad_()
+    x = batch(engine, 0)
     (grad,) = torch.autograd.grad(model[1](x).square().sum(), x, create_graph=True)
-    (model(engine.inputs(1, 5)).square().mean() + grad.square().mean()).backward()
+    (per_row(model(batch(engine, 1))) + per_row(grad)).backward()
     return engine.snapshot(model)
 
 
