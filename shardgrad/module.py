@@ -114,7 +114,7 @@ def _laid_out_like(cls: type) -> type:
     # A class cannot derive from Generic without a parameter.
     bases: tuple[Any, ...] = (first, FSDPModule)
     if cast(Any, first) is Generic:
-        bases = (Generic[TypeVar("T")], FSDPModule)  # type: ignore[misc]
+        bases = (Generic[TypeVar("T")], FSDPModule)
     return new_class(FSDPModule.__name__, bases, exec_body=lambda members: members.update(own))
 
 

@@ -252,7 +252,7 @@ this project is a test, and that page and record agree is another. Where engines
 torch {torch}, DeepSpeed {deepspeed}, commit {commit}, {cpu}. FSDP1 has `use_orig_params=True`, DDP
 `find_unused_parameters=True`, DeepSpeed ZeRO stage 3 in float32. A case can be right with an engine because
 what was reported has been fixed since.
-"""  # noqa: E501  (lines of the page, after numbers are filled in)
+"""
 
 _WHAT_HAPPENS_HERE = """\
 ## What happens here
